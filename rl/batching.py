@@ -1,0 +1,83 @@
+"""Rollouts -> samples -> packed batches. Pure functions over numpy arrays."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl.errors import RunError
+from rl.types import Batch, MicroBatch, Rollout, Sample
+
+
+def to_sample(rollout: Rollout, advantage: float) -> Sample:
+    """One advantage for every sampled token of the rollout; weight 1 each."""
+    sampled = [np.full(len(s.tokens), s.sampled) for s in rollout.segments]
+    loss_mask = np.concatenate(sampled)
+    return Sample(
+        tokens=np.concatenate([np.asarray(s.tokens, np.int64) for s in rollout.segments]),
+        loss_mask=loss_mask,
+        generator_logprobs=np.concatenate([np.asarray(s.logprobs, np.float32) for s in rollout.segments]),
+        advantages=np.where(loss_mask, advantage, 0.0).astype(np.float32),
+        weights=loss_mask.astype(np.float32),
+    )
+
+
+def supervised_sample(prompt: Sequence[int], target: Sequence[int]) -> Sample:
+    """A sequence whose `target` tokens are taught by cross entropy."""
+    tokens = np.asarray([*prompt, *target], np.int64)
+    loss_mask = np.arange(len(tokens)) >= len(prompt)
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(tokens, loss_mask, zeros, zeros, loss_mask.astype(np.float32))
+
+
+def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1) -> Batch:
+    """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
+
+    Longest first, each into the emptiest bin. Every rank gets the same number of micro-batches, because they meet in
+    collectives; one without a sequence holds filler only. Rows are filled up to `multiple_of` tokens.
+    """
+    longest = max((len(s) for s in samples), default=0)
+    if longest > max_tokens:
+        raise RunError(
+            f"a sequence of {longest} tokens exceeds trainer.max_tokens={max_tokens}; "
+            f"raise trainer.max_tokens or lower env.max_new_tokens"
+        )
+    rounds = max(1, math.ceil(sum(map(len, samples)) / (num_ranks * max_tokens)))
+    while (bins := _fill(samples, num_ranks * rounds, max_tokens)) is None:
+        rounds += 1
+    rows = [_micro_batch(samples, ids, multiple_of) for ids in bins]
+    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), len(samples))
+
+
+def _fill(samples: Sequence[Sample], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Indices for each bin, or None where some sequence fits into none."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    used = [0] * num_bins
+    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i])):
+        emptiest = min(range(num_bins), key=used.__getitem__)
+        if used[emptiest] + len(samples[i]) > max_tokens:
+            return None
+        bins[emptiest].append(i)
+        used[emptiest] += len(samples[i])
+    return bins
+
+
+def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int) -> MicroBatch:
+    lengths = [len(samples[i]) for i in ids]
+    filler = max(-sum(lengths) % multiple_of, 0 if ids else multiple_of)
+    starts = np.cumsum([0, *lengths])[:-1]
+
+    def join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
+
+    # A sequence's first token has no context to be scored in.
+    masks = [samples[i].loss_mask & (np.arange(n) > 0) for i, n in zip(ids, lengths, strict=True)]
+    return MicroBatch(
+        tokens=join([*(samples[i].tokens for i in ids), np.zeros(filler)], np.int64),
+        positions=join([*(np.arange(n) for n in lengths), np.arange(filler)], np.int64),
+        scored=join([start + np.flatnonzero(m) for start, m in zip(starts, masks, strict=True)], np.int64),
+        sample_ids=join([np.full(m.sum(), i) for i, m in zip(ids, masks, strict=True)], np.int64),
+        generator_logprobs=join([samples[i].generator_logprobs[m] for i, m in zip(ids, masks, strict=True)], np.float32),
+        advantages=join([samples[i].advantages[m] for i, m in zip(ids, masks, strict=True)], np.float32),
+        weights=join([samples[i].weights[m] for i, m in zip(ids, masks, strict=True)], np.float32),
+    )

@@ -1,0 +1,72 @@
+"""The few seams: what the parts ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rl.types import Batch, Completion, OptimParams, PolicyVersion, Problem, Rollout, SamplingParams, Score
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from rl.loss.policy import LossOutput, TokenInputs
+    from rl.weight_sync.manifest import LocalShard, Manifest, Shard
+
+
+class Loss(Protocol):
+    """A frozen, picklable callable: logprobs [M] with gradient -> a sum over tokens, and metrics."""
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput: ...
+
+
+class Credit(Protocol):
+    """Rewards of one group [G] -> advantages [G]."""
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]: ...
+
+
+class Sampler(Protocol):
+    """What an environment samples from."""
+
+    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]: ...
+
+
+class Scorer(Protocol):
+    """What scores finished rollouts, away from the controller."""
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]: ...
+
+
+class Tokenizer(Protocol):
+    """Text to tokens once, and back for people and verifiers."""
+
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, user: str) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Trainer(Protocol):
+    """The policy as the loop sees it: all ranks at once. The verbs are those of Tinker's API."""
+
+    async def forward(self, batch: Batch) -> dict[int, np.ndarray]: ...
+    async def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]: ...
+    async def optim_step(self, params: OptimParams) -> dict[str, float]: ...
+    async def push_weights(self, version: PolicyVersion) -> Manifest: ...
+
+
+class Transport(Protocol):
+    """Moves weights between processes; versioned, so that no reader ever sees half of one version and half of another.
+
+    A version is readable from the moment its manifest exists until `release`.
+    """
+
+    async def publish(self, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]: ...
+    async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]: ...
+    async def release(self, version: PolicyVersion, rank: int) -> None: ...
+
+
+__all__ = ["Credit", "Loss", "Problem", "Sampler", "Scorer", "Tokenizer", "Trainer", "Transport"]

@@ -1,0 +1,173 @@
+"""GeneratorEngine: vLLM in this process, with a step loop of its own and weights that are handed to it.
+
+It knows nothing of Monarch. One engine to a process, which should run nothing else: vLLM changes its process.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from vllm import EngineArgs, LLMEngine
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from rl.errors import RunError
+from rl.models.vllm_weights import BACKEND, register_backend
+from rl.types import Completion, PolicyVersion, SamplingParams, StopReason, VersionRange
+from rl.weight_sync.manifest import Manifest, Shard
+
+Fetched = dict[str, list[tuple[Shard, torch.Tensor]]]
+
+
+def environment(num_threads: int) -> dict[str, str]:
+    """What the process of a generator needs before it starts."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: less memory, faster start
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1" if not torch.accelerator.is_available() else "0",  # else 10 s of g++ at the first token
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@dataclass
+class _Request:
+    prompt: list[int]
+    n: int
+    params: SamplingParams
+    done: asyncio.Future[list[Completion]]
+    oldest: PolicyVersion = 0
+    finished: dict[int, tuple[list[int], list[float], StopReason, PolicyVersion]] = field(default_factory=dict)
+
+
+class GeneratorEngine:
+    """Samples completions; requests join and leave while others run (continuous batching).
+
+    All its coroutines belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        max_model_len: int = 2048,
+        max_num_seqs: int = 256,
+        kv_cache_gib: float = 0.25,
+        compile: bool = False,
+    ):
+        """Reads only config.json of `model_dir`: weights come through `load_weights`, before the first `sample`."""
+        on_cpu = not torch.accelerator.is_available()
+        if on_cpu:
+            torch.cpu._init_amx()  # without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model
+        register_backend()
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(model_dir),
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype=dtype,
+                enforce_eager=not compile,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                disable_log_stats=True,
+            )
+        )
+        self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._lock = asyncio.Lock()  # held for one engine step, or for one weight update
+        self._waiting: deque[_Request] = deque()
+        self._running: dict[str, _Request] = {}
+        self._num_requests = 0
+        self._stepper: asyncio.Task[None] | None = None
+        self.version: PolicyVersion | None = None
+
+    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+        """n completions of one prompt, in order; completion i is drawn with seed `params.seed + i`, whatever else runs."""
+        if self.version is None:
+            raise RunError("the generator has no weights yet; publish a policy version before the first sample")
+        request = _Request(list(prompt), n, params, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        if self._stepper is None or self._stepper.done():
+            self._stepper = asyncio.create_task(self._step_until_idle())
+        return await request.done
+
+    async def load_weights(self, manifest: Manifest, fetched: Fetched) -> None:
+        """Switch to another policy version between two steps. Running requests go on: their cache is computed anew."""
+        async with self._lock:
+            await asyncio.to_thread(self._load_weights, fetched)
+            self.version = manifest.version
+
+    def _load_weights(self, fetched: Fetched) -> None:
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", args=({"fetched": fetched},))
+        self._engine.collective_rpc("finish_weight_update")
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    async def _step_until_idle(self) -> None:
+        try:
+            while self._waiting or self._running:
+                async with self._lock:
+                    for output in await asyncio.to_thread(self._step):
+                        self._collect(output)
+        except Exception as error:  # the engine is broken: whoever waits must hear of it
+            for request in [*self._waiting, *self._running.values()]:
+                if not request.done.done():
+                    request.done.set_exception(RunError(f"the generator's engine failed: {error!r}"))
+            self._waiting.clear()
+            self._running.clear()
+            raise
+
+    def _step(self) -> list[RequestOutput]:
+        """Admit what waits, run one step. In a thread, so that the event loop stays free to take requests."""
+        while self._waiting:
+            request = self._waiting.popleft()
+            request.oldest = self.version
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            self._running[request_id] = request
+            self._engine.add_request(request_id, {"prompt_token_ids": request.prompt}, _vllm_params(request))
+        return self._engine.step()
+
+    def _collect(self, output: RequestOutput) -> None:
+        """Keep each sample at the step at which it ends, so that it gets the version of that step."""
+        request = self._running[output.request_id]
+        for sample in output.outputs:
+            if not sample.finish_reason or sample.index in request.finished:
+                continue
+            tokens = list(sample.token_ids)
+            logprobs = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
+            stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
+            request.finished[sample.index] = (tokens, logprobs, stop, self.version)
+        if len(request.finished) == request.n:
+            del self._running[output.request_id]
+            completions = [
+                Completion(tokens, logprobs, VersionRange(request.oldest, newest), stop)
+                for _, (tokens, logprobs, stop, newest) in sorted(request.finished.items())
+            ]
+            if not request.done.done():
+                request.done.set_result(completions)
+
+
+def _vllm_params(request: _Request) -> VLLMSamplingParams:
+    params = request.params
+    return VLLMSamplingParams(
+        n=request.n,
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        stop_token_ids=list(params.stop_token_ids),
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

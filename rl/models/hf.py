@@ -1,0 +1,115 @@
+"""Hugging Face directories: what is in them, read and written as safetensors under torchtitan's parameter names."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rl.errors import ConfigError
+
+_LAYER_NAMES = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.qkv_linear.wq": "self_attn.q_proj",
+    "attention.qkv_linear.wk": "self_attn.k_proj",
+    "attention.qkv_linear.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+_ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+_SHARD_BYTES = 4 << 30
+
+
+def hf_name(name: str) -> str:
+    """torchtitan's parameter name -> Hugging Face's. The tensors are equal, row for row."""
+    name = name.replace("._checkpoint_wrapped_module", "")
+    if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
+    return _ROOT_NAMES.get(name, name)
+
+
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """The contents of config.json. Raises ConfigError where there is none."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory")
+    return json.loads(path.read_text())
+
+
+def check_weights(model_dir: str | Path) -> None:
+    """Open every safetensors header. Raises ConfigError naming the directory or the file that is at fault."""
+    for path in weight_files(model_dir):
+        _open(path)
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    files = sorted(Path(model_dir).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"model directory {model_dir} has no *.safetensors weights; download them, or convert with "
+            f"transformers' save_pretrained(safe_serialization=True)"
+        )
+    return files
+
+
+class HFWeights:
+    """Reads single tensors of a directory by Hugging Face name, without loading the rest."""
+
+    def __init__(self, model_dir: str | Path):
+        self._model_dir = model_dir
+        self._files = {key: file for path in weight_files(model_dir) for file in [_open(path)] for key in file.keys()}  # noqa: SIM118
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise ConfigError(f"model directory {self._model_dir} has no tensor {name}, which its config.json asks for")
+        return self._files[name].get_tensor(name)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
+
+
+def save_model(out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Write tensors (Hugging Face names) with the config and tokenizer files of `model_dir`."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    shards, total = [], 0
+    for shard in _shards(tensors):
+        total += sum(t.nbytes for t in shard.values())
+        shards.append(shard)
+        save_file(shard, out_dir / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        (out_dir / f"part-{i}.safetensors").rename(out_dir / name)
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for path in Path(model_dir).iterdir():
+        if path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
+            shutil.copy(path, out_dir / path.name)
+    config = read_config(model_dir) | {"dtype": str(dtype).removeprefix("torch.")}
+    (out_dir / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard

@@ -1,0 +1,50 @@
+"""The device and its process group: every workaround that lets torchtitan 0.3.0 run on a CPU lives here.
+
+Import this module before any other part of torchtitan.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  torchtitan gives mesh axes of size 1 the "fake" backend
+import torchtitan.tools.utils as titan_utils
+from torch.distributed.fsdp import FSDPModule
+
+if not torch.accelerator.is_available():
+    # Without an accelerator torchtitan assumes CUDA.
+    titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+
+from torchtitan.distributed import utils as titan_dist  # noqa: E402  after the device is set
+
+DEVICE_TYPE: str = titan_utils.device_type
+
+
+def init_process_group(timeout_seconds: float) -> torch.device:
+    """Join the group that torchrun's environment names, or make one of this process alone. Returns the device to use."""
+    titan_dist.set_spmd_backend("partial_dtensor")  # the default, spmd_types, needs a newer torch than 2.13
+    device = torch.device("cpu")
+    if DEVICE_TYPE != "cpu":
+        device = torch.device(DEVICE_TYPE, torch.accelerator.current_device_index())
+    if not dist.is_initialized():
+        backend = "gloo" if DEVICE_TYPE == "cpu" else f"{DEVICE_TYPE}:nccl,cpu:gloo"
+        alone = {} if dist.is_torchelastic_launched() or _rank_in_environment() else {
+            "store": dist.HashStore(), "rank": 0, "world_size": 1,
+        }  # fmt: skip
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
+    return device
+
+
+def _rank_in_environment() -> bool:
+    import os
+
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def sum_gradients_over_ranks(model: torch.nn.Module) -> None:
+    """Make FSDP add gradients instead of averaging them: losses are sums over tokens."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            if DEVICE_TYPE == "cpu":
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

@@ -1,0 +1,65 @@
+"""The receiving end of weight sync: a backend of vLLM's weight-transfer API that assembles published shards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rl.weight_sync.manifest import assemble
+
+BACKEND = "rl_shards"
+
+
+@dataclass
+class ShardsInitInfo(WeightTransferInitInfo):
+    """Nothing to set up: shards are found through the manifest."""
+
+
+@dataclass
+class ShardsUpdateInfo(WeightTransferUpdateInfo):
+    fetched: Any  # what a Transport's fetch returns
+
+
+class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
+    """Reshards from the trainer's layout to vLLM's: full tensors are put together one at a time, and vLLM's own loader
+    fuses and splits them. Layerwise reloading handles weights that vLLM repacked after loading, as it does on a CPU."""
+
+    init_info_cls = ShardsInitInfo
+    update_info_cls = ShardsUpdateInfo
+
+    def init_transfer_engine(self, init_info: ShardsInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class would call torch.accelerator.synchronize(), which raises on a CPU.
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ShardsUpdateInfo) -> None:
+        self.model.load_weights(self._tensors(update_info.fetched))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+    def _tensors(self, fetched: Any) -> Any:
+        for name, tensor in assemble(fetched):
+            yield name, tensor
+            if name == "model.embed_tokens.weight" and "lm_head.weight" not in fetched:
+                # Tied: without it vLLM keeps the head it packed from the old embedding.
+                yield "lm_head.weight", tensor
+
+
+def register_backend() -> None:
+    """Make the backend known to vLLM in this process; may be called again."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, ShardsEngine)

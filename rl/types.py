@@ -1,0 +1,157 @@
+"""The nouns. Frozen, built once, free of torch and Monarch, and cheap to send between processes.
+
+Axes: T tokens of one sequence, M scored tokens of one micro-batch.
+A token at index t is *scored* when the policy sampled it (or is taught it): its logprob is log p(token t | tokens < t).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+PolicyVersion = int
+"""0 for the weights before the first RL step, then one more for each optimizer step that was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """The oldest and the newest policy version that sampled a completion's tokens."""
+
+    oldest: PolicyVersion
+    newest: PolicyVersion
+
+
+class StopReason(StrEnum):
+    STOP = "stop"  # the model ended the completion (EOS or a stop token)
+    LENGTH = "length"  # max_new_tokens was reached
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One task instance: what is asked, and what its verifier compares with."""
+
+    id: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem, tokenised once."""
+
+    problem: Problem
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; `temperature` 0 is greedy. `seed` makes sample i of a request reproducible (seed + i)."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generator returns for one sample."""
+
+    tokens: list[int]  # [T] sampled tokens only, the stop token included
+    logprobs: list[float]  # [T] nats, at temperature 1, under the policy that sampled them
+    versions: VersionRange
+    stop: StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens that were all sampled by the policy, or all given to it. `logprobs` is 0 where given."""
+
+    tokens: list[int]
+    sampled: bool
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One walk through an environment: append-only segments, so that no text is ever tokenised twice."""
+
+    problem: Problem
+    segments: tuple[Segment, ...]
+    response: str  # the policy's text, decoded, without special tokens
+    stop: StopReason
+    versions: VersionRange
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A verifier's verdict. `error` holds the cause when the reward function raised or ran out of time."""
+
+    reward: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt with their scores: the unit over which advantages are computed."""
+
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [score.reward for score in self.scores]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training sequence. The four arrays are [T]; the last three count only where `loss_mask` is True."""
+
+    tokens: np.ndarray  # int64
+    loss_mask: np.ndarray  # bool
+    generator_logprobs: np.ndarray  # float32, nats
+    advantages: np.ndarray  # float32
+    weights: np.ndarray  # float32, the token's share in the loss
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences packed without padding into one row; the [M] arrays hold only its scored tokens.
+
+    `positions` restarts at 0 with each sequence. Trailing filler tokens form a sequence of their own and are never scored.
+    """
+
+    tokens: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    scored: np.ndarray  # [M] int64, indices into T; the hidden state at scored - 1 predicts the token
+    sample_ids: np.ndarray  # [M] int64, indices into the samples that were packed
+    generator_logprobs: np.ndarray  # [M] float32
+    advantages: np.ndarray  # [M] float32
+    weights: np.ndarray  # [M] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; every rank has equally many."""
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+    num_samples: int
+
+    @property
+    def num_scored_tokens(self) -> int:
+        return sum(len(micro.scored) for rank in self.ranks for micro in rank)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimParams:
+    """One optimizer step, complete in the call: the controller owns schedules and denominators."""
+
+    lr: float
+    grad_scale: float = 1.0  # multiplies the accumulated gradient before clipping: 1 / denominator
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0 turns clipping off

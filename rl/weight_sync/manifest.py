@@ -1,0 +1,65 @@
+"""What a published version consists of, and how full tensors are assembled from its shards."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rl.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A block of a tensor that this process holds."""
+
+    name: str  # the tensor's Hugging Face name
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the block starts, for each dimension
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A published block: everything but the bytes."""
+
+    name: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    locator: str  # where the transport finds the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A complete version. It exists only after every rank has published."""
+
+    version: PolicyVersion
+    shards: tuple[Shard, ...]
+
+    def by_name(self) -> dict[str, list[Shard]]:
+        grouped = defaultdict(list)
+        for shard in self.shards:
+            grouped[shard.name].append(shard)
+        return dict(grouped)
+
+
+def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full tensor), one at a time. Raises ValueError where the shards do not cover a tensor exactly."""
+    for name, blocks in fetched.items():
+        blocks = list(blocks)
+        shape = blocks[0][0].global_shape
+        covered = sum(data.numel() for _, data in blocks)
+        total = torch.Size(shape).numel()
+        if covered != total:
+            raise ValueError(f"the shards of {name} hold {covered} of its {total} elements; publish every rank's shards once")
+        if len(blocks) == 1:
+            yield name, blocks[0][1]
+            continue
+        full = torch.empty(shape, dtype=blocks[0][0].dtype)
+        for shard, data in blocks:
+            full[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.shape, strict=True))] = data
+        yield name, full
+
+
