@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
-from rl.errors import ConfigError
 from rl.loss.logprobs import token_entropy, token_logprobs
 from rl.models.attention import PackedDocuments, PackedSDPA
+from rl.models.hf import check_supported, rope_parameters
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
@@ -34,8 +34,6 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingConfig
-
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 
 _CHUNK_ELEMENTS = 1 << 26
 """Logits held at a time, in elements (256 MiB in fp32); beyond it they are recomputed chunk by chunk in backward."""
@@ -149,15 +147,10 @@ class Llama3RoPE(CosSinRoPE):
 def model_spec(hf: dict[str, Any], *, packed_sdpa: bool) -> ModelSpec:
     """hf: the contents of config.json. `packed_sdpa` chooses PackedSDPA over torchtitan's varlen attention.
 
-    Raises ConfigError for what these decoders do not compute, rather than computing something else.
+    Raises ConfigError as `check_supported` does.
     """
-    architecture = (hf.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ConfigError(f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if hf.get(key):
-            raise ConfigError(f"config.json has {key}={hf[key]}, which is not supported; use a model without it")
-    is_qwen3 = architecture == "Qwen3ForCausalLM"
+    check_supported(hf)
+    is_qwen3 = hf["architectures"][0] == "Qwen3ForCausalLM"
     config = _decoder_config(hf, is_qwen3, VarlenAttention.Config() if not packed_sdpa else PackedSDPA.Config())
     return ModelSpec(
         name="qwen3" if is_qwen3 else "llama3",
@@ -217,20 +210,15 @@ def _decoder_config(hf: dict[str, Any], is_qwen3: bool, attention: VarlenAttenti
 
 
 def _rope(hf: dict[str, Any], head_dim: int) -> CosSinRoPE.Config:
-    # transformers 5 writes rope_parameters; version 4 wrote rope_theta and rope_scaling.
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    common = {"dim": head_dim, "max_seq_len": hf["max_position_embeddings"], "theta": theta}
-    if kind == "default":
+    rope = rope_parameters(hf)
+    common = {"dim": head_dim, "max_seq_len": hf["max_position_embeddings"], "theta": rope["rope_theta"]}
+    if rope["rope_type"] == "default":
         return CosSinRoPE.Config(**common)
-    if kind == "llama3":
-        return Llama3RoPE.Config(
-            **common,
-            scaling="llama",
-            scaling_factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position_embeddings=rope["original_max_position_embeddings"],
-        )
-    raise ConfigError(f"config.json has rope_type={kind!r}, which is not supported; use a model with 'default' or 'llama3'")
+    return Llama3RoPE.Config(
+        **common,
+        scaling="llama",
+        scaling_factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+    )

@@ -6,7 +6,6 @@ drive it alike. Every rank of the process group calls every method, in the same 
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from rl.loss.policy import TokenInputs
 from rl.models import hf
 from rl.models.attention import PackedSDPA, SelectiveCheckpointing, pack_documents
 from rl.models.decoder import model_spec
+from rl.models.layout import Layout
 from rl.models.platform import DEVICE_TYPE, init_process_group, sum_gradients_over_ranks, titan_dist
 from rl.types import Batch, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
@@ -34,29 +34,6 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 
 _CHECKPOINTING = {"none": lambda: None, "selective": SelectiveCheckpointing.Config, "full": FullAC.Config}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the model is spread over processes: replicate x shard x tensor_parallel of them."""
-
-    replicate: int = 1
-    """Copies of the model (HSDP's outer axis); gradients are summed over them."""
-
-    shard: int = 1
-    """FSDP2: processes over which each copy's parameters, gradients and optimizer state are sharded."""
-
-    tensor_parallel: int = 1
-    """Processes that split each layer's matrices, with sequence parallelism between them."""
-
-    @property
-    def num_procs(self) -> int:
-        return self.replicate * self.shard * self.tensor_parallel
-
-    @property
-    def data_parallel(self) -> int:
-        """Ranks that read different sequences."""
-        return self.replicate * self.shard
 
 
 class TitanEngine:

@@ -4,7 +4,6 @@ It knows nothing of Monarch. One engine to a process, which should run nothing e
 """
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,19 +23,6 @@ from rl.types import Completion, PolicyVersion, SamplingParams, StopReason, Vers
 from rl.weight_sync.manifest import Manifest, Shard
 
 Fetched = dict[str, list[tuple[Shard, torch.Tensor]]]
-
-
-def environment(num_threads: int) -> dict[str, str]:
-    """What the process of a generator needs before it starts."""
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: less memory, faster start
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1" if not torch.accelerator.is_available() else "0",  # else 10 s of g++ at the first token
-        "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
 
 
 @dataclass

@@ -29,6 +29,8 @@ _LAYER_NAMES = {
 _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _SHARD_BYTES = 4 << 30
 
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+
 
 def hf_name(name: str) -> str:
     """torchtitan's parameter name -> Hugging Face's. The tensors are equal, row for row."""
@@ -44,6 +46,25 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory")
     return json.loads(path.read_text())
+
+
+def check_supported(config: dict[str, Any]) -> None:
+    """Raises ConfigError for a config.json that asks for what the decoders do not compute."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ConfigError(f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if config.get(key):
+            raise ConfigError(f"config.json has {key}={config[key]}, which is not supported; use a model without it")
+    if (kind := rope_parameters(config)["rope_type"]) not in ("default", "llama3"):
+        raise ConfigError(f"config.json has rope_type={kind!r}, which is not supported; use a model with 'default' or 'llama3'")
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes rope_parameters; version 4 wrote rope_theta and rope_scaling."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return rope | {"rope_type": kind, "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
 
 
 def check_weights(model_dir: str | Path) -> None:

@@ -1,0 +1,89 @@
+"""Calls to actors: each has a deadline, and fails with an error that says who did not answer and what to do."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from rl.errors import ConfigError, RunError
+
+T = TypeVar("T")
+
+
+class ProcessDied(RunError):
+    """A process of a mesh is gone."""
+
+
+async def call(answer: Awaitable[T], what: str, deadline_seconds: float) -> T:
+    """Await what an endpoint's `.call(...)` returned.
+
+    Raises the endpoint's own RunError or ConfigError, RunError for any other failure in it, ProcessDied where its process
+    ended, and RunError when `deadline_seconds` are over.
+    """
+
+    async def wait() -> T:
+        return await answer
+
+    try:
+        return await asyncio.wait_for(wait(), deadline_seconds)
+    except TimeoutError:
+        raise RunError(
+            f"{what} did not answer within {deadline_seconds:.0f} s; see the process's log, or raise --launch.deadline_seconds"
+        ) from None
+    except SupervisionError as error:
+        raise ProcessDied(f"the process of {what} died ({_last_line(error)}); see its log under the run's logs/") from error
+    except ActorError as error:
+        if isinstance(error.exception, RunError | ConfigError):
+            raise error.exception from error
+        raise RunError(f"{what} failed: {error.exception!r}; see its log under the run's logs/") from error
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+class Replicas:
+    """Interchangeable actors: each call goes to the one with the least work, and past one whose process has died."""
+
+    def __init__(self, name: str, members: Sequence[Any], deadline_seconds: float):
+        self._name = name
+        self._load = dict(enumerate([0] * len(members)))  # index of each live member -> work in flight
+        self._members = members
+        self._deadline = deadline_seconds
+
+    async def call(self, invoke: Callable[[Any], Awaitable[T]], load: int = 1) -> T:
+        """invoke(member) starts the call. The work must be repeatable: it is given to another member when one dies."""
+        while self._load:
+            index = min(self._load, key=self._load.__getitem__)
+            self._load[index] += load
+            try:
+                return await call(invoke(self._members[index]), f"{self._name} {index}", self._deadline)
+            except ProcessDied:
+                self._load.pop(index, None)
+                if not self._load:
+                    raise
+            finally:
+                if index in self._load:
+                    self._load[index] -= load
+        raise ProcessDied(f"every {self._name} process has died; see their logs under the run's logs/")
+
+    async def call_all(self, invoke: Callable[[Any], Awaitable[T]]) -> list[T]:
+        """Call every live member; one that dies is left out from then on."""
+
+        async def one(index: int) -> T | None:
+            try:
+                return await call(invoke(self._members[index]), f"{self._name} {index}", self._deadline)
+            except ProcessDied:
+                self._load.pop(index, None)
+                if not self._load:
+                    raise
+                return None
+
+        answers = await asyncio.gather(*(one(index) for index in list(self._load)))
+        return [answer for answer in answers if answer is not None]
+
+    @property
+    def num_alive(self) -> int:
+        return len(self._load)

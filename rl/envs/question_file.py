@@ -1,0 +1,71 @@
+"""Questions and answers from a JSON-lines file: the way to a task of one's own without code."""
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from rl.envs.base import Env
+from rl.errors import ConfigError
+from rl.types import Problem, StopReason
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class QuestionFile(Env):
+    """Each line is an object with `question` and `answer`. The first `num_eval` lines are held out, the others train."""
+
+    chat: bool = True
+    path: str = ""
+    """The JSON-lines file."""
+    match: Literal["number", "exact"] = "number"
+    """Reward 1 where the response's last number equals the answer, or where the whole response does."""
+
+    def eval_problems(self) -> list[Problem]:
+        return _read(self.path)[: self.num_eval]
+
+    def train_problem(self, seed: int) -> Problem:
+        return random.Random(seed).choice(_read(self.path)[self.num_eval :])
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        if stop != StopReason.STOP:
+            return 0.0
+        if self.match == "exact":
+            return float(response.strip() == problem.answer.strip())
+        found = [_number(text) for text in _NUMBER.findall(response)]
+        return float(bool(found) and found[-1] == _number(problem.answer))
+
+    def problems(self) -> list[str]:
+        if not Path(self.path).is_file():
+            return [f"env.path={self.path!r} is not a file; give a JSON-lines file with question and answer on each line"]
+        try:
+            count = len(_read(self.path))
+        except ConfigError as error:
+            return [str(error)]
+        if count == 0:
+            return [f"the dataset {self.path} is empty; give it at least env.num_eval + 1 = {self.num_eval + 1} lines"]
+        if count <= self.num_eval:
+            return [f"the dataset {self.path} has {count} lines, all of them held out; lower env.num_eval={self.num_eval}"]
+        return []
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+@lru_cache(maxsize=8)
+def _read(path: str) -> list[Problem]:
+    problems = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            problems.append(Problem(f"{Path(path).name}:{number}", str(row["question"]), str(row["answer"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} line {number} is not an object with question and answer ({error!r}); mend the line") from error
+    return problems

@@ -1,0 +1,47 @@
+"""Procedural tasks of the reasoning-gym package, verified by its own scorers."""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rl.envs.base import Env
+from rl.types import Problem, StopReason
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class ReasoningGym(Env):
+    """Reward: reasoning-gym's score for the last number of the response, if the response ended with EOS; else 0."""
+
+    chat: bool = True
+    dataset: str = "chain_sum"
+    """Name of a reasoning-gym dataset whose answers are numbers."""
+    options: tuple[tuple[str, int], ...] = ()
+    """Options of the dataset, such as (("max_terms", 2),)."""
+
+    def generate(self, seed: int) -> Problem:
+        item = self._entry(seed)
+        return Problem(id=str(seed), question=item["question"], answer=str(item["answer"]))
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        numbers = _NUMBER.findall(response)
+        if stop != StopReason.STOP or not numbers:
+            return 0.0
+        entry = self._entry(int(problem.id))
+        score = self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry)
+        return float(score)
+
+    def problems(self) -> list[str]:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            return ["the reasoning-gym package is missing; run: make tasks"]
+        return []
+
+    def _entry(self, seed: int) -> dict[str, Any]:
+        return self._dataset(seed)[0]
+
+    def _dataset(self, seed: int) -> Any:
+        import reasoning_gym  # imports every task's dependencies: 2 s, paid only where it is used
+
+        return reasoning_gym.create_dataset(self.dataset, seed=seed % 2**32, size=1, **dict(self.options))

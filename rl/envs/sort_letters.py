@@ -1,0 +1,46 @@
+"""Sort a few letters: a task that a model of 100,000 parameters learns in a minute on two CPU cores."""
+
+import random
+import string
+from dataclasses import dataclass
+
+from rl.envs.base import Env
+from rl.types import Problem, StopReason
+
+ALPHABET = string.ascii_lowercase + ">"
+
+
+@dataclass(frozen=True)
+class SortLetters(Env):
+    """The prompt is random lower-case letters and ">", the answer the letters in order. Reward 1 for the exact answer and EOS."""
+
+    max_new_tokens: int = 8
+    min_letters: int = 4
+    """Fewest letters of a problem."""
+    max_letters: int = 6
+    """Most letters of a problem."""
+    corruption: float = 0.7
+    """Share of wrong demonstrations in the warm-up: they keep the entropy that RL needs to have something to choose from."""
+
+    def generate(self, seed: int) -> Problem:
+        rng = random.Random(seed)
+        letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(self.min_letters, self.max_letters)))
+        return Problem(id=f"{seed:x}", question=letters + ">", answer="".join(sorted(letters)))
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        return float(stop == StopReason.STOP and response == problem.answer)
+
+    def demonstration(self, problem: Problem, seed: int) -> str:
+        rng = random.Random(seed)
+        if rng.random() >= self.corruption:
+            return problem.answer
+        echo = problem.question.removesuffix(">")
+        drop = rng.randrange(len(problem.answer))
+        return rng.choice([echo, problem.answer[::-1], problem.answer[:drop] + problem.answer[drop + 1 :]])
+
+    def problems(self) -> list[str]:
+        if not 1 <= self.min_letters <= self.max_letters:
+            return [f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters} must be 1 <= min <= max"]
+        if self.max_new_tokens <= self.max_letters:
+            return [f"env.max_new_tokens={self.max_new_tokens} leaves no room for {self.max_letters} letters and EOS; use {self.max_letters + 1}"]
+        return []

@@ -1,0 +1,114 @@
+"""Where a run's model comes from. Both sources end in a Hugging Face directory; the rest of the code knows only that."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.errors import ConfigError
+from rl.models import hf
+
+
+@dataclass(frozen=True)
+class ModelDir:
+    """A Hugging Face directory with config.json, safetensors weights and a tokenizer."""
+
+    path: str
+    """The directory."""
+
+    def materialize(self, run_dir: Path) -> Path:
+        return Path(self.path)
+
+    def problems(self) -> list[str]:
+        try:
+            hf.read_config(self.path)
+            hf.check_weights(self.path)
+        except ConfigError as error:
+            return [str(error)]
+        return []
+
+    def config(self) -> dict:
+        return hf.read_config(self.path)
+
+    @property
+    def init_seed(self) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class TinyQwen3:
+    """A small Qwen3 with random weights and a tokenizer of single characters."""
+
+    alphabet: str
+    """The characters it knows, beside PAD, BOS and EOS."""
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    num_layers: int = 2
+    """Decoder layers."""
+    intermediate_size: int = 192
+    """Width of the feed-forward layers."""
+    num_heads: int = 2
+    """Query heads of 32 dimensions each."""
+    num_kv_heads: int = 1
+    """Key and value heads."""
+    max_length: int = 64
+    """Longest sequence, in tokens."""
+    init_seed: int = 0
+    """Seed of the random weights, the same ones under every layout."""
+
+    def materialize(self, run_dir: Path) -> Path:
+        path = run_dir / "model"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(self.config(), indent=1))
+        _character_tokenizer(self.alphabet, path)
+        return path
+
+    def problems(self) -> list[str]:
+        if len(set(self.alphabet)) != len(self.alphabet):
+            return [f"model.alphabet={self.alphabet!r} repeats a character; name each once"]
+        return []
+
+    def config(self) -> dict:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": -(-(len(self.alphabet) + 3) // 64) * 64,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": 32,
+            "max_position_embeddings": self.max_length,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.02,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
+ModelSource = ModelDir | TinyQwen3
+
+
+def _character_tokenizer(alphabet: str, out_dir: Path) -> None:
+    """Write a tokenizer that transformers loads: PAD 0, BOS 1, EOS 2, then one token for each character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<pad>", "<bos>", "<eos>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (out_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

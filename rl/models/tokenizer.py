@@ -1,0 +1,40 @@
+"""The tokenizer of a Hugging Face directory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.errors import ConfigError
+
+
+class HFTokenizer:
+    """Text to token ids and back. Raises ConfigError where the directory has no tokenizer or the tokenizer no EOS."""
+
+    def __init__(self, model_dir: str | Path):
+        from transformers import AutoTokenizer  # 3 s to import
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model directory {model_dir} has no readable tokenizer ({error}); copy tokenizer.json there") from error
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json")
+        self.eos_id: int = self._tokenizer.eos_token_id
+        self.vocab_size: int = len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer puts at the beginning of a text."""
+        return self._tokenizer.encode(text)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Without special tokens: what continues a prompt."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_chat(self, user: str) -> list[int]:
+        """One user's turn in the model's chat template, ready for the assistant's answer."""
+        if self._tokenizer.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template; set --env.chat False")
+        messages = [{"role": "user", "content": user}]
+        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,158 @@
+"""Recorder: everything a run leaves behind in its directory, and what one sees while it runs."""
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rl.types import Group
+
+_ROLLOUTS_PER_STEP = 4
+
+
+class Recorder:
+    """metrics.jsonl, TensorBoard events, rollouts.jsonl, curve.png and the progress line. Use as a context manager.
+
+    Step 0 is the policy before RL. Each line of metrics.jsonl is one step.
+    """
+
+    def __init__(self, run_dir: Path, num_steps: int, out: TextIO = sys.stdout):
+        from torch.utils.tensorboard import SummaryWriter  # 1 s to import
+
+        self.run_dir = run_dir
+        self._num_steps = num_steps
+        self._out = out
+        self._metrics = (run_dir / "metrics.jsonl").open("a")
+        self._rollouts = (run_dir / "rollouts.jsonl").open("a")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        self._durations: dict[str, float] = defaultdict(float)
+        self._pending: dict[int, dict[str, float]] = {}
+        self._step_started = time.monotonic()
+        self._step_seconds: list[float] = []
+        self.rewards: dict[int, float] = {}  # step -> mean reward
+        self.accuracies: dict[int, tuple[float, float]] = {}  # step -> held-out accuracy, standard error
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._flush()
+        self._metrics.close()
+        self._rollouts.close()
+        self._board.close()
+        if self._out.isatty():
+            print(file=self._out)
+
+    def checkpoint_path(self, step: int) -> Path:
+        path = self.run_dir / "checkpoints" / f"step-{step}"
+        path.parent.mkdir(exist_ok=True)
+        return path
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds to the step's `time/<name>`, seconds."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._durations[name] += time.monotonic() - started
+
+    def warmup(self, step: int, num_steps: int, loss: float) -> None:
+        self._board.add_scalar("warmup/loss", loss, step)
+        if step == num_steps or step % 50 == 0 or self._out.isatty():
+            self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=step == num_steps)
+        self._step_started = time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        now = time.monotonic()
+        seconds = now - self._step_started
+        self._step_started = now
+        self._step_seconds.append(seconds)
+        self.rewards[step] = metrics["reward/mean"]
+        timings = {f"time/{name}": value for name, value in self._durations.items() if name != "eval"}
+        self._record(step, {**metrics, **timings, "time/step": seconds})
+        self._durations.clear()
+        self._write_rollouts(step, "train", groups)
+        recent = self._step_seconds[-20:]
+        eta = (self._num_steps - step) * sum(recent) / len(recent)
+        accuracy = f"  held-out {list(self.accuracies.values())[-1][0]:.3f}" if self.accuracies else ""
+        self._line(
+            f"step {step}/{self._num_steps}  reward {metrics['reward/mean']:.3f}{accuracy}  "
+            f"gap {metrics['logprob_diff/mean']:.1e}  {seconds:.2f} s/step  ETA {int(eta // 60)}:{int(eta % 60):02d}",
+            keep=step % 10 == 0,
+        )
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
+        self._record(step, {**metrics, "time/eval": self._durations.pop("eval", 0.0)})
+        self._write_rollouts(step, "eval", groups)
+        self._line(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems", keep=True)
+        self._step_started = time.monotonic()
+
+    def draw_curve(self, title: str) -> Path:
+        """curve.png: the mean reward of each step and the held-out accuracy with its standard error."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
+        if self.rewards:
+            axes.plot(*zip(*self.rewards.items(), strict=True), color="#9db4c8", label="training reward")
+        if self.accuracies:
+            steps = list(self.accuracies)
+            values, errors = zip(*self.accuracies.values(), strict=True)
+            axes.errorbar(steps, values, errors, color="#c0392b", marker="o", capsize=3, label="held-out accuracy")
+        axes.set(xlabel="step", ylabel="reward", title=title, ylim=(-0.02, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+        path = self.run_dir / "curve.png"
+        figure.tight_layout()
+        figure.savefig(path)
+        pyplot.close(figure)
+        return path
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step and its evaluation share a line: lines are written when the next step begins."""
+        if step not in self._pending:
+            self._flush()
+            self._pending[step] = {"step": step}
+        self._pending[step] |= metrics
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+    def _flush(self) -> None:
+        for line in self._pending.values():
+            print(json.dumps(line), file=self._metrics, flush=True)
+        self._pending.clear()
+
+    def _write_rollouts(self, step: int, split: str, groups: Sequence[Group]) -> None:
+        pairs = [(r, s) for group in groups for r, s in zip(group.rollouts, group.scores, strict=True)]
+        failed = [pair for pair in pairs if pair[1].error is not None]
+        for rollout, score in [*pairs[:_ROLLOUTS_PER_STEP], *failed]:
+            line = {
+                "step": step,
+                "split": split,
+                "problem": rollout.problem.id,
+                "question": rollout.problem.question,
+                "answer": rollout.problem.answer,
+                "response": rollout.response,
+                "stop": rollout.stop,
+                "reward": score.reward,
+                "error": score.error,
+                "policy_version": [rollout.versions.oldest, rollout.versions.newest],
+            }
+            print(json.dumps(line), file=self._rollouts, flush=True)
+        if failed:
+            self._line(f"step {step}: {len(failed)} rewards failed, the first: {failed[0][1].error}", keep=True)
+
+    def _line(self, text: str, keep: bool) -> None:
+        """On a terminal a line that is not kept is overwritten by the next; elsewhere only kept lines are printed."""
+        if self._out.isatty():
+            print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
+        elif keep:
+            print(text, file=self._out, flush=True)
