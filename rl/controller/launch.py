@@ -81,7 +81,11 @@ async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path
     generator_procs = spawn("generator", replicas, generator_environment(threads["generator"]), layout.num_procs)
     reward_procs = spawn("reward", config.reward.num_procs, {"OMP_NUM_THREADS": "1"}, None)
 
-    transport: Transport = await _transport(config, shared)
+    transport: Transport = SharedMemory(str(shared))
+    if config.weight_sync.transport == "torchstore":
+        from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
+
+        transport = await TorchStore.create(spawn("store", 1, {"OMP_NUM_THREADS": "1"}, None))
     # One host: a free port of the loopback interface.
     address = ("localhost", _free_port())
     await call(setup_torch_elastic_env_async(trainer_procs, *address), "trainer start", deadline)
@@ -153,14 +157,6 @@ def _prepare_process(name: str, logs: str) -> Callable[[], None]:
         os.dup2(log, 2)
 
     return prepare
-
-
-async def _transport(config: RunConfig, shared: Path) -> Transport:
-    if config.weight_sync.transport == "torchstore":
-        from rl.weight_sync.torchstore import TorchStore
-
-        return await TorchStore.create()
-    return SharedMemory(str(shared))
 
 
 async def _stop(meshes: list[Any]) -> None:

@@ -12,9 +12,8 @@ import torch
 
 from rl.errors import RunError
 from rl.types import PolicyVersion
+from rl.weight_sync.buffers import keys, read_shards, write_shards
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard
-
-_ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -25,37 +24,25 @@ class SharedMemory:
 
     async def publish(self, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
         """Write this rank's shards. Raises RunError where the host's shared memory is too small."""
-        shards = list(shards)
-        offsets = [0]
-        for shard in shards:
-            offsets.append(-(-(offsets[-1] + shard.data.nbytes) // _ALIGNMENT) * _ALIGNMENT)
-        if not shards:
-            return []
-        path = self._path(version, rank)
-        self._check_space(offsets[-1])
-        buffer = torch.from_file(str(path), shared=True, size=offsets[-1], dtype=torch.uint8)
-        published = []
-        for shard, offset in zip(shards, offsets, strict=False):
-            dtype, shape = shard.data.dtype, tuple(shard.data.shape)
-            _view(buffer, offset, dtype, shape).copy_(shard.data)
-            published.append(Shard(shard.name, dtype, shard.global_shape, shard.offsets, shape, f"{path}:{offset}"))
-        return published
+        path = str(self._path(version, rank))
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            self._check_space(num_bytes)
+            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+        return write_shards(shards, path, allocate)
 
     async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
         """Map the version's files: the tensors are views, valid until the last of them is dropped, even after `release`.
 
         Raises RunError where the version was released already.
         """
-        buffers: dict[str, torch.Tensor] = {}
-        fetched: dict[str, list[tuple[Shard, torch.Tensor]]] = {}
-        for shard in manifest.shards:
-            path, offset = shard.locator.rsplit(":", 1)
-            if path not in buffers:
-                if not os.path.exists(path):
-                    raise RunError(f"policy version {manifest.version} was released before it was read ({path} is gone); fetch sooner")
-                buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
-            fetched.setdefault(shard.name, []).append((shard, _view(buffers[path], int(offset), shard.dtype, shard.shape)))
-        return fetched
+        buffers = {}
+        for path in keys(manifest):
+            if not os.path.exists(path):
+                raise RunError(f"policy version {manifest.version} was released before it was read ({path} is gone); fetch sooner")
+            buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
+        return read_shards(manifest, buffers)
 
     async def release(self, version: PolicyVersion, rank: int) -> None:
         self._path(version, rank).unlink(missing_ok=True)
@@ -71,8 +58,3 @@ class SharedMemory:
                 f"{self.directory} has {free >> 20} MiB free but the weights need {num_bytes >> 20} MiB; enlarge shared "
                 f"memory (docker run --shm-size=...) or use --weight_sync.transport torchstore"
             )
-
-
-def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    num_bytes = dtype.itemsize * torch.Size(shape).numel()
-    return buffer[offset : offset + num_bytes].view(dtype).view(shape)

@@ -1,0 +1,45 @@
+"""One buffer of bytes for all shards of a rank: what both transports write and read."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from rl.weight_sync.manifest import LocalShard, Manifest, Shard
+
+_ALIGNMENT = 64  # bytes
+
+
+def write_shards(shards: Iterable[LocalShard], key: str, allocate: Callable[[int], torch.Tensor]) -> list[Shard]:
+    """Copy shards into the buffer that `allocate(num_bytes)` returns; their locators are "key:offset"."""
+    shards = list(shards)
+    offsets = [0]
+    for shard in shards:
+        offsets.append(-(-(offsets[-1] + shard.data.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    if not shards:
+        return []
+    buffer = allocate(offsets[-1])
+    published = []
+    for shard, offset in zip(shards, offsets, strict=False):
+        dtype, shape = shard.data.dtype, tuple(shard.data.shape)
+        _view(buffer, offset, dtype, shape).copy_(shard.data)
+        published.append(Shard(shard.name, dtype, shard.global_shape, shard.offsets, shape, f"{key}:{offset}"))
+    return published
+
+
+def keys(manifest: Manifest) -> Sequence[str]:
+    """The buffers that a version consists of."""
+    return list(dict.fromkeys(shard.locator.rsplit(":", 1)[0] for shard in manifest.shards))
+
+
+def read_shards(manifest: Manifest, buffers: Mapping[str, torch.Tensor]) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
+    """Tensor name -> its shards as views of the buffers."""
+    fetched: dict[str, list[tuple[Shard, torch.Tensor]]] = {}
+    for shard in manifest.shards:
+        key, offset = shard.locator.rsplit(":", 1)
+        fetched.setdefault(shard.name, []).append((shard, _view(buffers[key], int(offset), shard.dtype, shard.shape)))
+    return fetched
+
+
+def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    num_bytes = dtype.itemsize * torch.Size(shape).numel()
+    return buffer[offset : offset + num_bytes].view(dtype).view(shape)
