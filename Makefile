@@ -23,24 +23,24 @@ $(VENV)/.created:
 # torch; hence the lock without dependency resolution.
 $(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
 	@echo "installing torch ..."
-	@$(PIP) install --quiet torch==2.13.0
+	@$(PIP) install -qq torch==2.13.0
 	@echo "installing requirements/cpu.txt ..."
-	@$(PIP) install --quiet --no-deps -r requirements/cpu.txt
-	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@$(PIP) install -qq --no-deps -r requirements/cpu.txt
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 # torchstore's metadata pins an old torch; it runs with this one.
 $(VENV)/.setup-gpu: $(VENV)/.created pyproject.toml
 	@echo "installing vLLM and torch for CUDA ..."
-	@$(PIP) install --quiet -e '.[gpu,dev,fetch]'
-	@$(PIP) install --quiet --no-deps torchstore==0.1.2 pygtrie==2.6.2
+	@$(PIP) install -qq -e '.[gpu,dev,fetch]'
+	@$(PIP) install -qq --no-deps torchstore==0.1.2 pygtrie==2.6.2
 	@touch $@
 
 # Some of reasoning-gym's dependencies are compiled on installation: this needs a C compiler.
 tasks: $(VENV)/.tasks
 $(VENV)/.tasks: setup requirements/tasks.txt
 	@echo "installing requirements/tasks.txt ..."
-	@test -e $@ || $(PIP) install --quiet --no-deps -r requirements/tasks.txt
+	@test -e $@ || $(PIP) install -qq --no-deps -r requirements/tasks.txt
 	@touch $@
 
 quickstart: setup
@@ -61,7 +61,7 @@ lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --diff .
 
 lock:
-	$(PIP) install --quiet uv
+	$(PIP) install -qq uv
 	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --override requirements/overrides.txt \
 	  --no-emit-package torch --only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
 	  --no-annotate --no-header -o requirements/cpu.txt

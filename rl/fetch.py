@@ -48,6 +48,6 @@ def _convert(scratch: Path, out_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         scratch, gguf_file=_GGUF, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     AutoTokenizer.from_pretrained(scratch, gguf_file=_GGUF).save_pretrained(out_dir)
     model.save_pretrained(out_dir)

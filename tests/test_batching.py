@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+
+from rl.batching import pack, supervised_sample, to_sample
+from rl.errors import RunError
+from rl.types import Problem, Rollout, Segment, StopReason, VersionRange
+
+
+def sample(length: int, first: int = 0):
+    return supervised_sample([first], [first + i for i in range(1, length)])
+
+
+def test_a_rollout_becomes_a_sample_with_its_mask_logprobs_and_one_advantage():
+    segments = (Segment([5, 6], False, [0.0, 0.0]), Segment([7, 8], True, [-0.5, -0.25]), Segment([9], False, [0.0]), Segment([3], True, [-1.0]))
+    rollout = Rollout(Problem("p", "q", "a"), segments, "", StopReason.STOP, VersionRange(0, 0))
+    got = to_sample(rollout, 2.0)
+    assert got.tokens.tolist() == [5, 6, 7, 8, 9, 3]
+    assert got.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert got.generator_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1.0]
+    assert got.advantages.tolist() == [0, 0, 2, 2, 0, 2]
+
+
+def test_packing_keeps_every_scored_token_with_its_sample_and_position():
+    samples = [sample(n, first=10 * n) for n in (3, 7, 2, 5, 4)]
+    batch = pack(samples, num_ranks=2, max_tokens=8, multiple_of=2)
+    seen = []
+    for micro in (m for rank in batch.ranks for m in rank):
+        assert len(micro.tokens) % 2 == 0 and len(micro.tokens) <= 8
+        starts = np.flatnonzero(micro.positions == 0)
+        assert micro.positions[0] == 0 and all(micro.positions[i] == micro.positions[i - 1] + 1 for i in range(1, len(micro.tokens)) if i not in starts)
+        seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.tokens[micro.scored], strict=True)]
+    expected = [(i, int(t)) for i, s in enumerate(samples) for t in s.tokens[1:]]
+    assert sorted(seen) == sorted(expected)
+    assert batch.num_scored_tokens == len(expected)
+
+
+def test_every_rank_gets_equally_many_micro_batches_and_a_balanced_load():
+    lengths = np.random.default_rng(0).integers(2, 60, 64)
+    batch = pack([sample(int(n)) for n in lengths], num_ranks=4, max_tokens=256)
+    assert len({len(rank) for rank in batch.ranks}) == 1
+    loads = [sum(len(m.tokens) for m in rank) for rank in batch.ranks]
+    assert max(loads) <= 1.05 * sum(lengths) / 4
+
+
+def test_a_rank_without_a_sequence_gets_filler_that_is_never_scored():
+    batch = pack([sample(4)], num_ranks=3, multiple_of=2)
+    assert [len(rank[0].scored) for rank in batch.ranks] == [3, 0, 0]
+    assert all(len(rank[0].tokens) >= 2 for rank in batch.ranks)
+
+
+def test_a_first_token_is_not_scored_because_nothing_predicts_it():
+    batch = pack([supervised_sample([], [5, 6])])
+    assert batch.ranks[0][0].tokens[batch.ranks[0][0].scored].tolist() == [6]
+
+
+def test_a_sequence_over_the_limit_says_what_to_change():
+    with pytest.raises(RunError, match="9 tokens exceeds trainer.max_tokens=8; raise trainer.max_tokens"):
+        pack([sample(9)], max_tokens=8)

@@ -1,0 +1,68 @@
+"""The direction of imports: a layer imports only from itself and the layers before it."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LAYERS = [
+    {"rl.errors", "rl.types"},
+    {"rl.interfaces"},
+    {"rl.batching", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
+    {"rl.models"},
+    {"rl.actors"},
+    {"rl.controller"},
+    {"rl.cli", "rl.doctor", "rl.fetch", "configs"},
+]
+# A recipe is named on the command line: only the part that looks recipes up may import them.
+ALLOWED = {("rl.controller.recipes", "configs")}
+
+
+def layer_of(module: str) -> int | None:
+    for level, names in enumerate(LAYERS):
+        if any(module == name or module.startswith(name + ".") for name in names):
+            return level
+    return None
+
+
+def imports() -> list[tuple[str, str, bool]]:
+    """(module, what it imports, whether only type checkers run the import) for every module of rl and configs."""
+    found = []
+    for path in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("configs/*.py")]:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        tree = ast.parse(path.read_text())
+        typing_only = {
+            id(node)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}: imports are absolute here"
+                names = [f"{node.module}.{a.name}" for a in node.names]
+            found += [(module, name, id(node) in typing_only) for name in names]
+    return found
+
+
+def test_every_module_has_a_layer():
+    assert not {m for m, _, _ in imports() if m != "rl" and layer_of(m) is None}
+
+
+def test_no_import_points_upward():
+    upward = [
+        f"{module} imports {name}"
+        for module, name, typing_only in imports()
+        if not typing_only and (module, name.split(".")[0]) not in ALLOWED
+        if (there := layer_of(name)) is not None and (here := layer_of(module)) is not None and there > here
+    ]
+    assert not upward, upward
+
+
+def test_models_know_no_monarch_and_the_loop_neither_monarch_nor_torch():
+    for module, name, _ in imports():
+        top = name.split(".")[0]
+        if module.startswith(("rl.models", "rl.loss", "rl.batching", "rl.envs", "rl.observability")):
+            assert top != "monarch", f"{module} imports {name}"
+        if module == "rl.controller.loop":
+            assert top not in ("monarch", "torch"), f"{module} imports {name}"

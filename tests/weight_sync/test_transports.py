@@ -1,0 +1,71 @@
+import asyncio
+
+import pytest
+import torch
+
+from rl.errors import RunError
+from rl.weight_sync.manifest import LocalShard, Manifest, Shard, assemble
+from rl.weight_sync.shared_memory import SharedMemory
+
+
+def publish(transport, version, ranks):
+    return Manifest(version, tuple(s for rank, shards in enumerate(ranks) for s in asyncio.run(transport.publish(version, rank, shards))))
+
+
+def fetch(transport, manifest):
+    return dict(assemble(asyncio.run(transport.fetch(manifest))))
+
+
+def rows(name, full, parts):
+    bounds = [round(i * len(full) / parts) for i in range(parts + 1)]
+    return [[LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b])] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uneven_row_shards_come_back_whole_and_bitwise(tmp_path, dtype):
+    full = torch.randn(7, 5).to(dtype)
+    transport = SharedMemory(str(tmp_path))
+    assert torch.equal(fetch(transport, publish(transport, 1, rows("w", full, 3)))["w"], full)
+
+
+def test_blocks_of_a_two_dimensional_layout_come_back_whole(tmp_path):
+    full = torch.randn(6, 4)
+    blocks = [[LocalShard("w", (6, 4), (r, c), full[r : r + 3, c : c + 2])] for r in (0, 3) for c in (0, 2)]
+    transport = SharedMemory(str(tmp_path))
+    assert torch.equal(fetch(transport, publish(transport, 1, blocks))["w"], full)
+
+
+def test_versions_do_not_mix_and_a_released_one_is_refused(tmp_path):
+    transport = SharedMemory(str(tmp_path))
+    manifests = [publish(transport, v, rows("w", torch.full((4, 2), float(v)), 2)) for v in (1, 2)]
+    assert fetch(transport, manifests[0])["w"].unique().tolist() == [1.0]
+    assert fetch(transport, manifests[1])["w"].unique().tolist() == [2.0]
+    for rank in (0, 1):
+        asyncio.run(transport.release(1, rank))
+    with pytest.raises(RunError, match="policy version 1 was released"):
+        fetch(transport, manifests[0])
+    assert fetch(transport, manifests[1])["w"].unique().tolist() == [2.0]
+
+
+def test_what_was_fetched_stays_valid_after_release(tmp_path):
+    transport = SharedMemory(str(tmp_path))
+    manifest = publish(transport, 1, rows("w", torch.ones(4, 2), 1))
+    fetched = asyncio.run(transport.fetch(manifest))
+    asyncio.run(transport.release(1, 0))
+    assert dict(assemble(fetched))["w"].sum() == 8
+
+
+def test_a_missing_shard_is_an_error_not_garbage():
+    shard = Shard("w", torch.float32, (4, 2), (0, 0), (2, 2), "")
+    with pytest.raises(ValueError, match="hold 4 of its 8 elements"):
+        dict(assemble({"w": [(shard, torch.ones(2, 2))]}))
+
+
+def test_too_little_shared_memory_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    import os
+
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real[:4], 0, *real[5:])))
+    with pytest.raises(RunError, match="enlarge shared memory"):
+        publish(SharedMemory(str(tmp_path)), 1, rows("w", torch.ones(4, 2), 1))
+    assert not list(tmp_path.iterdir())
