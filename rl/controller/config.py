@@ -137,6 +137,8 @@ def problems(config: RunConfig) -> list[str]:
     found += model_problems
     if not model_problems:
         found += _model_against_layout(config)
+        if config.env.chat and not config.model.has_chat_template:
+            found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
     found += _machine(config)
     if config.group_size < 2:
         found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")

@@ -26,10 +26,10 @@ class QuestionFile(Env):
     """Reward 1 where the response's last number equals the answer, or where the whole response does."""
 
     def eval_problems(self) -> list[Problem]:
-        return _read(self.path)[: self.num_eval]
+        return self._read()[: self.num_eval]
 
     def train_problem(self, seed: int) -> Problem:
-        return random.Random(seed).choice(_read(self.path)[self.num_eval :])
+        return random.Random(seed).choice(self._read()[self.num_eval :])
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
         if stop != StopReason.STOP:
@@ -43,7 +43,7 @@ class QuestionFile(Env):
         if not Path(self.path).is_file():
             return [f"env.path={self.path!r} is not a file; give a JSON-lines file with question and answer on each line"]
         try:
-            count = len(_read(self.path))
+            count = len(self._read())
         except ConfigError as error:
             return [str(error)]
         if count == 0:
@@ -52,13 +52,17 @@ class QuestionFile(Env):
             return [f"the dataset {self.path} has {count} lines, all of them held out; lower env.num_eval={self.num_eval}"]
         return []
 
+    def _read(self) -> list[Problem]:
+        return _parse(self.path, Path(self.path).stat().st_mtime_ns)
+
 
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
 @lru_cache(maxsize=8)
-def _read(path: str) -> list[Problem]:
+def _parse(path: str, modified: int) -> list[Problem]:
+    """modified: the file's time, so that a changed file is read again."""
     problems = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         if not line.strip():

@@ -46,14 +46,18 @@ class ScoringHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, h_BTD: torch.Tensor, scored: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, h_BTD: torch.Tensor, scored: torch.Tensor, targets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         """scored, targets: [M] -> logprobs [M] with gradient and entropy [M] without, fp32 nats.
 
-        The hidden state at `scored - 1` predicts the token at `scored`.
+        The hidden state at `scored - 1` predicts the token at `scored`. Without targets: the logits [M, V].
         """
         mesh = h_BTD.device_mesh if isinstance(h_BTD, DTensor) else None
         h_TD = (h_BTD.to_local(grad_placements=[Replicate()]) if mesh else h_BTD)[0]
         h_MD = h_TD.index_select(0, scored - 1)
+        if targets is None:
+            return self._logits(mesh, h_MD)
         score = partial(self._score, mesh)
         num_chunks = max(1, math.ceil(h_MD.shape[0] * self.out_features / _CHUNK_ELEMENTS))
         if num_chunks == 1:
@@ -63,10 +67,10 @@ class ScoringHead(Linear):
         return torch.cat(logprobs), torch.cat(entropy)
 
     def _score(self, mesh: Any, h_MD: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_MV = self.logits(mesh, h_MD)
+        logits_MV = self._logits(mesh, h_MD)
         return token_logprobs(logits_MV, targets), token_entropy(logits_MV)
 
-    def logits(self, mesh: Any, h: torch.Tensor) -> torch.Tensor:
+    def _logits(self, mesh: Any, h: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]; under tensor parallelism the vocabulary's shards are gathered."""
         if mesh is None:
             return F.linear(h, self.weight)
@@ -80,8 +84,8 @@ def _scoring_forward(
     positions: torch.Tensor,  # [1, T], 0 where a sequence starts
     documents: PackedDocuments | VarlenMetadata,
     scored: torch.Tensor,  # [M]
-    targets: torch.Tensor,  # [M]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    targets: torch.Tensor | None,  # [M]
+) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     h_BTD = self.tok_embeddings(tokens)
     for layer in self.layers.values():
         h_BTD = layer(h_BTD, documents, positions)

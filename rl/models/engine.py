@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -78,6 +79,7 @@ class TitanEngine:
             scores, _ = self._score(micro)
             for sample in np.unique(micro.sample_ids):
                 logprobs[int(sample)] = scores.cpu().numpy()[micro.sample_ids == sample]
+        self._reshard()
         return logprobs
 
     def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
@@ -233,13 +235,29 @@ class TitanEngine:
 
     # ---- scoring
 
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> list[torch.Tensor]:
+        """This rank's [M, V] logits that predict its scored tokens, for each micro-batch: for inspection."""
+        logits = [self._run(micro, with_targets=False) for micro in batch.ranks[self.dp_rank]]
+        self._reshard()
+        return logits
+
+    def _reshard(self) -> None:
+        """FSDP keeps its last modules gathered for a backward that a forward alone does not have."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _score(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._run(micro, with_targets=True)
+
+    def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
         tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.scored))
         if self._packed_sdpa:
             documents = pack_documents(micro.positions, self.device)
         else:
             documents = create_varlen_metadata_for_document(positions[None])
-        return self._model(tokens[None], positions[None], documents, scored, tokens[scored])
+        return self._model(tokens[None], positions[None], documents, scored, tokens[scored] if with_targets else None)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

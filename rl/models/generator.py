@@ -65,6 +65,9 @@ class GeneratorEngine:
                 enforce_eager=not compile,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
+                # vLLM rewinds the seeded generator of a prompt that it cuts in two, which torch's CPU generator cannot do.
+                enable_chunked_prefill=not on_cpu,
+                max_num_batched_tokens=max(max_model_len, 4096),
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 disable_log_stats=True,

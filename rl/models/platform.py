@@ -3,6 +3,7 @@
 Import this module before any other part of torchtitan.
 """
 
+import os
 from datetime import timedelta
 
 import torch
@@ -25,20 +26,14 @@ def init_process_group(timeout_seconds: float) -> torch.device:
     titan_dist.set_spmd_backend("partial_dtensor")  # the default, spmd_types, needs a newer torch than 2.13
     device = torch.device("cpu")
     if DEVICE_TYPE != "cpu":
+        # Under torchrun every process sees all devices; the launcher shows each process its own alone.
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
         device = torch.device(DEVICE_TYPE, torch.accelerator.current_device_index())
     if not dist.is_initialized():
         backend = "gloo" if DEVICE_TYPE == "cpu" else f"{DEVICE_TYPE}:nccl,cpu:gloo"
-        alone = {} if dist.is_torchelastic_launched() or _rank_in_environment() else {
-            "store": dist.HashStore(), "rank": 0, "world_size": 1,
-        }  # fmt: skip
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
     return device
-
-
-def _rank_in_environment() -> bool:
-    import os
-
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def sum_gradients_over_ranks(model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rl.errors import ConfigError
 from rl.models import hf
+from rl.models.tokenizer import HFTokenizer
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,17 @@ class ModelDir:
         try:
             hf.read_config(self.path)
             hf.check_weights(self.path)
+            HFTokenizer(self.path)
         except ConfigError as error:
             return [str(error)]
         return []
 
     def config(self) -> dict:
         return hf.read_config(self.path)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return HFTokenizer(self.path).has_chat_template
 
     @property
     def init_seed(self) -> int | None:
@@ -66,6 +72,10 @@ class TinyQwen3:
         if len(set(self.alphabet)) != len(self.alphabet):
             return [f"model.alphabet={self.alphabet!r} repeats a character; name each once"]
         return []
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
 
     def config(self) -> dict:
         return {

@@ -19,7 +19,7 @@ class HFTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json")
         self.eos_id: int = self._tokenizer.eos_token_id
-        self.vocab_size: int = len(self._tokenizer)
+        self.has_chat_template = self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer puts at the beginning of a text."""
@@ -31,8 +31,6 @@ class HFTokenizer:
 
     def encode_chat(self, user: str) -> list[int]:
         """One user's turn in the model's chat template, ready for the assistant's answer."""
-        if self._tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template; set --env.chat False")
         messages = [{"role": "user", "content": user}]
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 

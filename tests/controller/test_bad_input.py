@@ -1,0 +1,167 @@
+"""Bad input: one clear line, exit code 2, and no process started."""
+
+import dataclasses
+import sys
+
+import psutil
+import pytest
+
+from rl import cli
+from rl.controller.settings import setting_names
+from rl.envs.sort_letters import ALPHABET
+from rl.models.sources import TinyQwen3
+from tests.tiny import write_config, write_model
+
+OWN_RECIPE = """
+from rl.controller.config import RunConfig
+from rl.envs.question_file import QuestionFile
+from rl.models.sources import ModelDir
+
+def mine() -> RunConfig:
+    return RunConfig(model=ModelDir({model!r}), env=QuestionFile(path={data!r}, chat=False, num_eval=1, max_new_tokens=8))
+"""
+
+
+def run(capsys, monkeypatch, *arguments):
+    """Returns the lines on standard error; checks the exit code and that nothing was left running."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["rl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert not psutil.Process().children(recursive=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def write_model_with_tokenizer(path):
+    TinyQwen3(alphabet=ALPHABET).materialize(path.parent)  # writes to path.parent / "model", which is `path`
+    write_model(path)
+
+
+@pytest.fixture
+def one_line(capsys, monkeypatch):
+    def check(*arguments):
+        (line,) = run(capsys, monkeypatch, *arguments)
+        assert line.startswith("rl: error: ")
+        return line
+
+    return check
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe of the user's own; its model and its data are what a test makes of them."""
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1", "answer": "2"}\n' * 3)
+    file = tmp_path / "recipe.py"
+    file.write_text(OWN_RECIPE.format(model=str(model), data=str(data)))
+    return f"{file}:mine", model, data
+
+
+def test_unknown_command_and_recipe(one_line, tmp_path):
+    assert "unknown command 'trian'" in one_line("trian")
+    assert "unknown recipe 'quikstart'; did you mean 'quickstart'?" in one_line("train", "quikstart")
+    assert "does not exist" in one_line("train", "nowhere.py:f")
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    assert "has no recipe function 'f'" in one_line("train", f"{tmp_path}/empty.py:f")
+
+
+def test_an_unknown_flag_names_the_nearest(one_line):
+    assert "unknown setting --trainer.lrr; did you mean --trainer.lr?" in one_line("train", "quickstart", "--trainer.lrr", "1")
+    assert "did you mean --group_size?" in one_line("train", "quickstart", "--group-sizes=3")
+    assert "did you mean --trainer.weight_decay?" in one_line("train", "quickstart", "--weight_decay", "1")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_generations", "group_size"),
+        ("epsilon_high", "loss.high"),
+        ("clip_ratio_low", "loss.low"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.layout.tensor_parallel"),
+        ("max_completion_length", "env.max_new_tokens"),
+    ],
+)
+def test_a_flag_of_another_framework_gets_our_name(one_line, theirs, ours):
+    assert f"unknown setting --{theirs}; it is called --{ours} here" in one_line("train", "quickstart", f"--{theirs}", "4")
+
+
+def test_every_foreign_name_leads_to_a_setting_that_exists():
+    from configs.quickstart import quickstart
+    from rl.controller.settings import FOREIGN_NAMES
+    from rl.models.sources import ModelDir
+
+    known = set(setting_names(quickstart())) | set(setting_names(dataclasses.replace(quickstart(), model=ModelDir(""))))
+    assert set(FOREIGN_NAMES.values()) <= known
+
+
+def test_a_value_that_does_not_parse(one_line):
+    assert "--trainer.lr: could not convert string to float: 'abc'" in one_line("train", "quickstart", "--trainer.lr", "abc")
+    assert "--dtype" in one_line("train", "quickstart", "--dtype", "float8")
+
+
+def test_values_out_of_range(one_line):
+    assert "group_size=1 gives every advantage 0; use 2 or more" in one_line("train", "quickstart", "--group_size", "1")
+    assert "steps=0 must be at least 1" in one_line("train", "quickstart", "--steps", "0")
+
+
+def test_all_problems_are_reported_together(capsys, monkeypatch):
+    lines = run(capsys, monkeypatch, "train", "quickstart", "--steps", "0", "--group_size", "1", "--env.max_letters", "9")
+    assert len(lines) == 3
+
+
+def test_tensor_parallel_that_does_not_divide_the_heads(one_line):
+    line = one_line("train", "quickstart", "--trainer.layout.tensor_parallel", "2")
+    assert "trainer.layout.tensor_parallel=2 does not divide the model's num_key_value_heads=1; use one of [1]" in line
+
+
+def test_a_model_directory_without_weights_or_config(one_line, recipe):
+    name, model, _ = recipe
+    assert "has no config.json" in one_line("train", name)
+    write_config(model)
+    assert "has no *.safetensors weights" in one_line("train", name)
+
+
+def test_a_corrupt_safetensors_file(one_line, recipe):
+    name, model, _ = recipe
+    write_model(model)
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors is not a readable safetensors file" in one_line("train", name)
+
+
+def test_an_unsupported_architecture(one_line, recipe):
+    name, model, _ = recipe
+    write_model_with_tokenizer(model)
+    write_config(model, architectures=["GPT2LMHeadModel"])
+    assert "architecture GPT2LMHeadModel is not supported; use one of" in one_line("train", name)
+
+
+def test_a_dataset_that_is_empty_or_broken(one_line, recipe):
+    name, model, data = recipe
+    write_model_with_tokenizer(model)
+    data.write_text("")
+    assert "is empty; give it at least" in one_line("train", name)
+    data.write_text('{"question": "1+1", "answer": "2"}\nnot json\n')
+    assert "line 2 is not an object with question and answer" in one_line("train", name)
+    data.write_text('{"question": "1+1", "answer": "2"}\n')
+    assert "has 1 lines, all of them held out" in one_line("train", name)
+
+
+def test_a_model_without_a_tokenizer_or_without_a_chat_template(one_line, recipe):
+    name, model, _ = recipe
+    write_model(model)
+    assert "has no readable tokenizer" in one_line("train", name)
+    write_model_with_tokenizer(model)
+    assert "has no chat template; set --env.chat False" in one_line("train", name, "--env.chat", "True")
+
+
+def test_more_processes_than_the_machine_can_hold(one_line):
+    assert "use fewer" in one_line("train", "quickstart", "--generator.num_replicas", "500")
+
+
+def test_a_run_directory_that_is_taken(one_line, tmp_path):
+    (tmp_path / "something").touch()
+    assert "exists and is not empty" in one_line("train", "quickstart", "--run_dir", tmp_path)

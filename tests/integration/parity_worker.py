@@ -1,0 +1,76 @@
+"""A fleet of real processes: parity after each weight sync, and a control with one update left out. Prints JSON."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from rl.batching import pack, to_sample
+from rl.controller.launch import launch
+from rl.models.tokenizer import HFTokenizer
+from rl.types import OptimParams, SamplingParams
+from tests.recipes import fsdp2_and_two_generators
+
+SEED = 11
+
+
+async def main(run_dir: Path) -> dict:
+    config = fsdp2_and_two_generators()
+    model_dir = config.model.materialize(run_dir)
+    env, tokenizer = config.env, HFTokenizer(model_dir)
+    result: dict = {"synced": [], "versions": []}
+    async with launch(config, model_dir, run_dir) as fleet:
+        params = SamplingParams(8, 1.0, SEED, (tokenizer.eos_id,))
+
+        async def learn() -> tuple[float, float]:
+            """Sample from the generators, measure the gap to the trainer, take a step. Returns the mean and the largest."""
+            prompts = [env.encode(env.train_problem(seed), tokenizer) for seed in range(8)]
+            driven = await asyncio.gather(*(env.drive(p, 4, params, fleet.generators, tokenizer) for p in prompts))
+            rollouts = [rollout for group in driven for rollout in group]
+            result["versions"].append(sorted({(r.versions.oldest, r.versions.newest) for r in rollouts}))
+            batch = pack([to_sample(r, 1.0 if i % 2 else -1.0) for i, r in enumerate(rollouts)], num_ranks=2)
+            metrics = await fleet.trainer.forward_backward(batch, config.loss)
+            await fleet.trainer.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_scored_tokens))
+            return metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]
+
+        for version in range(3):
+            await fleet.publish(version)
+            result["synced"].append(await learn())
+        # The trainer has moved on, and this time nothing is published.
+        result["left_out"] = await learn()
+        await fleet.publish(4)
+
+        # Requests join while others run, and do not change what those sample.
+        prompt = env.encode(env.train_problem(0), tokenizer).tokens
+        alone = await fleet.generators.sample(prompt, 4, params)
+        crowd = await asyncio.gather(*(fleet.generators.sample(prompt, n, params) for n in (4, 1, 4, 2, 4)))
+        result["reproducible"] = all(c.tokens == a.tokens for group in crowd for c, a in zip(group, alone, strict=False))
+        result["distinct"] = len({tuple(c.tokens) for c in alone})
+
+        # One generator dies: its work goes to the other.
+        import os
+        import signal
+
+        import psutil
+
+        before = fleet.generators.num_alive
+        victim = [c for c in psutil.Process().children(recursive=True) if _log_name(c.pid) == "generator-1.log"]
+        os.kill(victim[0].pid, signal.SIGKILL)
+        after_kill = await asyncio.gather(*(fleet.generators.sample(prompt, 2, params) for _ in range(6)))
+        await fleet.publish(5)
+        result["survived"] = [before, fleet.generators.num_alive, len(after_kill)]
+    result["left_running"] = len(psutil.Process().children(recursive=True))
+    return result
+
+
+def _log_name(pid: int) -> str:
+    import os
+
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(Path(sys.argv[1])))), flush=True)

@@ -1,0 +1,168 @@
+"""Whole runs on real Monarch processes, real torchtitan and real vLLM; on GPUs where there are enough, else on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def rl(*arguments, timeout=400):
+    command = [sys.executable, "-m", "rl.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def shared_leftovers():
+    return [p.name for p in Path("/dev/shm").glob("rl-*-*") if not psutil.pid_exists(int(p.name.split("-")[1]))]
+
+
+def read_metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def fsdp_run(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("fsdp") / "run"
+    done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", run_dir)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir, done.stdout
+
+
+def test_fsdp2_with_two_generators_trains_and_measures_parity_on_every_step(fsdp_run):
+    run_dir, _ = fsdp_run
+    metrics = read_metrics(run_dir)
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
+    for step in metrics[1:]:
+        assert step["tokens/trained"] > 0
+        assert step["logprob_diff/mean"] < 1e-3 and step["logprob_diff/max"] < 1e-3
+        assert step["logprob_diff/ratio_outside"] == 0
+        assert {"loss", "grad_norm", "entropy", "reward/mean", "time/generate", "time/train", "time/sync", "time/step"} <= step.keys()
+    assert all("eval/accuracy" in metrics[i] for i in (0, 2, 4))
+
+
+def test_a_reward_that_raises_hangs_or_exits_costs_its_own_sample(fsdp_run):
+    run_dir, output = fsdp_run
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    causes = {line["question"][0]: line["error"] for line in lines if line["error"]}
+    assert "ValueError: no reward for the letter a" in causes["a"]
+    assert "over 0.5 s" in causes["b"]
+    assert "code 7" in causes["c"]
+    assert set(causes) == {"a", "b", "c"}
+    metrics = read_metrics(run_dir)
+    assert sum(m.get("reward/errors", 0) + m.get("eval/errors", 0) for m in metrics) == sum(line["error"] is not None for line in lines)
+    assert "rewards failed" in output
+
+
+def test_a_run_leaves_its_artefacts(fsdp_run):
+    run_dir, output = fsdp_run
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["trainer"]["layout"]["shard"] == 2 and config["env"]["type"] == "Misbehaving"
+    assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run_dir / "tensorboard").iterdir())
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step-2", "step-4"}
+    assert "held-out accuracy before GRPO" in output
+    assert not shared_leftovers()
+
+
+def test_the_exported_model_loads_in_transformers_and_vllm_with_equal_logprobs(fsdp_run, tmp_path):
+    run_dir, _ = fsdp_run
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run_dir / "hf")
+    prompt = tokenizer.encode("hello>")
+    assert tokenizer.decode(prompt, skip_special_tokens=True) == "hello>"
+    model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    script = f"""
+import json
+from vllm import LLM, SamplingParams
+llm = LLM({str(run_dir / "hf")!r}, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_model_len=64)
+out = llm.generate([{{"prompt_token_ids": {prompt}}}], SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))[0].outputs[0]
+print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_ids, out.logprobs)]]))
+"""
+    from rl.models.generator_env import generator_environment
+
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | generator_environment(2), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert logits.argmax(-1).tolist() == tokens
+    assert (expected - torch.tensor(logprobs)).abs().max() < 1e-4
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_path):
+    run_dir, _ = fsdp_run
+    resumed = tmp_path / "resumed"
+    checkpoint = run_dir / "checkpoints" / "step-2"
+    done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", resumed, "--resume_from", checkpoint)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before = {m["step"]: m for m in read_metrics(run_dir)}
+    after = {m["step"]: m for m in read_metrics(resumed)}
+    assert set(after) == {2, 3, 4}
+    for step in (3, 4):
+        for name in ("reward/mean", "loss", "grad_norm", "entropy", "tokens/trained"):
+            assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
+
+
+def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
+    run_dir = tmp_path / "run"
+    done = rl("train", "tests/recipes.py:tp2_and_torchstore", "--run_dir", run_dir)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for step in read_metrics(run_dir)[1:]:
+        assert step["logprob_diff/max"] < 1e-3 and step["grad_norm"] > 0
+
+
+def test_with_lr_0_nothing_changes(tmp_path):
+    """The control of the quickstart: the lift comes from GRPO's steps alone."""
+    run_dir = tmp_path / "run"
+    done = rl("train", "tests/recipes.py:no_learning_rate", "--run_dir", run_dir)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = read_metrics(run_dir)
+    assert all(m["grad_norm"] > 0 for m in metrics[1:])
+    assert len({m["eval/accuracy"] for m in metrics if "eval/accuracy" in m}) == 1
+    answers = [json.loads(line)["response"] for line in (run_dir / "rollouts.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert answers[:4] == answers[4:8] == answers[8:12]
+
+
+def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.parity_worker", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert all(largest < 1e-3 for _, largest in result["synced"]), result
+    assert result["left_out"][0] > 0.03, result  # thirty times the bound, in the mean
+    assert result["versions"] == [[[0, 0]], [[1, 1]], [[2, 2]], [[2, 2]]]
+    assert result["reproducible"] and result["distinct"] > 1
+    assert result["survived"] == [2, 1, 6]
+    assert result["left_running"] == 0
+
+
+@pytest.mark.parametrize("moment", ["starting", "warm-up"])
+def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, moment):
+    command = [sys.executable, "-m", "rl.cli", "train", "quickstart", "--run_dir", str(tmp_path / "run"), "--warmup.steps", "100000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    for line in process.stdout:
+        if line.startswith(moment):
+            break
+    time.sleep(1.0)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert process.returncode == 130
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert not alive
+    assert not shared_leftovers()

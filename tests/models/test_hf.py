@@ -1,0 +1,91 @@
+"""Hugging Face directories in and out: logits equal transformers', weights survive the round trip."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl.batching import pack, supervised_sample
+from rl.errors import ConfigError, RunError
+from rl.models import hf
+from rl.models.engine import TitanEngine
+from rl.types import OptimParams
+from tests.tiny import write_config, write_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+MODELS = {
+    "qwen3 tied": ("qwen3", {}),
+    "qwen3 untied": ("qwen3", {"tie_word_embeddings": False}),
+    "llama tied": ("llama", {}),
+    "llama untied": ("llama", {"tie_word_embeddings": False}),
+    "llama 3.1 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "smollm2 heads": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "head_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_in_fp32(tmp_path, name):
+    reference = write_model(tmp_path, MODELS[name][0], **MODELS[name][1])
+    engine = TitanEngine(tmp_path)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 128, n) for n in (200, 3, 37, 2)]
+    # Packed: the rows must not see each other.
+    batch = pack([supervised_sample(row[:1], row[1:]) for row in rows])
+    (logits,) = engine.logits(batch)
+    micro = batch.ranks[0][0]
+    for i, row in enumerate(rows):
+        with torch.no_grad():
+            expected = reference(torch.from_numpy(row)[None]).logits[0, :-1]
+        assert (logits[torch.from_numpy(micro.sample_ids == i)] - expected).abs().max() < 1e-5
+        logprobs = engine.forward(batch)[i]
+        expected_logprobs = expected.log_softmax(-1)[torch.arange(len(row) - 1), torch.from_numpy(row[1:])]
+        assert np.abs(logprobs - expected_logprobs.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_an_exported_directory_loads_in_transformers_with_the_same_weights(tmp_path, model_type):
+    import transformers
+
+    write_model(tmp_path / "in", model_type)
+    engine = TitanEngine(tmp_path / "in")
+    row = list(range(5, 40))
+    batch = pack([supervised_sample(row[:1], row[1:])])
+    from rl.loss.policy import CrossEntropy
+
+    engine.forward_backward(batch, CrossEntropy())
+    engine.optim_step(OptimParams(lr=1e-2))
+    engine.save_hf(tmp_path / "out")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor([row])).logits[0, :-1]
+    assert (engine.logits(batch)[0] - expected).abs().max() < 1e-5
+    # A second engine reads what the first wrote, bit for bit.
+    again = TitanEngine(tmp_path / "out")
+    assert torch.equal(again.logits(batch)[0], engine.logits(batch)[0])
+
+
+def test_what_is_missing_broken_or_unsupported_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config.json"):
+        hf.read_config(tmp_path)
+    write_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no \*.safetensors weights"):
+        hf.check_weights(tmp_path)
+    write_model(tmp_path)
+    hf.check_weights(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a readable safetensors file"):
+        hf.check_weights(tmp_path)
+    with pytest.raises(ConfigError, match="architecture GPT2LMHeadModel is not supported; use one of Qwen3ForCausalLM"):
+        hf.check_supported({"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(ConfigError, match="rope_type='yarn'"):
+        hf.check_supported({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "yarn"}})
+
+
+def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):
+    write_model(tmp_path)
+    write_config(tmp_path, intermediate_size=256)
+    with pytest.raises(RunError, match=r"gate_proj.weight has shape \(192, 64\) in the weights but \(256, 64\)"):
+        TitanEngine(tmp_path)
