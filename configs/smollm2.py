@@ -15,7 +15,7 @@ def smollm2() -> RunConfig:
             max_new_tokens=24,
             num_eval=256,
         ),
-        trainer=TrainerConfig(lr=3e-5, lr_warmup_steps=3, max_tokens=2048),
+        trainer=TrainerConfig(lr=2e-5, lr_warmup_steps=3, max_tokens=2048),
         generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=128),
         dtype="bfloat16",
         steps=40,

@@ -12,6 +12,17 @@ from rl.models.sources import TinyQwen3
 from rl.types import Problem, StopReason
 
 
+def letters_in_place(problem: Problem, response: str) -> float:
+    """So that an untrained model gets a signal."""
+    return sum(x == y for x, y in zip(response, problem.answer, strict=False)) / len(problem.answer)
+
+
+@dataclass(frozen=True)
+class PartialCredit(SortLetters):
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        return letters_in_place(problem, response)
+
+
 @dataclass(frozen=True)
 class Misbehaving(SortLetters):
     """Its reward raises for some problems, hangs for others, and once in a while ends its process."""
@@ -26,14 +37,13 @@ class Misbehaving(SortLetters):
             import os
 
             os._exit(7)
-        # Share of letters in place, so that an untrained model gets a signal.
-        return sum(x == y for x, y in zip(response, problem.answer, strict=False)) / len(problem.answer)
+        return letters_in_place(problem, response)
 
 
 def _small(**changes: object) -> RunConfig:
     config = dataclasses.replace(
         quickstart(),
-        env=SortLetters(num_eval=32),
+        env=PartialCredit(num_eval=32),
         warmup=WarmupConfig(steps=20, batch_size=32),
         steps=4,
         prompts_per_step=8,

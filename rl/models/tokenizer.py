@@ -6,12 +6,18 @@ from pathlib import Path
 from rl.errors import ConfigError
 
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 class HFTokenizer:
     """Text to token ids and back. Raises ConfigError where the directory has no tokenizer or the tokenizer no EOS."""
 
     def __init__(self, model_dir: str | Path):
         from transformers import AutoTokenizer  # 3 s to import
 
+        # transformers would make an empty tokenizer rather than say that there is none.
+        if not any((Path(model_dir) / name).is_file() for name in _FILES):
+            raise ConfigError(f"model directory {model_dir} has no tokenizer ({', '.join(_FILES)}); copy tokenizer.json there")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         except (OSError, ValueError) as error:

@@ -63,8 +63,8 @@ class Recorder:
 
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._board.add_scalar("warmup/loss", loss, step)
-        if step == num_steps or step % 50 == 0 or self._out.isatty():
-            self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=step == num_steps)
+        if step == num_steps or step % 100 == 0 or self._out.isatty():
+            self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=step == num_steps or not self._out.isatty())
         self._step_started = time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
@@ -133,7 +133,9 @@ class Recorder:
     def _write_rollouts(self, step: int, split: str, groups: Sequence[Group]) -> None:
         pairs = [(r, s) for group in groups for r, s in zip(group.rollouts, group.scores, strict=True)]
         failed = [pair for pair in pairs if pair[1].error is not None]
-        for rollout, score in [*pairs[:_ROLLOUTS_PER_STEP], *failed]:
+        for i, (rollout, score) in enumerate(pairs):
+            if i >= _ROLLOUTS_PER_STEP and score.error is None:
+                continue
             line = {
                 "step": step,
                 "split": split,

@@ -153,7 +153,7 @@ def test_a_dataset_that_is_empty_or_broken(one_line, recipe):
 def test_a_model_without_a_tokenizer_or_without_a_chat_template(one_line, recipe):
     name, model, _ = recipe
     write_model(model)
-    assert "has no readable tokenizer" in one_line("train", name)
+    assert "has no tokenizer (tokenizer.json" in one_line("train", name)
     write_model_with_tokenizer(model)
     assert "has no chat template; set --env.chat False" in one_line("train", name, "--env.chat", "True")
 

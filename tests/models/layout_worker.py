@@ -29,24 +29,28 @@ def main() -> None:
     rng = np.random.default_rng(0)
     samples = [supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 40))) for _ in range(9)]
     batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=64, multiple_of=layout.tensor_parallel)
-    result: dict = {"losses": [], "norms": [], "initial": {n: _full(p) for n, p in engine._model.named_parameters()}}
+    result: dict = {"losses": [], "norms": [], "initial": {n: _full(p) for n, p in _parameters(engine)}}
     for step in range(3):
         metrics = engine.forward_backward(batch, CrossEntropy())
         loss = torch.tensor(metrics["loss:sum"], dtype=torch.float64) / layout.tensor_parallel
         dist.all_reduce(loss)
         if step == 0:
-            result["gradients"] = {n: _full(p.grad) / batch.num_scored_tokens for n, p in engine._model.named_parameters()}
-        norm = engine.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_scored_tokens))["grad_norm"]
+            result["gradients"] = {n: _full(p.grad) / batch.num_scored_tokens for n, p in _parameters(engine)}
+        norm = engine.optim_step(OptimParams(lr=1e-3, grad_scale=1 / batch.num_scored_tokens))["grad_norm"]
         result["losses"].append(loss.item() / batch.num_scored_tokens)
         result["norms"].append(norm)
     result["logprobs"] = _gather(engine.forward(batch))
-    result["weights"] = {n: _full(p) for n, p in engine._model.named_parameters()}
+    result["weights"] = {n: _full(p) for n, p in _parameters(engine)}
     result["published"] = _publish(engine, out.parent)
     engine.save_checkpoint(out.with_suffix(".checkpoint"))
     if dist.get_rank() == 0:
         torch.save(result, out)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _parameters(engine: TitanEngine) -> list:
+    return [(n.replace("._checkpoint_wrapped_module", ""), p) for n, p in engine._model.named_parameters()]
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
