@@ -39,8 +39,7 @@ def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 819
     longest = max((len(s) for s in samples), default=0)
     if longest > max_tokens:
         raise RunError(
-            f"a sequence of {longest} tokens exceeds trainer.max_tokens={max_tokens}; "
-            f"raise trainer.max_tokens or lower env.max_new_tokens"
+            f"a sequence of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens or lower env.max_new_tokens"
         )
     rounds = max(1, math.ceil(sum(map(len, samples)) / (num_ranks * max_tokens)))
     while (bins := _fill(samples, num_ranks * rounds, max_tokens)) is None:

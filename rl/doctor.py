@@ -20,8 +20,6 @@ def doctor() -> int:
     """Print a table. Returns 0 where a run can start, 1 where it cannot."""
     problems: list[str] = []
     print(f"python         {sys.version.split()[0]}")
-    if sys.version_info < (3, 11):
-        problems.append("Python 3.11 or newer is needed; run: make setup PYTHON=python3.11")
     for name in _REQUIRED:
         _package(name, problems)
     generators = [name for name in _EITHER if _version(name)]
@@ -57,7 +55,9 @@ def _machine(problems: list[str]) -> None:
     print(f"cores          {os.cpu_count()}")
     print(f"memory         {memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
     if memory.available / 2**30 < _MIN_MEMORY_GIB:
-        problems.append(f"{memory.available / 2**30:.1f} GiB of memory are free and the smallest run takes {_MIN_MEMORY_GIB:.0f}; end other programs")
+        problems.append(
+            f"{memory.available / 2**30:.1f} GiB of memory are free and the smallest run takes {_MIN_MEMORY_GIB:.0f}; end other programs"
+        )
     if not os.path.isdir("/dev/shm"):
         problems.append("there is no /dev/shm for weight sync; use Linux, or mount a tmpfs there")
     else:

@@ -11,7 +11,12 @@ def sample(length: int, first: int = 0):
 
 
 def test_a_rollout_becomes_a_sample_with_its_mask_logprobs_and_one_advantage():
-    segments = (Segment([5, 6], False, [0.0, 0.0]), Segment([7, 8], True, [-0.5, -0.25]), Segment([9], False, [0.0]), Segment([3], True, [-1.0]))
+    segments = (
+        Segment([5, 6], False, [0.0, 0.0]),
+        Segment([7, 8], True, [-0.5, -0.25]),
+        Segment([9], False, [0.0]),
+        Segment([3], True, [-1.0]),
+    )
     rollout = Rollout(Problem("p", "q", "a"), segments, "", StopReason.STOP, VersionRange(0, 0))
     got = to_sample(rollout, 2.0)
     assert got.tokens.tolist() == [5, 6, 7, 8, 9, 3]
@@ -27,7 +32,9 @@ def test_packing_keeps_every_scored_token_with_its_sample_and_position():
     for micro in (m for rank in batch.ranks for m in rank):
         assert len(micro.tokens) % 2 == 0 and len(micro.tokens) <= 8
         starts = np.flatnonzero(micro.positions == 0)
-        assert micro.positions[0] == 0 and all(micro.positions[i] == micro.positions[i - 1] + 1 for i in range(1, len(micro.tokens)) if i not in starts)
+        assert micro.positions[0] == 0 and all(
+            micro.positions[i] == micro.positions[i - 1] + 1 for i in range(1, len(micro.tokens)) if i not in starts
+        )
         seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.tokens[micro.scored], strict=True)]
     expected = [(i, int(t)) for i, s in enumerate(samples) for t in s.tokens[1:]]
     assert sorted(seen) == sorted(expected)

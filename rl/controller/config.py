@@ -159,12 +159,13 @@ _POSITIVE = ("generator.kv_cache_gib", "reward.limit_seconds", "launch.deadline_
 
 
 def _out_of_range(config: RunConfig) -> list[str]:
-    bounds = [(_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"), (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"), (_POSITIVE, lambda v: v > 0, "over 0")]
+    bounds = [
+        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
+        (_POSITIVE, lambda v: v > 0, "over 0"),
+    ]
     return [
-        f"{name}={_get(config, name)} must be {words}"
-        for names, holds, words in bounds
-        for name in names
-        if not holds(_get(config, name))
+        f"{name}={_get(config, name)} must be {words}" for names, holds, words in bounds for name in names if not holds(_get(config, name))
     ]
 
 
@@ -184,10 +185,14 @@ def _model_against_layout(config: RunConfig) -> list[str]:
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
             divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-            found.append(f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}")
+            found.append(
+                f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
+            )
     limit = hf.get("max_position_embeddings", config.env.max_new_tokens)
     if config.env.max_new_tokens >= limit:
-        found.append(f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in the model's {limit} positions; use less")
+        found.append(
+            f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in the model's {limit} positions; use less"
+        )
     return found
 
 
@@ -217,4 +222,14 @@ def to_json(config: Any) -> Any:
     return list(map(to_json, config)) if isinstance(config, tuple) else config
 
 
-__all__ = ["GeneratorConfig", "LaunchConfig", "RewardConfig", "RunConfig", "TrainerConfig", "WarmupConfig", "WeightSyncConfig", "problems", "to_json"]
+__all__ = [
+    "GeneratorConfig",
+    "LaunchConfig",
+    "RewardConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "WarmupConfig",
+    "WeightSyncConfig",
+    "problems",
+    "to_json",
+]

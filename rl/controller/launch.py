@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,8 @@ def _prepare_process(name: str, logs: str) -> Callable[[], None]:
 
 async def _stop(meshes: list[Any]) -> None:
     """Ask the processes to end, then end by force those that are left: a rank may hang in a collective."""
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*(_stop_mesh(mesh) for mesh in meshes), return_exceptions=True), _STOP_SECONDS)
-    except TimeoutError:
-        pass
     kill_children()
 
 
@@ -175,10 +173,8 @@ async def _stop_mesh(mesh: Any) -> None:
 def kill_children() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
-        try:
+        with suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            pass
     psutil.wait_procs(children, timeout=3)
 
 

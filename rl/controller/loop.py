@@ -52,9 +52,7 @@ class Run:
 
     async def rollout(self, problems: Sequence[Problem], seed: int, *, greedy: bool = False) -> list[Group]:
         """A group for each problem: `group_size` samples of it, or one that is greedy."""
-        return await asyncio.gather(
-            *(self._group(problem, derive_seed(seed, i) % 2**32, greedy) for i, problem in enumerate(problems))
-        )
+        return await asyncio.gather(*(self._group(problem, derive_seed(seed, i) % 2**32, greedy) for i, problem in enumerate(problems)))
 
     async def _group(self, problem: Problem, seed: int, greedy: bool) -> Group:
         env, stop = self.config.env, (self.tokenizer.eos_id,)

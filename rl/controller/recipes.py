@@ -59,7 +59,9 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     spec.loader.exec_module(module)
     functions = _functions(module)
     if function not in functions:
-        raise ConfigError(f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of {', '.join(functions) or '(none)'}")
+        raise ConfigError(
+            f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of {', '.join(functions) or '(none)'}"
+        )
     config = functions[function]()
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} returned a {type(config).__name__}; a recipe returns a RunConfig")

@@ -64,9 +64,7 @@ class Env:
         tokens = tokenizer.encode_chat(problem.question) if self.chat else tokenizer.encode(problem.question)
         return Prompt(problem, tuple(tokens))
 
-    async def drive(
-        self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer
-    ) -> Sequence[Rollout]:
+    async def drive(self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer) -> Sequence[Rollout]:
         """Walk the policy through the problem n times. Override for tools or several turns."""
         given = Segment(list(prompt.tokens), False, [0.0] * len(prompt.tokens))
         return [

@@ -42,5 +42,7 @@ class SortLetters(Env):
         if not 1 <= self.min_letters <= self.max_letters:
             return [f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters} must be 1 <= min <= max"]
         if self.max_new_tokens <= self.max_letters:
-            return [f"env.max_new_tokens={self.max_new_tokens} leaves no room for {self.max_letters} letters and EOS; use {self.max_letters + 1}"]
+            return [
+                f"env.max_new_tokens={self.max_new_tokens} leaves no room for {self.max_letters} letters and EOS; use {self.max_letters + 1}"
+            ]
         return []

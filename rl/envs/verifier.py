@@ -3,6 +3,7 @@
 `python -m rl.envs.verifier` is that child: it speaks length-prefixed pickles over its standard input and output.
 """
 
+import contextlib
 import os
 import pickle
 import select
@@ -111,7 +112,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
         _serve()
-    except (EOFError, KeyboardInterrupt):
-        pass

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
+
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import VarlenAttention
 
@@ -67,8 +68,7 @@ class PackedSDPA(VarlenAttention):
         outputs = []
         for gather, valid in zip(attention_masks.gather, attention_masks.valid, strict=True):
             q, k, v = (
-                t[0].index_select(0, gather.flatten()).unflatten(0, gather.shape).transpose(1, 2)
-                for t in (q_BLNH, k_BLNH, v_BLNH)
+                t[0].index_select(0, gather.flatten()).unflatten(0, gather.shape).transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH)
             )  # [n, N, longest, H]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             outputs.append(out.transpose(1, 2).flatten(0, 1)[valid])

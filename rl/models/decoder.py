@@ -22,6 +22,7 @@ import rl.models.platform  # noqa: F401  sets torchtitan's device first
 from rl.loss.logprobs import token_entropy, token_logprobs
 from rl.models.attention import PackedDocuments, PackedSDPA
 from rl.models.hf import check_supported, rope_parameters
+
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
@@ -192,9 +193,7 @@ def _decoder_config(hf: dict[str, Any], is_qwen3: bool, attention: VarlenAttenti
                 rope=_rope(hf, head_dim),
                 qk_norm=norm(head_dim) if is_qwen3 else None,
             ),
-            feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=normal, w2w3_param_init=normal
-            ),
+            feed_forward=make_ffn_config(dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=normal, w2w3_param_init=normal),
         )
         for _ in range(hf["num_hidden_layers"])
     ]

@@ -23,16 +23,17 @@ from rl.errors import RunError
 from rl.interfaces import Loss
 from rl.loss.policy import TokenInputs
 from rl.models import hf
-from rl.models.attention import PackedSDPA, SelectiveCheckpointing, pack_documents
+from rl.models.attention import SelectiveCheckpointing, pack_documents
 from rl.models.decoder import model_spec
 from rl.models.layout import Layout
 from rl.models.platform import DEVICE_TYPE, init_process_group, sum_gradients_over_ranks, titan_dist
 from rl.types import Batch, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
+
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 _CHECKPOINTING = {"none": lambda: None, "selective": SelectiveCheckpointing.Config, "full": FullAC.Config}
 
@@ -47,7 +48,7 @@ class TitanEngine:
         self,
         model_dir: str | Path,
         *,
-        layout: Layout = Layout(),  # noqa: B008  frozen
+        layout: Layout = Layout(),
         dtype: Literal["float32", "bfloat16"] = "float32",
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
         seed: int | None = None,
@@ -91,9 +92,7 @@ class TitanEngine:
         totals: dict[str, float] = {}
         for micro in batch.ranks[self.dp_rank]:
             logprobs, entropy = self._score(micro)
-            inputs = TokenInputs(
-                *(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids))
-            )
+            inputs = TokenInputs(*(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)))
             output = loss(logprobs, inputs)
             if not torch.isfinite(output.loss):
                 bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs).cpu().numpy()].tolist()))

@@ -74,6 +74,7 @@ class GeneratorEngine:
             )
         )
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._max_model_len = max_model_len
         self._lock = asyncio.Lock()  # held for one engine step, or for one weight update
         self._waiting: deque[_Request] = deque()
         self._running: dict[str, _Request] = {}
@@ -85,6 +86,8 @@ class GeneratorEngine:
         """n completions of one prompt, in order; completion i is drawn with seed `params.seed + i`, whatever else runs."""
         if self.version is None:
             raise RunError("the generator has no weights yet; publish a policy version before the first sample")
+        if len(prompt) >= self._max_model_len:
+            raise RunError(f"a prompt of {len(prompt)} tokens leaves no room in max_model_len={self._max_model_len}; raise trainer.max_tokens")
         request = _Request(list(prompt), n, params, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._stepper is None or self._stepper.done():

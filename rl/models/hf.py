@@ -44,7 +44,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     """The contents of config.json. Raises ConfigError where there is none."""
     path = Path(model_dir) / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory")
+        raise ConfigError(f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory, or make one with rl fetch")
     return json.loads(path.read_text())
 
 

@@ -8,15 +8,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  torchtitan gives mesh axes of size 1 the "fake" backend
-import torchtitan.tools.utils as titan_utils
+import torch.testing._internal.distributed.fake_pg
 from torch.distributed.fsdp import FSDPModule
+
+import torchtitan.tools.utils as titan_utils
 
 if not torch.accelerator.is_available():
     # Without an accelerator torchtitan assumes CUDA.
     titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
 
-from torchtitan.distributed import utils as titan_dist  # noqa: E402  after the device is set
+from torchtitan.distributed import utils as titan_dist
 
 DEVICE_TYPE: str = titan_utils.device_type
 

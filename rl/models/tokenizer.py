@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rl.errors import ConfigError
 
-
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 

@@ -1,6 +1,7 @@
 """Recorder: everything a run leaves behind in its directory, and what one sees while it runs."""
 
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -121,7 +122,8 @@ class Recorder:
         if step not in self._pending:
             self._flush()
             self._pending[step] = {"step": step}
-        self._pending[step] |= metrics
+        # JSON has no NaN: what could not be measured is null.
+        self._pending[step] |= {name: None if math.isnan(value) else value for name, value in metrics.items()}
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
 

@@ -61,5 +61,3 @@ def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Ite
         for shard, data in blocks:
             full[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.shape, strict=True))] = data
         yield name, full
-
-

@@ -89,7 +89,9 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
 """
     from rl.models.generator_env import generator_environment
 
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | generator_environment(2), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | generator_environment(2), capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
     with torch.no_grad():

@@ -13,7 +13,9 @@ from rl.loss.policy import Clip, CrossEntropy, TokenInputs
 def inputs(old, advantages, weights=None):
     weights = [1.0] * len(old) if weights is None else weights
     dtype = torch.float64
-    return TokenInputs(torch.tensor(old, dtype=dtype), torch.tensor(advantages, dtype=dtype), torch.tensor(weights, dtype=dtype), torch.zeros(len(old)))
+    return TokenInputs(
+        torch.tensor(old, dtype=dtype), torch.tensor(advantages, dtype=dtype), torch.tensor(weights, dtype=dtype), torch.zeros(len(old))
+    )
 
 
 def run(loss, logprobs, *args, **kwargs):

@@ -28,7 +28,9 @@ def run_layout(directory, layout, checkpointing, checkpoint=None, **config):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_procs), "--standalone"]
     arguments = [model, out, *layout, checkpointing, *([checkpoint] if checkpoint else [])]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "-m", "tests.models.layout_worker", *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "-m", "tests.models.layout_worker", *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=False)
 

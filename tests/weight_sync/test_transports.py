@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def fetch(transport, manifest):
 
 def rows(name, full, parts):
     bounds = [round(i * len(full) / parts) for i in range(parts + 1)]
-    return [[LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b])] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [[LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b])] for a, b in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

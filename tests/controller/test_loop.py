@@ -1,0 +1,37 @@
+from rl.controller.loop import assign_credit
+from rl.loss.credit import GroupMean
+from rl.observability.metrics import eval_metrics, group_metrics
+from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
+
+
+def group(*scores):
+    segments = (Segment([1, 2], False, [0.0, 0.0]), Segment([3, 4, 5], True, [-1.0, -1.0, -1.0]))
+    rollout = Rollout(Problem("1", "q", "a"), segments, "", StopReason.STOP, VersionRange(0, 0))
+    return Group((rollout,) * len(scores), tuple(s if isinstance(s, Score) else Score(s) for s in scores))
+
+
+def test_samples_without_a_signal_are_left_out_but_their_tokens_count_in_the_mean():
+    samples, num_tokens = assign_credit([group(1, 1), group(0, 1)], GroupMean())
+    assert len(samples) == 2 and num_tokens == 12
+    assert [round(float(s.advantages[-1]), 3) for s in samples] == [-0.707, 0.707]
+
+
+def test_a_failed_reward_leaves_its_sample_out_of_the_group():
+    samples, num_tokens = assign_credit([group(0, Score(0.0, "ValueError"), 1)], GroupMean())
+    assert len(samples) == 2 and num_tokens == 6
+
+
+def test_without_any_signal_one_group_is_kept_to_measure_parity():
+    samples, _ = assign_credit([group(1, 1), group(0, 0)], GroupMean())
+    assert len(samples) == 2 and not any(s.advantages.any() for s in samples)
+
+
+def test_where_every_reward_failed_nothing_is_trained_on():
+    assert assign_credit([group(Score(0.0, "x"), Score(0.0, "x"))], GroupMean()) == ([], 1)
+
+
+def test_metrics_count_failures_apart_from_rewards():
+    metrics = group_metrics([group(1, 0), group(1, Score(0.0, "x"))])
+    assert metrics["reward/mean"] == 2 / 3 and metrics["reward/errors"] == 1
+    evaluated = eval_metrics([group(1), group(0), group(Score(0.0, "x")), group(1)])
+    assert evaluated["eval/accuracy"] == 0.5 and evaluated["eval/standard_error"] == 0.25 and evaluated["eval/errors"] == 1

@@ -1,0 +1,97 @@
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from rl.envs.base import Env, derive_seed
+from rl.envs.question_file import QuestionFile
+from rl.envs.sort_letters import SortLetters
+from rl.envs.verifier import Verifier
+from rl.errors import ConfigError
+from rl.models.sources import TinyQwen3
+from rl.models.tokenizer import HFTokenizer
+from rl.types import Completion, Problem, Rollout, SamplingParams, Segment, StopReason, VersionRange
+
+
+def test_sorting_is_rewarded_only_when_exact_and_ended():
+    env = SortLetters()
+    problem = Problem("1", "cab>", "abc")
+    assert env.reward(problem, "abc", StopReason.STOP) == 1
+    assert env.reward(problem, "abc", StopReason.LENGTH) == 0
+    assert env.reward(problem, "abcd", StopReason.STOP) == 0
+
+
+def test_problems_follow_from_their_seed_and_held_out_ones_are_never_trained_on():
+    env = SortLetters(min_letters=1, max_letters=2, num_eval=300)
+    held_out = {p.question for p in env.eval_problems()}
+    assert len(held_out) == 300
+    drawn = [env.train_problem(derive_seed(0, i)) for i in range(300)]
+    assert not held_out & {p.question for p in drawn}
+    assert drawn == [env.train_problem(derive_seed(0, i)) for i in range(300)]
+    with pytest.raises(ConfigError, match="lower env.num_eval"):
+        SortLetters(min_letters=1, max_letters=1, num_eval=27).eval_problems()
+
+
+def test_the_share_of_wrong_demonstrations_is_the_corruption():
+    env = SortLetters(corruption=0.7)
+    problems = [env.train_problem(i) for i in range(500)]
+    right = sum(env.demonstration(p, i) == p.answer for i, p in enumerate(problems))
+    assert 0.25 < right / 500 < 0.37
+
+
+def test_a_question_file_splits_and_verifies(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(5)))
+    env = QuestionFile(path=str(file), num_eval=2)
+    assert [p.question for p in env.eval_problems()] == ["0+1", "1+1"]
+    assert {env.train_problem(i).question for i in range(50)} == {"2+1", "3+1", "4+1"}
+    problem = Problem("1", "q", "1,000")
+    assert env.reward(problem, "so 7 plus 993 is 1000.", StopReason.STOP) == 1
+    assert env.reward(problem, "1000 or 7", StopReason.STOP) == 0
+    assert env.reward(problem, "1000", StopReason.LENGTH) == 0
+
+
+def test_drive_keeps_tokens_as_they_were_sampled(tmp_path):
+    tokenizer = HFTokenizer(TinyQwen3(alphabet="abc>").materialize(tmp_path))
+
+    class Fake:
+        async def sample(self, prompt, n, params):
+            return [Completion([3, 4, 2], [-0.1, -0.2, -0.3], VersionRange(5, 5), StopReason.STOP)] * n
+
+    prompt = Env().encode(Problem("1", "ba>", "ab"), tokenizer)
+    rollouts = asyncio.run(Env().drive(prompt, 2, SamplingParams(8), Fake(), tokenizer))
+    assert len(rollouts) == 2
+    assert rollouts[0].segments[0].tokens == [1, 4, 3, 6] and not rollouts[0].segments[0].sampled
+    assert rollouts[0].segments[1].tokens == [3, 4, 2] and rollouts[0].response == "ab"
+
+
+@dataclass(frozen=True)
+class Odd(Env):
+    def reward(self, problem, response, stop):
+        print("a reward that prints does not disturb the answers")
+        if response == "raise":
+            raise KeyError("gone")
+        if response == "hang":
+            time.sleep(60)
+        if response == "exit":
+            raise SystemExit(3)
+        return float(response)
+
+
+def rollout(response):
+    return Rollout(Problem("1", "q", "a"), (Segment([1], False, [0.0]),), response, StopReason.STOP, VersionRange(0, 0))
+
+
+def test_a_reward_function_can_only_hurt_its_own_sample():
+    verifier = Verifier(Odd(), limit_seconds=0.5)
+    try:
+        started = time.monotonic()
+        scores = verifier.score([rollout(r) for r in ("0.25", "raise", "hang", "0.5", "exit", "1")])
+        assert time.monotonic() - started < 20
+    finally:
+        verifier.close()
+    assert [s.reward for s in scores if s.error is None] == [0.25, 0.5, 1.0]
+    assert "KeyError" in scores[1].error
+    assert "over 0.5 s" in scores[2].error
+    assert "code 3" in scores[4].error
