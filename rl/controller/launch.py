@@ -107,7 +107,7 @@ def trainer_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "layout": config.trainer.layout,
         "dtype": config.dtype,
         "activation_checkpointing": config.trainer.activation_checkpointing,
-        "seed": config.model.init_seed,
+        "seed": config.seed if config.model.random_weights else None,
         "timeout_seconds": config.launch.deadline_seconds,
     }
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rl.errors import ConfigError
 from rl.models import hf
@@ -15,6 +16,8 @@ class ModelDir:
 
     path: str
     """The directory."""
+
+    random_weights: ClassVar[bool] = False
 
     def materialize(self, run_dir: Path) -> Path:
         return Path(self.path)
@@ -35,10 +38,6 @@ class ModelDir:
     def has_chat_template(self) -> bool:
         return HFTokenizer(self.path).has_chat_template
 
-    @property
-    def init_seed(self) -> int | None:
-        return None
-
 
 @dataclass(frozen=True)
 class TinyQwen3:
@@ -58,8 +57,8 @@ class TinyQwen3:
     """Key and value heads."""
     max_length: int = 64
     """Longest sequence, in tokens."""
-    init_seed: int = 0
-    """Seed of the random weights, the same ones under every layout."""
+
+    random_weights: ClassVar[bool] = True  # drawn from the run's seed
 
     def materialize(self, run_dir: Path) -> Path:
         path = run_dir / "model"

@@ -168,3 +168,24 @@ def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, moment):
     _, alive = psutil.wait_procs(children, timeout=1)
     assert not alive
     assert not shared_leftovers()
+
+
+@pytest.mark.parametrize("victim", ["trainer-1", "reward-0"])
+def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path, victim):
+    command = [sys.executable, "-m", "rl.cli", "train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", str(tmp_path / "run")]
+    command += ["--warmup.steps", "100000"] if victim == "trainer-1" else ["--steps", "100000", "--env.num_eval", "8"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until = "warm-up" if victim == "trainer-1" else "step 0"
+    for line in process.stdout:
+        if line.startswith(until):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    log = str(tmp_path / "run" / "logs" / f"{victim}.log")
+    (pid,) = [c.pid for c in children if os.path.realpath(f"/proc/{c.pid}/fd/1") == log]
+    os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert f"rl: error: the process of {victim.split('-')[0]}" in output
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert not alive
+    assert not shared_leftovers()
