@@ -14,6 +14,6 @@ def quickstart() -> RunConfig:
         trainer=TrainerConfig(lr=5e-4, betas=(0.9, 0.99)),
         generator=GeneratorConfig(kv_cache_gib=0.0625),
         steps=100,
-        prompts_per_step=32,
+        prompts_per_step=64,
         group_size=8,
     )

@@ -181,7 +181,9 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path
             break
     children = psutil.Process(process.pid).children(recursive=True)
     log = str(tmp_path / "run" / "logs" / f"{victim}.log")
-    (pid,) = [c.pid for c in children if os.path.realpath(f"/proc/{c.pid}/fd/1") == log]
+    # The reward function's own process, a grandchild, writes to the same log.
+    own = psutil.Process(process.pid).children()
+    (pid,) = [c.pid for c in own if os.path.realpath(f"/proc/{c.pid}/fd/1") == log]
     os.kill(pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
