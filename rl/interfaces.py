@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from rl.types import Batch, Completion, OptimParams, PolicyVersion, Problem, Rollout, SamplingParams, Score
+from rl.types import Completion, PolicyVersion, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from rl.loss.policy import LossOutput, TokenInputs
@@ -33,12 +32,6 @@ class Sampler(Protocol):
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]: ...
 
 
-class Scorer(Protocol):
-    """What scores finished rollouts, away from the controller."""
-
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]: ...
-
-
 class Tokenizer(Protocol):
     """Text to tokens once, and back for people and verifiers."""
 
@@ -50,15 +43,6 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
-class Trainer(Protocol):
-    """The policy as the loop sees it: all ranks at once. The verbs are those of Tinker's API."""
-
-    async def forward(self, batch: Batch) -> dict[int, np.ndarray]: ...
-    async def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]: ...
-    async def optim_step(self, params: OptimParams) -> dict[str, float]: ...
-    async def push_weights(self, version: PolicyVersion) -> Manifest: ...
-
-
 class Transport(Protocol):
     """Moves weights between processes; versioned, so that no reader ever sees half of one version and half of another.
 
@@ -68,6 +52,3 @@ class Transport(Protocol):
     async def publish(self, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]: ...
     async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]: ...
     async def release(self, version: PolicyVersion, rank: int) -> None: ...
-
-
-__all__ = ["Credit", "Loss", "Problem", "Sampler", "Scorer", "Tokenizer", "Trainer", "Transport"]

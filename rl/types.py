@@ -15,7 +15,7 @@ PolicyVersion = int
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The oldest and the newest policy version that sampled a completion's tokens."""
+    """The policy versions when a completion was admitted and when it ended: those between sampled its tokens."""
 
     oldest: PolicyVersion
     newest: PolicyVersion
@@ -98,10 +98,6 @@ class Group:
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
 
-    @property
-    def rewards(self) -> list[float]:
-        return [score.reward for score in self.scores]
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -138,7 +134,6 @@ class Batch:
     """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; every rank has equally many."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    num_samples: int
 
     @property
     def num_scored_tokens(self) -> int:

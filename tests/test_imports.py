@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"rl.errors", "rl.types"},
+    {"rl.errors", "rl.types", "rl.processes"},
     {"rl.interfaces"},
     {"rl.batching", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
     {"rl.models"},

@@ -42,7 +42,7 @@ class GeneratorPool:
         self._replicas = Replicas("generator", members, deadline_seconds)
 
     async def ready(self) -> None:
-        await self._replicas.call_all(lambda g: g.ready.call_one())
+        await self._replicas.ready()
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
         return await self._replicas.call(lambda g: g.sample.call_one(prompt, n, params), load=n)

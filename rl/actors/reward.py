@@ -27,14 +27,14 @@ class RewardWorker(Actor):
 
 
 class RewardPool:
-    """The replicas as one Scorer."""
+    """The replicas as one."""
 
     def __init__(self, actors: Any, num_replicas: int, deadline_seconds: float):
         members = [actors.slice(procs=i) for i in range(num_replicas)]
-        self._replicas = Replicas("reward", members, deadline_seconds)
+        self._replicas = Replicas("reward", members, deadline_seconds, max_in_flight=1)
 
     async def ready(self) -> None:
-        await self._replicas.call_all(lambda r: r.ready.call_one())
+        await self._replicas.ready()
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         return await self._replicas.call(lambda r: r.score.call_one(rollouts), load=len(rollouts))

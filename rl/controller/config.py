@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -132,7 +134,8 @@ class RunConfig:
 def problems(config: RunConfig) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
     found = _out_of_range(config)
-    found += config.env.problems()
+    found += config.env.problems() or _env_at_work(config)
+    found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(not 0 <= b < 1 for b in config.trainer.betas)
     model_problems = config.model.problems()
     found += model_problems
     if not model_problems:
@@ -142,6 +145,10 @@ def problems(config: RunConfig) -> list[str]:
     found += _machine(config)
     if config.group_size < 2:
         found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
+    if config.resume_from and (step := resume_step(config)) is None:
+        found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
+    elif config.resume_from and step >= config.steps:
+        found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
     if config.resume_from and not os.path.isfile(os.path.join(config.resume_from, ".metadata")):
         found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
     if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
@@ -149,12 +156,29 @@ def problems(config: RunConfig) -> list[str]:
     return found
 
 
+def resume_step(config: RunConfig) -> int | None:
+    """The step whose checkpoint the run goes on from."""
+    match = re.fullmatch(r"step-(\d+)", Path(config.resume_from).name)
+    return int(match[1]) if match else None
+
+
 _AT_LEAST_ONE = (
     "steps", "prompts_per_step", "eval_every", "generator.num_replicas", "generator.max_num_seqs", "reward.num_procs",
     "trainer.max_tokens", "env.max_new_tokens", "env.num_eval", "warmup.batch_size",
     "trainer.layout.replicate", "trainer.layout.shard", "trainer.layout.tensor_parallel",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("trainer.lr", "trainer.lr_warmup_steps", "trainer.max_grad_norm", "warmup.steps", "save_every", "loss.low", "loss.high")
+_AT_LEAST_ZERO = (
+    "trainer.lr",
+    "trainer.eps",
+    "trainer.weight_decay",
+    "warmup.lr",
+    "trainer.lr_warmup_steps",
+    "trainer.max_grad_norm",
+    "warmup.steps",
+    "save_every",
+    "loss.low",
+    "loss.high",
+)
 _POSITIVE = ("generator.kv_cache_gib", "reward.limit_seconds", "launch.deadline_seconds")
 
 
@@ -175,6 +199,20 @@ def _get(config: Any, name: str) -> Any:
     return config
 
 
+def _env_at_work(config: RunConfig) -> list[str]:
+    """Ask the environment for what the run will ask it for."""
+    try:
+        config.env.eval_problems()
+        problem = config.env.train_problem(config.seed)
+        if config.warmup.steps > 0:
+            config.env.demonstration(problem, config.seed)
+    except ConfigError as error:
+        return [str(error)]
+    except Exception as error:  # the user's own code: say so, rather than show our stack
+        return [f"env {type(config.env).__name__} failed to make a problem ({error!r}); mend it, or its settings"]
+    return []
+
+
 def _model_against_layout(config: RunConfig) -> list[str]:
     hf, tensor_parallel = config.model.config(), config.trainer.layout.tensor_parallel
     found = []
@@ -188,10 +226,10 @@ def _model_against_layout(config: RunConfig) -> list[str]:
             found.append(
                 f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
             )
-    limit = hf.get("max_position_embeddings", config.env.max_new_tokens)
+    limit = min(hf["max_position_embeddings"], config.trainer.max_tokens)
     if config.env.max_new_tokens >= limit:
         found.append(
-            f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in the model's {limit} positions; use less"
+            f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
         )
     return found
 

@@ -23,6 +23,7 @@ from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.controller.config import RunConfig
 from rl.interfaces import Transport
 from rl.models.generator_env import generator_environment
+from rl.processes import adopt_orphans
 from rl.types import PolicyVersion
 from rl.weight_sync.shared_memory import SharedMemory
 
@@ -55,14 +56,19 @@ async def launch(config: RunConfig, model_dir: Path, run_dir: Path) -> AsyncIter
     # By default Monarch ends the controller when any process dies; here the calls to that process fail instead.
     monarch.actor.unhandled_fault_hook = lambda failure: _append(failures, f"{failure}\n")
 
+    adopt_orphans()
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
     shared = make_shared_directory(run_dir.name)
     meshes: list[Any] = []
     try:
         fleet = await _start(config, model_dir, run_dir, shared, meshes)
         yield fleet
     finally:
-        await asyncio.shield(_stop(meshes))
-        shutil.rmtree(shared, ignore_errors=True)
+        try:
+            await asyncio.shield(_stop(meshes))
+        finally:
+            kill_children(others)
+            shutil.rmtree(shared, ignore_errors=True)
 
 
 async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path, meshes: list[Any]) -> Fleet:
@@ -78,14 +84,15 @@ async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path
         return mesh
 
     trainer_procs = spawn("trainer", layout.num_procs, {"OMP_NUM_THREADS": str(threads["trainer"])}, 0)
-    generator_procs = spawn("generator", replicas, generator_environment(threads["generator"]), layout.num_procs)
+    generator_procs = spawn("generator", replicas, generator_environment(threads["generator"], config.generator.compile), layout.num_procs)
     reward_procs = spawn("reward", config.reward.num_procs, {"OMP_NUM_THREADS": "1"}, None)
 
     transport: Transport = SharedMemory(str(shared))
     if config.weight_sync.transport == "torchstore":
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
-        transport = await TorchStore.create(spawn("store", 1, {"OMP_NUM_THREADS": "1"}, None))
+        store = spawn("store", 1, {"OMP_NUM_THREADS": "1"}, None)
+        transport = await call(TorchStore.create(store), "torchstore", deadline)
     # One host: a free port of the loopback interface.
     address = ("localhost", _free_port())
     await call(setup_torch_elastic_env_async(trainer_procs, *address), "trainer start", deadline)
@@ -107,6 +114,7 @@ def trainer_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "layout": config.trainer.layout,
         "dtype": config.dtype,
         "activation_checkpointing": config.trainer.activation_checkpointing,
+        "max_seq_len": config.trainer.max_tokens,
         "seed": config.seed if config.model.random_weights else None,
         "timeout_seconds": config.launch.deadline_seconds,
     }
@@ -127,10 +135,13 @@ def _spawn_procs(name: str, num_procs: int, env: dict[str, str], first_device: i
     """A mesh with the one dimension `procs`. Each process writes to logs/<name>-<rank>.log and sees one GPU, if any."""
     from monarch.actor import default_bootstrap_cmd, this_host
 
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+
     def command(point: Any) -> Any:
         device = {}
         if torch.cuda.is_available():
-            device["CUDA_VISIBLE_DEVICES"] = "" if first_device is None else str(first_device + point.rank)
+            device["CUDA_VISIBLE_DEVICES"] = "" if first_device is None else visible[first_device + point.rank]
         return default_bootstrap_cmd().with_env(env | device)
 
     return this_host().spawn_procs(
@@ -142,16 +153,13 @@ def _prepare_process(name: str, logs: str) -> Callable[[], None]:
     """What each new process runs first."""
 
     def prepare() -> None:
-        import ctypes
         import os
-        import signal
-        import sys
 
         from monarch.actor import current_rank
 
-        if sys.platform == "linux":
-            PR_SET_PDEATHSIG = 1
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the controller
+        from rl.processes import end_with_parent
+
+        end_with_parent()
         log = os.open(f"{logs}/{name}-{current_rank().rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -160,29 +168,30 @@ def _prepare_process(name: str, logs: str) -> Callable[[], None]:
 
 
 async def _stop(meshes: list[Any]) -> None:
-    """Ask the processes to end, then end by force those that are left: a rank may hang in a collective."""
+    """Ask the processes to end. Those that cannot answer, as a rank in a collective, are ended by force afterwards."""
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*(_stop_mesh(mesh) for mesh in meshes), return_exceptions=True), _STOP_SECONDS)
-    kill_children()
 
 
 async def _stop_mesh(mesh: Any) -> None:
     await mesh.stop("the run is over")
 
 
-def kill_children() -> None:
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(children, timeout=3)
+def kill_children(others: set[int]) -> None:
+    """End every descendant but `others`; orphans of those that end become children of this process, hence the second look."""
+    for _ in range(2):
+        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=2)
 
 
 def make_shared_directory(run_name: str) -> Path:
     """A directory in shared memory that carries this process's pid; those of processes that are gone are removed."""
     for stale in _SHARED_ROOT.glob("rl-*-*"):
         pid = stale.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
             shutil.rmtree(stale, ignore_errors=True)
     path = _SHARED_ROOT / f"rl-{os.getpid()}-{run_name}"
     path.mkdir()

@@ -44,7 +44,8 @@ class Run:
                 stepped = await trainer.optim_step(self.optim_params(step, num_tokens))
             with self.recorder.time("sync"):
                 await self.fleet.publish(step)
-            self.recorder.step(step, step_metrics(groups, batch, learned, num_tokens) | stepped, groups)
+            alive = {"generators/alive": self.fleet.generators.num_alive}
+            self.recorder.step(step, step_metrics(groups, batch, learned, num_tokens) | stepped | alive, groups)
             if step % config.eval_every == 0 or step == config.steps:
                 await self.evaluate(step)
             if step == config.steps or (config.save_every and step % config.save_every == 0):

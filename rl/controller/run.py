@@ -2,17 +2,18 @@
 
 import asyncio
 import json
-import re
 import signal
 import time
 from pathlib import Path
 
-from rl.controller.config import RunConfig, problems, to_json
+from rl.controller.config import RunConfig, problems, resume_step, to_json
 from rl.controller.launch import launch
 from rl.controller.loop import Run
 from rl.errors import ConfigError
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(recipe: str, config: RunConfig) -> int:
@@ -28,16 +29,23 @@ def run(recipe: str, config: RunConfig) -> int:
 
 async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     main = asyncio.current_task()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, main.cancel)
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        """Once: a second signal must not interrupt the clean-up."""
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, lambda: None)
+        main.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, interrupt)
     try:
         await train(recipe, config, run_dir)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
 
-async def train(recipe: str, config: RunConfig, run_dir: Path) -> dict[int, tuple[float, float]]:
-    """Returns step -> held-out accuracy and its standard error."""
+async def train(recipe: str, config: RunConfig, run_dir: Path) -> None:
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
     print(f"run directory: {run_dir}\nstarting {config.trainer.layout.num_procs} trainer, {config.generator.num_replicas} "
@@ -47,12 +55,11 @@ async def train(recipe: str, config: RunConfig, run_dir: Path) -> dict[int, tupl
             first_step = 1
             if config.resume_from:
                 await fleet.trainer.load_checkpoint(config.resume_from)
-                first_step = int(re.search(r"step-(\d+)", config.resume_from)[1]) + 1
+                first_step = resume_step(config) + 1
             await Run(config, fleet, tokenizer, recorder).train(first_step)
             await fleet.trainer.save_hf(str(run_dir / "hf"))
         curve = recorder.draw_curve(f"{recipe}: GRPO, {config.prompts_per_step} prompts x {config.group_size} samples a step")
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
-        return recorder.accuracies
 
 
 def _summary(accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path) -> str:

@@ -40,6 +40,9 @@ class Env:
         """Verify a response. Time-limited; may raise. 1 is success: accuracy counts the rewards of at least 1."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Import what `reward` needs: called once in its process, before any time limit runs."""
+
     def demonstration(self, problem: Problem, seed: int) -> str:
         """The text a supervised warm-up teaches for this problem."""
         raise ConfigError(f"{type(self).__name__} has no demonstrations; set warmup.steps=0 or implement demonstration()")
@@ -53,7 +56,7 @@ class Env:
 
     def train_problem(self, seed: int) -> Problem:
         """A problem that is not held out."""
-        held_out = {problem.question for problem in _held_out(self)}
+        held_out = _held_out_questions(self)
         for attempt in range(1000):
             problem = self.generate(derive_seed("train", seed, attempt))
             if problem.question not in held_out:
@@ -91,3 +94,8 @@ def _held_out(env: Env) -> tuple[Problem, ...]:
     if len(problems) < env.num_eval:
         raise ConfigError(f"{type(env).__name__} has only {len(problems)} distinct problems; lower env.num_eval={env.num_eval}")
     return tuple(problems.values())
+
+
+@lru_cache(maxsize=8)
+def _held_out_questions(env: Env) -> frozenset[str]:
+    return frozenset(problem.question for problem in _held_out(env))

@@ -29,7 +29,7 @@ class QuestionFile(Env):
         return self._read()[: self.num_eval]
 
     def train_problem(self, seed: int) -> Problem:
-        return random.Random(seed).choice(self._read()[self.num_eval :])
+        return random.Random(seed).choice(_train_problems(self.path, self._modified(), self.num_eval))
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
         if stop != StopReason.STOP:
@@ -50,14 +50,29 @@ class QuestionFile(Env):
             return [f"the dataset {self.path} is empty; give it at least env.num_eval + 1 = {self.num_eval + 1} lines"]
         if count <= self.num_eval:
             return [f"the dataset {self.path} has {count} lines, all of them held out; lower env.num_eval={self.num_eval}"]
+        if not _train_problems(self.path, self._modified(), self.num_eval):
+            return [f"every question of {self.path} is among the {self.num_eval} held-out ones; lower env.num_eval"]
+        bad = [p.id for p in self._read() if self.match == "number" and not _NUMBER.fullmatch(p.answer.strip())]
+        if bad:
+            return [f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}; set --env.match exact, or mend them"]
         return []
 
     def _read(self) -> list[Problem]:
-        return _parse(self.path, Path(self.path).stat().st_mtime_ns)
+        return _parse(self.path, self._modified())
+
+    def _modified(self) -> int:
+        return Path(self.path).stat().st_mtime_ns
 
 
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
+
+
+@lru_cache(maxsize=8)
+def _train_problems(path: str, modified: int, num_eval: int) -> list[Problem]:
+    problems = _parse(path, modified)
+    held_out = {problem.question for problem in problems[:num_eval]}
+    return [problem for problem in problems[num_eval:] if problem.question not in held_out]
 
 
 @lru_cache(maxsize=8)

@@ -33,6 +33,9 @@ class ReasoningGym(Env):
         score = self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry)
         return float(score)
 
+    def prepare(self) -> None:
+        import reasoning_gym  # noqa: F401  2 s
+
     def problems(self) -> list[str]:
         if importlib.util.find_spec("reasoning_gym") is None:
             return ["the reasoning-gym package is missing; run: make tasks"]
@@ -42,6 +45,6 @@ class ReasoningGym(Env):
         return self._dataset(seed)[0]
 
     def _dataset(self, seed: int) -> Any:
-        import reasoning_gym  # imports every task's dependencies: 2 s, paid only where it is used
+        import reasoning_gym  # not a part of every installation
 
         return reasoning_gym.create_dataset(self.dataset, seed=seed % 2**32, size=1, **dict(self.options))

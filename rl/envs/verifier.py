@@ -4,9 +4,11 @@
 """
 
 import contextlib
+import math
 import os
 import pickle
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import cloudpickle
 
 from rl.envs.base import Env
 from rl.errors import RunError
+from rl.processes import end_with_parent
 from rl.types import Rollout, Score
 
 _START_SECONDS = 60.0  # to start Python and import what the Env needs
@@ -34,24 +37,32 @@ class Verifier:
         return [self._score(rollout) for rollout in rollouts]
 
     def close(self) -> None:
-        self._child.kill()
+        """End the child and what its reward function has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
 
     def _score(self, rollout: Rollout) -> Score:
         if self._child.poll() is not None:
             self._child = self._start()
         try:
-            _write(self._child.stdin.fileno(), pickle.dumps((rollout.problem, rollout.response, rollout.stop)))
+            _write(self._child.stdin.fileno(), cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop)))
             return pickle.loads(_read(self._child.stdout.fileno(), self._limit))
         except TimeoutError:
             self.close()
             return Score(0.0, f"the reward function took over {self._limit:g} s (reward.limit_seconds)")
         except (EOFError, BrokenPipeError):
-            code = self._child.wait()
+            try:
+                code = self._child.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                code = "unknown: it closed its connection"
+            self.close()
             return Score(0.0, f"the reward function ended its process with code {code}")
 
     def _start(self) -> subprocess.Popen:
-        child = subprocess.Popen([sys.executable, "-m", "rl.envs.verifier"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "rl.envs.verifier"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         try:
             _write(child.stdin.fileno(), self._env)
             _read(child.stdout.fileno(), _START_SECONDS)
@@ -88,27 +99,21 @@ def _read(fd: int, limit_seconds: float | None = None) -> bytes:
 
 def _serve() -> None:
     requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what a reward function prints must not mix with the answers
-    _end_with_parent()
+    # What a reward function reads or prints must not mix with requests and answers.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    end_with_parent()
     env: Env = pickle.loads(_read(requests))
+    env.prepare()
     _write(answers, b"ready")
     while True:
         problem, response, stop = pickle.loads(_read(requests))
         try:
-            score = Score(float(env.reward(problem, response, stop)))
+            reward = float(env.reward(problem, response, stop))
+            score = Score(reward) if math.isfinite(reward) else Score(0.0, f"the reward is {reward}")
         except Exception as error:  # the task's boundary: counted and logged by the controller
             score = Score(0.0, f"{type(error).__name__}: {error}")
         _write(answers, pickle.dumps(score))
-
-
-def _end_with_parent() -> None:
-    """A reward function that hangs must not outlive a killed run: ask Linux to kill this process with its parent."""
-    if sys.platform == "linux":
-        import ctypes
-        import signal
-
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

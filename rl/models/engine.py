@@ -51,17 +51,22 @@ class TitanEngine:
         layout: Layout = Layout(),
         dtype: Literal["float32", "bfloat16"] = "float32",
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
+        max_seq_len: int | None = None,
         seed: int | None = None,
         timeout_seconds: float = 600,
     ):
         """model_dir: a Hugging Face directory, whose weights are loaded; with `seed` they are drawn at random instead,
-        the same ones under every layout.
+        the same ones under every layout. max_seq_len: longest sequence it will see, where that is less than config.json's.
 
         Raises ConfigError for an unsupported model or a missing or broken weights file.
         """
         self.device = init_process_group(timeout_seconds)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self._model_dir = Path(model_dir)
+        self._hf_config = hf.read_config(model_dir)
+        if max_seq_len is not None:  # each layer keeps a RoPE table of that length
+            limit = self._hf_config["max_position_embeddings"]
+            self._hf_config["max_position_embeddings"] = min(limit, max_seq_len)
         self._layout = layout
         self.dp_rank = dist.get_rank() // layout.tensor_parallel
         # torchtitan's varlen attention is for GPUs and computes in bf16 whatever it is given.
@@ -115,7 +120,9 @@ class TitanEngine:
         norm = titan_dist.clip_grad_norm_(parameters, params.max_grad_norm or float("inf"), foreach=True)
         if not torch.isfinite(norm):
             self._optimizer.zero_grad()
-            raise RunError(f"the gradient norm is {norm.item()}; the step was not applied. Lower the learning rate or max_grad_norm")
+            raise RunError(
+                f"the gradient norm is {norm.item()}; the step was not applied. Look at the loss before it, and lower trainer.lr"
+            )
         for group in self._optimizer.param_groups:
             group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
         self._optimizer.step()
@@ -188,7 +195,7 @@ class TitanEngine:
             tensor_parallel_degree=self._layout.tensor_parallel,
             spmd_backend="partial_dtensor",
         )
-        spec = model_spec(hf.read_config(self._model_dir), packed_sdpa=self._packed_sdpa)
+        spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
         dims.build_mesh()
@@ -222,7 +229,7 @@ class TitanEngine:
 
     def _random_weights(self, seed: int) -> Any:
         """Drawn unsharded: torch's sharded random numbers are wrong on a CPU, and depend on the layout."""
-        config = model_spec(hf.read_config(self._model_dir), packed_sdpa=True).model
+        config = model_spec(self._hf_config, packed_sdpa=True).model
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             model = config.build()

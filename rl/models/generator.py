@@ -6,7 +6,7 @@ It knows nothing of Monarch. One engine to a process, which should run nothing e
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,14 +25,13 @@ from rl.weight_sync.manifest import Manifest, Shard
 Fetched = dict[str, list[tuple[Shard, torch.Tensor]]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Request:
+    """One sample on its way."""
+
     prompt: list[int]
-    n: int
-    params: SamplingParams
-    done: asyncio.Future[list[Completion]]
-    oldest: PolicyVersion = 0
-    finished: dict[int, tuple[list[int], list[float], StopReason, PolicyVersion]] = field(default_factory=dict)
+    params: VLLMSamplingParams
+    done: asyncio.Future[Completion]
 
 
 class GeneratorEngine:
@@ -77,22 +76,28 @@ class GeneratorEngine:
         self._max_model_len = max_model_len
         self._lock = asyncio.Lock()  # held for one engine step, or for one weight update
         self._waiting: deque[_Request] = deque()
-        self._running: dict[str, _Request] = {}
+        self._running: dict[str, tuple[_Request, PolicyVersion]] = {}  # with the version that admitted it
         self._num_requests = 0
         self._stepper: asyncio.Task[None] | None = None
         self.version: PolicyVersion | None = None
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
-        """n completions of one prompt, in order; completion i is drawn with seed `params.seed + i`, whatever else runs."""
+        """n completions of one prompt, in order; completion i is drawn with seed `params.seed + i`, whatever else runs.
+
+        Raises RunError for a request that cannot be served; others go on.
+        """
         if self.version is None:
             raise RunError("the generator has no weights yet; publish a policy version before the first sample")
         if len(prompt) >= self._max_model_len:
-            raise RunError(f"a prompt of {len(prompt)} tokens leaves no room in max_model_len={self._max_model_len}; raise trainer.max_tokens")
-        request = _Request(list(prompt), n, params, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
+            raise RunError(
+                f"a prompt of {len(prompt)} tokens leaves no room in max_model_len={self._max_model_len}; raise trainer.max_tokens"
+            )
+        loop = asyncio.get_running_loop()
+        requests = [_Request(list(prompt), _vllm_params(params, params.seed + i), loop.create_future()) for i in range(n)]
+        self._waiting.extend(requests)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._step_until_idle())
-        return await request.done
+        return await asyncio.gather(*(request.done for request in requests))
 
     async def load_weights(self, manifest: Manifest, fetched: Fetched) -> None:
         """Switch to another policy version between two steps. Running requests go on: their cache is computed anew."""
@@ -110,54 +115,58 @@ class GeneratorEngine:
         try:
             while self._waiting or self._running:
                 async with self._lock:
-                    for output in await asyncio.to_thread(self._step):
-                        self._collect(output)
+                    rejected, outputs = await asyncio.to_thread(self._step)
+                for request, error in rejected:
+                    _resolve(request, RunError(f"vLLM refused a request: {error}"))
+                for output in outputs:
+                    self._finish(output)
         except Exception as error:  # the engine is broken: whoever waits must hear of it
-            for request in [*self._waiting, *self._running.values()]:
-                if not request.done.done():
-                    request.done.set_exception(RunError(f"the generator's engine failed: {error!r}"))
+            running = dict(self._running)
+            for request in [*self._waiting, *(request for request, _ in running.values())]:
+                _resolve(request, RunError(f"the generator's engine failed: {error!r}"))
             self._waiting.clear()
             self._running.clear()
+            self._engine.abort_request(list(running))
             raise
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> tuple[list[tuple[_Request, Exception]], list[RequestOutput]]:
         """Admit what waits, run one step. In a thread, so that the event loop stays free to take requests."""
+        rejected = []
         while self._waiting:
             request = self._waiting.popleft()
-            request.oldest = self.version
             request_id = str(self._num_requests)
             self._num_requests += 1
-            self._running[request_id] = request
-            self._engine.add_request(request_id, {"prompt_token_ids": request.prompt}, _vllm_params(request))
-        return self._engine.step()
+            try:
+                self._engine.add_request(request_id, {"prompt_token_ids": request.prompt}, request.params)
+            except Exception as error:  # costs this request alone
+                rejected.append((request, error))
+            else:
+                self._running[request_id] = request, self.version
+        return rejected, self._engine.step()
 
-    def _collect(self, output: RequestOutput) -> None:
-        """Keep each sample at the step at which it ends, so that it gets the version of that step."""
-        request = self._running[output.request_id]
-        for sample in output.outputs:
-            if not sample.finish_reason or sample.index in request.finished:
-                continue
-            tokens = list(sample.token_ids)
-            logprobs = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
-            stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
-            request.finished[sample.index] = (tokens, logprobs, stop, self.version)
-        if len(request.finished) == request.n:
-            del self._running[output.request_id]
-            completions = [
-                Completion(tokens, logprobs, VersionRange(request.oldest, newest), stop)
-                for _, (tokens, logprobs, stop, newest) in sorted(request.finished.items())
-            ]
-            if not request.done.done():
-                request.done.set_result(completions)
+    def _finish(self, output: RequestOutput) -> None:
+        request, admitted = self._running.pop(output.request_id)
+        (sample,) = output.outputs
+        tokens = list(sample.token_ids)
+        logprobs = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
+        stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
+        _resolve(request, Completion(tokens, logprobs, VersionRange(admitted, self.version), stop))
 
 
-def _vllm_params(request: _Request) -> VLLMSamplingParams:
-    params = request.params
+def _resolve(request: _Request, result: Completion | Exception) -> None:
+    if request.done.done():  # whoever asked has gone
+        return
+    if isinstance(result, Exception):
+        request.done.set_exception(result)
+    else:
+        request.done.set_result(result)
+
+
+def _vllm_params(params: SamplingParams, seed: int) -> VLLMSamplingParams:
     return VLLMSamplingParams(
-        n=request.n,
         max_tokens=params.max_new_tokens,
         temperature=params.temperature,
-        seed=params.seed,
+        seed=seed,
         stop_token_ids=list(params.stop_token_ids),
         logprobs=0,  # of the sampled token alone
         detokenize=False,

@@ -3,12 +3,12 @@
 import torch
 
 
-def generator_environment(num_threads: int) -> dict[str, str]:
-    on_cpu = not torch.accelerator.is_available()
+def generator_environment(num_threads: int, compile: bool = False) -> dict[str, str]:
+    helpers_alone = not compile and not torch.accelerator.is_available()
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: less memory, faster start
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1" if on_cpu else "0",  # else 10 s of g++ at the first token
+        "TORCH_COMPILE_DISABLE": "1" if helpers_alone else "0",  # else 10 s of g++ at the first token
         "OMP_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -44,8 +44,13 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     """The contents of config.json. Raises ConfigError where there is none."""
     path = Path(model_dir) / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory, or make one with rl fetch")
-    return json.loads(path.read_text())
+        raise ConfigError(
+            f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory, or make one with rl fetch"
+        )
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); fetch it again") from error
 
 
 def check_supported(config: dict[str, Any]) -> None:
@@ -56,6 +61,10 @@ def check_supported(config: dict[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
             raise ConfigError(f"config.json has {key}={config[key]}, which is not supported; use a model without it")
+    if config.get("quantization_config"):
+        raise ConfigError("config.json has a quantization_config, which is not supported; use the model's unquantised weights")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'")
     if (kind := rope_parameters(config)["rope_type"]) not in ("default", "llama3"):
         raise ConfigError(f"config.json has rope_type={kind!r}, which is not supported; use a model with 'default' or 'llama3'")
 
@@ -109,7 +118,7 @@ def save_model(out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str
     shards, total = [], 0
     for shard in _shards(tensors):
         total += sum(t.nbytes for t in shard.values())
-        shards.append(shard)
+        shards.append(list(shard))
         save_file(shard, out_dir / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
     weight_map = {}
     for i, shard in enumerate(shards, 1):

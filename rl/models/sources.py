@@ -70,7 +70,11 @@ class TinyQwen3:
     def problems(self) -> list[str]:
         if len(set(self.alphabet)) != len(self.alphabet):
             return [f"model.alphabet={self.alphabet!r} repeats a character; name each once"]
-        return []
+        sizes = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "max_length")
+        found = [f"model.{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        if not found and self.num_heads % self.num_kv_heads:
+            found.append(f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; use a divisor")
+        return found
 
     @property
     def has_chat_template(self) -> bool:

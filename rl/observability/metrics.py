@@ -34,7 +34,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/errors": len(scores) - len(rewards),
-        "group/with_signal": statistics.fmean(len(set(group.rewards)) > 1 for group in groups),
+        "group/with_signal": statistics.fmean(len({s.reward for s in group.scores if s.error is None}) > 1 for group in groups),
         "rollout/length": statistics.fmean(lengths),
         "rollout/truncated": statistics.fmean(rollout.stop == StopReason.LENGTH for rollout in rollouts),
     }

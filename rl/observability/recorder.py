@@ -108,7 +108,7 @@ class Recorder:
             steps = list(self.accuracies)
             values, errors = zip(*self.accuracies.values(), strict=True)
             axes.errorbar(steps, values, errors, color="#c0392b", marker="o", capsize=3, label="held-out accuracy")
-        axes.set(xlabel="step", ylabel="reward", title=title, ylim=(-0.02, 1.02))
+        axes.set(xlabel="step", ylabel="reward", title=title)
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
         path = self.run_dir / "curve.png"
@@ -122,8 +122,8 @@ class Recorder:
         if step not in self._pending:
             self._flush()
             self._pending[step] = {"step": step}
-        # JSON has no NaN: what could not be measured is null.
-        self._pending[step] |= {name: None if math.isnan(value) else value for name, value in metrics.items()}
+        # JSON has neither NaN nor infinity: what could not be measured is null.
+        self._pending[step] |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
 

@@ -1,8 +1,8 @@
 """What a published version consists of, and how full tensors are assembled from its shards."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 
@@ -38,12 +38,6 @@ class Manifest:
     version: PolicyVersion
     shards: tuple[Shard, ...]
 
-    def by_name(self) -> dict[str, list[Shard]]:
-        grouped = defaultdict(list)
-        for shard in self.shards:
-            grouped[shard.name].append(shard)
-        return dict(grouped)
-
 
 def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor), one at a time. Raises ValueError where the shards do not cover a tensor exactly."""
@@ -52,8 +46,8 @@ def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Ite
         shape = blocks[0][0].global_shape
         covered = sum(data.numel() for _, data in blocks)
         total = torch.Size(shape).numel()
-        if covered != total:
-            raise ValueError(f"the shards of {name} hold {covered} of its {total} elements; publish every rank's shards once")
+        if covered != total or any(_overlap(a, b) for (a, _), (b, _) in combinations(blocks, 2)):
+            raise ValueError(f"the shards of {name} hold {covered} of its {total} elements, or overlap; publish every rank's shards once")
         if len(blocks) == 1:
             yield name, blocks[0][1]
             continue
@@ -61,3 +55,10 @@ def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Ite
         for shard, data in blocks:
             full[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.shape, strict=True))] = data
         yield name, full
+
+
+def _overlap(a: Shard, b: Shard) -> bool:
+    return all(
+        a_start < b_start + b_size and b_start < a_start + a_size
+        for a_start, a_size, b_start, b_size in zip(a.offsets, a.shape, b.offsets, b.shape, strict=True)
+    )

@@ -27,7 +27,7 @@ class SharedMemory:
         path = str(self._path(version, rank))
 
         def allocate(num_bytes: int) -> torch.Tensor:
-            self._check_space(num_bytes)
+            _reserve(path, num_bytes)
             return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
         return write_shards(shards, path, allocate)
@@ -50,11 +50,17 @@ class SharedMemory:
     def _path(self, version: PolicyVersion, rank: int) -> Path:
         return Path(self.directory) / f"v{version}-rank{rank}.bin"
 
-    def _check_space(self, num_bytes: int) -> None:
-        # A write past the end of the file system would be a SIGBUS, not an error.
-        stats = os.statvfs(self.directory)
-        if (free := stats.f_bavail * stats.f_frsize) < num_bytes:
-            raise RunError(
-                f"{self.directory} has {free >> 20} MiB free but the weights need {num_bytes >> 20} MiB; enlarge shared "
-                f"memory (docker run --shm-size=...) or use --weight_sync.transport torchstore"
-            )
+
+def _reserve(path: str, num_bytes: int) -> None:
+    """Take the memory before it is written to: a write past the end of the file system would be a SIGBUS, not an error."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        os.unlink(path)
+        raise RunError(
+            f"no room in shared memory for {num_bytes >> 20} MiB of weights at {path} ({error.strerror}); enlarge it "
+            f"(docker run --shm-size=...) or use --weight_sync.transport torchstore"
+        ) from error
+    finally:
+        os.close(file)

@@ -54,7 +54,7 @@ def one_line(capsys, monkeypatch):
 def recipe(tmp_path):
     """Writes a recipe of the user's own; its model and its data are what a test makes of them."""
     model, data = tmp_path / "model", tmp_path / "data.jsonl"
-    data.write_text('{"question": "1+1", "answer": "2"}\n' * 3)
+    data.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(3)))
     file = tmp_path / "recipe.py"
     file.write_text(OWN_RECIPE.format(model=str(model), data=str(data)))
     return f"{file}:mine", model, data
@@ -105,6 +105,22 @@ def test_a_value_that_does_not_parse(one_line):
 def test_values_out_of_range(one_line):
     assert "group_size=1 gives every advantage 0; use 2 or more" in one_line("train", "quickstart", "--group_size", "1")
     assert "steps=0 must be at least 1" in one_line("train", "quickstart", "--steps", "0")
+
+
+def test_a_task_too_small_for_its_held_out_problems_or_without_demonstrations(one_line, recipe):
+    assert "has only 26 distinct problems; lower env.num_eval=27" in one_line(
+        "train", "quickstart", "--env.min_letters", "1", "--env.max_letters", "1", "--env.num_eval", "27"
+    )
+    name, model, _ = recipe
+    write_model_with_tokenizer(model)
+    assert "QuestionFile has no demonstrations; set warmup.steps=0" in one_line("train", name, "--warmup.steps", "1")
+
+
+def test_a_checkpoint_that_cannot_be_gone_on_from(one_line, tmp_path):
+    (tmp_path / "step-7").mkdir()
+    assert "is not a complete checkpoint" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7")
+    (tmp_path / "step-7" / ".metadata").touch()
+    assert "has done all of steps=7; raise steps" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7", "--steps", "7")
 
 
 def test_all_problems_are_reported_together(capsys, monkeypatch):

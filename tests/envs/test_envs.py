@@ -1,7 +1,12 @@
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import pytest
 
 from rl.envs.base import Env, derive_seed
@@ -46,10 +51,20 @@ def test_a_question_file_splits_and_verifies(tmp_path):
     env = QuestionFile(path=str(file), num_eval=2)
     assert [p.question for p in env.eval_problems()] == ["0+1", "1+1"]
     assert {env.train_problem(i).question for i in range(50)} == {"2+1", "3+1", "4+1"}
+    assert env.problems() == []
     problem = Problem("1", "q", "1,000")
     assert env.reward(problem, "so 7 plus 993 is 1000.", StopReason.STOP) == 1
     assert env.reward(problem, "1000 or 7", StopReason.STOP) == 0
     assert env.reward(problem, "1000", StopReason.LENGTH) == 0
+
+
+def test_a_question_file_never_trains_on_what_it_holds_out_and_names_answers_it_cannot_verify(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(f'{{"question": "{q}", "answer": "{a}"}}\n' for q, a in [("a", 1), ("a", 1), ("b", 2)]))
+    env = QuestionFile(path=str(file), num_eval=1)
+    assert {env.train_problem(i).question for i in range(20)} == {"b"}
+    file.write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "so #### 42"}\n')
+    assert "1 answers of" in env.problems()[0] and "data.jsonl:2" in env.problems()[0]
 
 
 def test_drive_keeps_tokens_as_they_were_sampled(tmp_path):
@@ -76,6 +91,15 @@ class Odd(Env):
             time.sleep(60)
         if response == "exit":
             raise SystemExit(3)
+        if response == "close":
+            os.closerange(3, 100)
+            time.sleep(60)
+        if response.startswith("spawn"):
+            child = subprocess.Popen(["sleep", "60"])
+            Path(response.removeprefix("spawn ")).write_text(str(child.pid))
+            child.wait()
+        if response == "read":
+            return float(sys.stdin.readline() == "")
         return float(response)
 
 
@@ -84,7 +108,7 @@ def rollout(response):
 
 
 def test_a_reward_function_can_only_hurt_its_own_sample():
-    verifier = Verifier(Odd(), limit_seconds=0.5)
+    verifier = Verifier(Odd(), limit_seconds=2)
     try:
         started = time.monotonic()
         scores = verifier.score([rollout(r) for r in ("0.25", "raise", "hang", "0.5", "exit", "1")])
@@ -93,5 +117,21 @@ def test_a_reward_function_can_only_hurt_its_own_sample():
         verifier.close()
     assert [s.reward for s in scores if s.error is None] == [0.25, 0.5, 1.0]
     assert "KeyError" in scores[1].error
-    assert "over 0.5 s" in scores[2].error
+    assert "over 2 s" in scores[2].error
     assert "code 3" in scores[4].error
+
+
+def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_path):
+    pid_file = tmp_path / "pid"
+    verifier = Verifier(Odd(), limit_seconds=2)
+    try:
+        started = time.monotonic()
+        scores = verifier.score([rollout(r) for r in ("nan", "close", f"spawn {pid_file}", "read", "0.5")])
+        assert time.monotonic() - started < 20
+    finally:
+        verifier.close()
+    assert scores[0].error == "the reward is nan"
+    assert "closed its connection" in scores[1].error
+    assert "over 2 s" in scores[2].error
+    assert [s.reward for s in scores[3:]] == [1.0, 0.5]
+    assert not psutil.pid_exists(int(pid_file.read_text())) or psutil.Process(int(pid_file.read_text())).status() == "zombie"

@@ -47,6 +47,16 @@ async def main(run_dir: Path) -> dict:
         result["reproducible"] = all(c.tokens == a.tokens for group in crowd for c, a in zip(group, alone, strict=False))
         result["distinct"] = len({tuple(c.tokens) for c in alone})
 
+        # A request that cannot be served costs no other, now or later.
+        refused, *served = await asyncio.gather(
+            fleet.generators.sample(prompt, 1, SamplingParams(0, 1.0, SEED)),
+            *(fleet.generators.sample(prompt, 4, params) for _ in range(4)),
+            return_exceptions=True,
+        )
+        again = await fleet.generators.sample(prompt, 4, params)
+        result["refused"] = str(refused)
+        result["unharmed"] = all(c.tokens == a.tokens for group in [*served, again] for c, a in zip(group, alone, strict=True))
+
         # One generator dies: its work goes to the other.
         import os
         import signal

@@ -56,17 +56,22 @@ def test_what_was_fetched_stays_valid_after_release(tmp_path):
     assert dict(assemble(fetched))["w"].sum() == 8
 
 
-def test_a_missing_shard_is_an_error_not_garbage():
-    shard = Shard("w", torch.float32, (4, 2), (0, 0), (2, 2), "")
+def test_a_missing_or_doubled_shard_is_an_error_not_garbage():
+    first = Shard("w", torch.float32, (4, 2), (0, 0), (2, 2), "")
     with pytest.raises(ValueError, match="hold 4 of its 8 elements"):
-        dict(assemble({"w": [(shard, torch.ones(2, 2))]}))
+        dict(assemble({"w": [(first, torch.ones(2, 2))]}))
+    with pytest.raises(ValueError, match="or overlap"):
+        dict(assemble({"w": [(first, torch.ones(2, 2)), (first, torch.ones(2, 2))]}))
 
 
-def test_too_little_shared_memory_is_said_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_shared_memory_is_an_error_not_a_crash(tmp_path, monkeypatch):
+    import errno
     import os
 
-    real = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real[:4], 0, *real[5:])))
-    with pytest.raises(RunError, match="enlarge shared memory"):
+    def full(file, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RunError, match="No space left on device.*; enlarge it"):
         publish(SharedMemory(str(tmp_path)), 1, rows("w", torch.ones(4, 2), 1))
     assert not list(tmp_path.iterdir())
