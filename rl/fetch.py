@@ -26,7 +26,7 @@ def fetch(arguments: list[str]) -> int:
         _download(Path(scratch))
         print("converting to safetensors ...", flush=True)
         _convert(Path(scratch), out_dir)
-    print(f"SmolLM2-135M-Instruct is in {out_dir}")
+    print(f"SmolLM2-135M-Instruct is in {out_dir}; next: rl train smollm2 --model.path {out_dir}")
     return 0
 
 

@@ -14,6 +14,7 @@ def test_the_recipe_is_a_recipe_and_the_reward_rewards():
     for block in BLOCKS:
         exec(block, names)
     assert isinstance(names["arithmetic"](), RunConfig)
+    assert isinstance(names["double"](), RunConfig)
     env = names["Double"](largest=5)
     problem = env.generate(3)
     assert env.reward(problem, f"It is {problem.answer}", StopReason.STOP) == 1

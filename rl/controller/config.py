@@ -135,6 +135,8 @@ def problems(config: RunConfig) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
     found = _out_of_range(config)
     found += config.env.problems() or _env_at_work(config)
+    if config.loss.low > 1:
+        found.append(f"loss.low={config.loss.low} must be at most 1: ratios are never under 0")
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(not 0 <= b < 1 for b in config.trainer.betas)
     model_problems = config.model.problems()
     found += model_problems
@@ -147,10 +149,10 @@ def problems(config: RunConfig) -> list[str]:
         found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
     if config.resume_from and (step := resume_step(config)) is None:
         found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
+    elif config.resume_from and not os.path.isfile(os.path.join(config.resume_from, ".metadata")):
+        found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
     elif config.resume_from and step >= config.steps:
         found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
-    if config.resume_from and not os.path.isfile(os.path.join(config.resume_from, ".metadata")):
-        found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
     if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
         found.append(f"run_dir={config.run_dir!r} exists and is not empty; give another directory")
     return found
@@ -172,6 +174,8 @@ _AT_LEAST_ZERO = (
     "trainer.eps",
     "trainer.weight_decay",
     "warmup.lr",
+    "credit.eps",
+    "seed",
     "trainer.lr_warmup_steps",
     "trainer.max_grad_norm",
     "warmup.steps",
@@ -206,6 +210,9 @@ def _env_at_work(config: RunConfig) -> list[str]:
         problem = config.env.train_problem(config.seed)
         if config.warmup.steps > 0:
             config.env.demonstration(problem, config.seed)
+        text = "".join(p.question + p.answer for p in [problem, *config.env.eval_problems()])
+        if unknown := config.model.unknown_characters(text):
+            return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
     except ConfigError as error:
         return [str(error)]
     except Exception as error:  # the user's own code: say so, rather than show our stack
@@ -249,6 +256,9 @@ def _machine(config: RunConfig) -> list[str]:
     most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
     if total > most:
         return [f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"]
+    cache = config.generator.num_replicas * config.generator.kv_cache_gib
+    if cache > free:
+        return [f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} are free; use less"]
     return []
 
 

@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import cloudpickle
 
@@ -56,13 +58,25 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     sys.modules[spec.name] = module
     # The actors' processes cannot import the file: its classes and functions travel by value.
     cloudpickle.register_pickle_by_value(module)
-    spec.loader.exec_module(module)
-    functions = _functions(module)
+    _run_user_code(path, lambda: spec.loader.exec_module(module))
+    functions = {n: f for n, f in _functions(module).items() if f.__annotations__.get("return", RunConfig) in (RunConfig, "RunConfig")}
     if function not in functions:
         raise ConfigError(
             f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of {', '.join(functions) or '(none)'}"
         )
-    config = functions[function]()
+    config = _run_user_code(path, functions[function])
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} returned a {type(config).__name__}; a recipe returns a RunConfig")
     return function, config
+
+
+def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
+    """Raises ConfigError with the file's own line, not our stack, where the recipe is at fault."""
+    try:
+        return code()
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines or ["?"])[-1]
+        raise ConfigError(f"{path} line {line}: {type(error).__name__}: {error}; mend the recipe") from error

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -23,7 +24,11 @@ def run(recipe: str, config: RunConfig) -> int:
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.json").write_text(json.dumps(to_json(config), indent=1))
-    asyncio.run(_main(recipe, config, run_dir))
+    try:
+        asyncio.run(_main(recipe, config, run_dir))
+    except KeyboardInterrupt:
+        print(f"what the run has done is in {run_dir}", file=sys.stderr)
+        raise
     return 0
 
 
@@ -63,9 +68,10 @@ async def train(recipe: str, config: RunConfig, run_dir: Path) -> None:
 
 
 def _summary(accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path) -> str:
-    (_, before), *_, (last, after) = accuracies.items()
+    (first, before), *_, (last, after) = accuracies.items()
+    start = "before GRPO" if first == 0 else f"at step {first}"
     return (
-        f"\nheld-out accuracy before GRPO: {before[0]:.3f} +- {before[1]:.3f}"
+        f"\nheld-out accuracy {start}: {before[0]:.3f} +- {before[1]:.3f}"
         f"\nheld-out accuracy after {last} steps: {after[0]:.3f} +- {after[1]:.3f}  ({num_problems} problems, greedy; +- standard error)"
         f"\nlearning curve: {curve}"
         f"\nmodel: {run_dir / 'hf'} (loads in transformers and vLLM)"

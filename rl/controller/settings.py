@@ -95,11 +95,13 @@ def _check_names(config: RunConfig, arguments: list[str]) -> None:
         name = argument[2:].split("=")[0].replace("-", "_")
         if name in known:
             continue
+        if name.split(".")[-1] == "temperature":
+            raise ConfigError("there is no setting --temperature: training samples at 1, evaluation is greedy")
         ours = FOREIGN_NAMES.get(name) or FOREIGN_NAMES.get(name.split(".")[-1])
         if ours in known:
             raise ConfigError(f"unknown setting --{name}; it is called --{ours} here")
         same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-        close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean --{close[0]}? " if close else ""
         raise ConfigError(f"unknown setting --{name}; {hint}(--help lists them)")
 
@@ -110,4 +112,6 @@ def _one_line(box: str) -> str:
     words = [line.strip("│╭╮╰╯─ ") for line in text.splitlines()]
     useful = [w for w in words if w and not w.startswith(("Parsing error", "For full helptext", "─"))]
     useful = useful[: next((i for i, w in enumerate(useful) if w.startswith("Argument helptext")), None)]
-    return ": ".join(useful) or "the settings could not be read (--help lists them)"
+    if not useful:
+        return "the settings could not be read (--help lists them)"
+    return f"{useful[0]}: {' '.join(useful[1:])}"

@@ -39,6 +39,8 @@ class SortLetters(Env):
         return rng.choice([echo, problem.answer[::-1], problem.answer[:drop] + problem.answer[drop + 1 :]])
 
     def problems(self) -> list[str]:
+        if not 0 <= self.corruption <= 1:
+            return [f"env.corruption={self.corruption} must lie in [0, 1]"]
         if not 1 <= self.min_letters <= self.max_letters:
             return [f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters} must be 1 <= min <= max"]
         if self.max_new_tokens <= self.max_letters:

@@ -13,7 +13,9 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import cloudpickle
 
@@ -112,7 +114,9 @@ def _serve() -> None:
             reward = float(env.reward(problem, response, stop))
             score = Score(reward) if math.isfinite(reward) else Score(0.0, f"the reward is {reward}")
         except Exception as error:  # the task's boundary: counted and logged by the controller
-            score = Score(0.0, f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            score = Score(0.0, f"{type(error).__name__}: {error} ({Path(where.filename).name} line {where.lineno})")
         _write(answers, pickle.dumps(score))
 
 

@@ -45,7 +45,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory, or make one with rl fetch"
+            f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory, or make one with: rl fetch smollm2"
         )
     try:
         return json.loads(path.read_text())
@@ -124,6 +124,7 @@ def save_model(out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str
     for i, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         (out_dir / f"part-{i}.safetensors").rename(out_dir / name)
+        (out_dir / name).chmod(0o644)  # safetensors writes 0600
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -34,6 +34,9 @@ class ModelDir:
     def config(self) -> dict:
         return hf.read_config(self.path)
 
+    def unknown_characters(self, text: str) -> str:
+        return ""
+
     @property
     def has_chat_template(self) -> bool:
         return HFTokenizer(self.path).has_chat_template
@@ -55,7 +58,7 @@ class TinyQwen3:
     """Query heads of 32 dimensions each."""
     num_kv_heads: int = 1
     """Key and value heads."""
-    max_length: int = 64
+    max_length: int = 128
     """Longest sequence, in tokens."""
 
     random_weights: ClassVar[bool] = True  # drawn from the run's seed
@@ -79,6 +82,10 @@ class TinyQwen3:
     @property
     def has_chat_template(self) -> bool:
         return False
+
+    def unknown_characters(self, text: str) -> str:
+        """Those that its tokenizer would turn into padding."""
+        return "".join(sorted(set(text) - set(self.alphabet)))
 
     def config(self) -> dict:
         return {

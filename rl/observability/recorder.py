@@ -13,6 +13,7 @@ from typing import TextIO
 from rl.types import Group
 
 _ROLLOUTS_PER_STEP = 4
+_SILENCE_SECONDS = 15.0
 
 
 class Recorder:
@@ -30,6 +31,8 @@ class Recorder:
         self._metrics = (run_dir / "metrics.jsonl").open("a")
         self._rollouts = (run_dir / "rollouts.jsonl").open("a")
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        self._last_kept = time.monotonic()
+        self._said_no_signal = False
         self._durations: dict[str, float] = defaultdict(float)
         self._pending: dict[int, dict[str, float]] = {}
         self._step_started = time.monotonic()
@@ -84,8 +87,11 @@ class Recorder:
         self._line(
             f"step {step}/{self._num_steps}  reward {metrics['reward/mean']:.3f}{accuracy}  "
             f"gap {metrics['logprob_diff/mean']:.1e}  {seconds:.2f} s/step  ETA {int(eta // 60)}:{int(eta % 60):02d}",
-            keep=step % 10 == 0,
+            keep=step in (1, self._num_steps) or step % 10 == 0 or now - self._last_kept > _SILENCE_SECONDS,
         )
+        if not metrics["group/with_signal"] and not self._said_no_signal:
+            self._said_no_signal = True
+            self._line(f"step {step}: in no group did the rewards differ, so nothing was learnt from it; is the task too hard?", keep=True)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
@@ -108,9 +114,11 @@ class Recorder:
             steps = list(self.accuracies)
             values, errors = zip(*self.accuracies.values(), strict=True)
             axes.errorbar(steps, values, errors, color="#c0392b", marker="o", capsize=3, label="held-out accuracy")
-        axes.set(xlabel="step", ylabel="reward", title=title)
+        axes.set(xlabel="step", ylabel="reward, accuracy", title=title)
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(min(bottom, -0.02), max(top, 1.02))
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
+        axes.legend(loc="best")
         path = self.run_dir / "curve.png"
         figure.tight_layout()
         figure.savefig(path)
@@ -156,6 +164,8 @@ class Recorder:
 
     def _line(self, text: str, keep: bool) -> None:
         """On a terminal a line that is not kept is overwritten by the next; elsewhere only kept lines are printed."""
+        if keep:
+            self._last_kept = time.monotonic()
         if self._out.isatty():
             print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
         elif keep:

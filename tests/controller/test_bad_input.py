@@ -68,8 +68,26 @@ def test_unknown_command_and_recipe(one_line, tmp_path):
     assert "has no recipe function 'f'" in one_line("train", f"{tmp_path}/empty.py:f")
 
 
+def test_a_recipe_at_fault_is_named_with_its_line(one_line, tmp_path):
+    file = tmp_path / "recipe.py"
+    file.write_text("x = 1\ndef f(:\n")
+    assert "recipe.py line 2: SyntaxError" in one_line("train", f"{file}:f")
+    file.write_text("x = 1\nimport no_such_module\n")
+    assert "recipe.py line 2: ModuleNotFoundError: No module named 'no_such_module'; mend the recipe" in one_line("train", f"{file}:f")
+    file.write_text("def f():\n    return {}['x']\n")
+    assert "recipe.py line 2: KeyError: 'x'" in one_line("train", f"{file}:f")
+
+
+def test_a_model_that_cannot_read_the_task(one_line):
+    assert "characters that model.alphabet lacks: '>y'; add them" in one_line(
+        "train", "quickstart", "--model.alphabet", "abcdefghijklmnopqrstuvwxz"
+    )
+
+
 def test_an_unknown_flag_names_the_nearest(one_line):
     assert "unknown setting --trainer.lrr; did you mean --trainer.lr?" in one_line("train", "quickstart", "--trainer.lrr", "1")
+    assert "there is no setting --temperature: training samples at 1" in one_line("train", "quickstart", "--temperature", "0.7")
+    assert "did you mean" not in one_line("train", "quickstart", "--no_such", "1")
     assert "did you mean --group_size?" in one_line("train", "quickstart", "--group-sizes=3")
     assert "did you mean --trainer.weight_decay?" in one_line("train", "quickstart", "--weight_decay", "1")
 
@@ -104,6 +122,8 @@ def test_a_value_that_does_not_parse(one_line):
 
 def test_values_out_of_range(one_line):
     assert "group_size=1 gives every advantage 0; use 2 or more" in one_line("train", "quickstart", "--group_size", "1")
+    assert "loss.low=2.0 must be at most 1" in one_line("train", "quickstart", "--loss.low", "2")
+    assert "generator.kv_cache_gib=5000 needs 5000 GiB" in one_line("train", "quickstart", "--generator.kv_cache_gib", "5000")
     assert "steps=0 must be at least 1" in one_line("train", "quickstart", "--steps", "0")
 
 

@@ -1,7 +1,15 @@
-from rl.controller.loop import assign_credit
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.controller.loop import Run, assign_credit
+from rl.errors import RunError
 from rl.loss.credit import GroupMean
+from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
-from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
+from rl.types import Completion, Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
 
 
 def group(*scores):
@@ -35,3 +43,27 @@ def test_metrics_count_failures_apart_from_rewards():
     assert metrics["reward/mean"] == 2 / 3 and metrics["reward/errors"] == 1
     evaluated = eval_metrics([group(1), group(0), group(Score(0.0, "x")), group(1)])
     assert evaluated["eval/accuracy"] == 0.5 and evaluated["eval/standard_error"] == 0.25 and evaluated["eval/errors"] == 1
+
+
+def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
+    config = quickstart()
+    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
+
+    class Generators:
+        async def sample(self, prompt, n, params):
+            return [Completion([3, 2], [-1.0, -1.0], VersionRange(0, 0), StopReason.STOP)] * n
+
+    class Rewards:
+        def __init__(self, *scores):
+            self.scores = scores
+
+        async def score(self, rollouts):
+            return [self.scores[i % len(self.scores)] for i in range(len(rollouts))]
+
+    def rollout(*scores):
+        fleet = SimpleNamespace(generators=Generators(), rewards=Rewards(*scores))
+        return asyncio.run(Run(config, fleet, tokenizer, None).rollout(config.env.eval_problems()[:2], 0))
+
+    assert len(rollout(Score(0.0, "ValueError: x"), Score(1.0))) == 2
+    with pytest.raises(RunError, match="all 16 rewards failed, the first: ValueError: x; see logs/reward-0.log"):
+        rollout(Score(0.0, "ValueError: x"))
