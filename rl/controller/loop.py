@@ -11,6 +11,7 @@ from rl.batching import pack, supervised_sample, to_sample
 from rl.controller.config import RunConfig
 from rl.controller.launch import Fleet
 from rl.envs.base import derive_seed
+from rl.errors import RunError
 from rl.interfaces import Credit, Tokenizer
 from rl.loss.policy import CrossEntropy
 from rl.observability.metrics import eval_metrics, step_metrics
@@ -52,8 +53,15 @@ class Run:
                 await trainer.save_checkpoint(str(self.recorder.checkpoint_path(step)))
 
     async def rollout(self, problems: Sequence[Problem], seed: int, *, greedy: bool = False) -> list[Group]:
-        """A group for each problem: `group_size` samples of it, or one that is greedy."""
-        return await asyncio.gather(*(self._group(problem, derive_seed(seed, i) % 2**32, greedy) for i, problem in enumerate(problems)))
+        """A group for each problem: `group_size` samples of it, or one that is greedy.
+
+        Raises RunError where not one reward could be had: nothing can be learnt from such a task.
+        """
+        groups = await asyncio.gather(*(self._group(problem, derive_seed(seed, i) % 2**32, greedy) for i, problem in enumerate(problems)))
+        causes = [score.error for group in groups for score in group.scores]
+        if all(causes):
+            raise RunError(f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run")
+        return groups
 
     async def _group(self, problem: Problem, seed: int, greedy: bool) -> Group:
         env, stop = self.config.env, (self.tokenizer.eos_id,)
