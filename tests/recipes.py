@@ -60,7 +60,7 @@ def fsdp2_and_two_generators() -> RunConfig:
         env=Misbehaving(num_eval=32),
         trainer=TrainerConfig(layout=Layout(shard=2), lr=2e-3, betas=(0.9, 0.99)),
         generator=GeneratorConfig(num_replicas=2, kv_cache_gib=0.0625),
-        reward=RewardConfig(num_procs=1, limit_seconds=0.5),
+        reward=RewardConfig(num_procs=1, limit_seconds=1.0),
     )
 
 
