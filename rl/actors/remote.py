@@ -75,7 +75,7 @@ class Replicas:
             index = min(self._load, key=self._load.__getitem__)
             self._load[index] += load
             try:
-                return await call(invoke(self._members[index]), f"{self._name} {index}", self._deadline)
+                return await self._ask(index, invoke)
             except ProcessDied as death:
                 self._drop(index, death)
             finally:
@@ -88,7 +88,7 @@ class Replicas:
 
         async def one(index: int) -> T | None:
             try:
-                return await call(invoke(self._members[index]), f"{self._name} {index}", self._deadline)
+                return await self._ask(index, invoke)
             except ProcessDied as death:
                 self._drop(index, death)
                 return None
@@ -98,8 +98,10 @@ class Replicas:
 
     async def ready(self) -> None:
         """Wait until every member answers. Raises where one cannot start."""
-        started = (call(member.ready.call_one(), f"{self._name} {i}", self._deadline) for i, member in enumerate(self._members))
-        await asyncio.gather(*started)
+        await asyncio.gather(*(self._ask(index, lambda member: member.ready.call_one()) for index in self._load))
+
+    async def _ask(self, index: int, invoke: Callable[[Any], Awaitable[T]]) -> T:
+        return await call(invoke(self._members[index]), f"{self._name} {index}", self._deadline)
 
     def _drop(self, index: int, death: ProcessDied) -> None:
         """Go on without a member. Raises its death where it was the last."""

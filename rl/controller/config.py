@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,24 +194,21 @@ def _out_of_range(config: RunConfig) -> list[str]:
         (_POSITIVE, lambda v: v > 0, "over 0"),
     ]
     return [
-        f"{name}={_get(config, name)} must be {words}" for names, holds, words in bounds for name in names if not holds(_get(config, name))
+        f"{name}={attrgetter(name)(config)} must be {words}"
+        for names, holds, words in bounds
+        for name in names
+        if not holds(attrgetter(name)(config))
     ]
-
-
-def _get(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def _env_at_work(config: RunConfig) -> list[str]:
     """Ask the environment for what the run will ask it for."""
     try:
-        config.env.eval_problems()
+        held_out = config.env.eval_problems()
         problem = config.env.train_problem(config.seed)
         if config.warmup.steps > 0:
             config.env.demonstration(problem, config.seed)
-        text = "".join(p.question + p.answer for p in [problem, *config.env.eval_problems()])
+        text = "".join(p.question + p.answer for p in [problem, *held_out])
         if unknown := config.model.unknown_characters(text):
             return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
     except ConfigError as error:

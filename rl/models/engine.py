@@ -82,9 +82,9 @@ class TitanEngine:
         """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats."""
         logprobs: dict[int, np.ndarray] = {}
         for micro in batch.ranks[self.dp_rank]:
-            scores, _ = self._score(micro)
+            scores = self._score(micro)[0].cpu().numpy()
             for sample in np.unique(micro.sample_ids):
-                logprobs[int(sample)] = scores.cpu().numpy()[micro.sample_ids == sample]
+                logprobs[int(sample)] = scores[micro.sample_ids == sample]
         self._reshard()
         return logprobs
 
