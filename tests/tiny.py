@@ -16,7 +16,12 @@ CONFIG = {
     "rope_theta": 10000.0,
     "initializer_range": 0.1,
 }
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
 
 def write_config(path: Path, model_type: str = "qwen3", **changes: object) -> Path:

@@ -1,56 +1,134 @@
-"""Causal attention over packed documents by torch's SDPA: on a CPU, and in fp32 on a GPU.
+"""Causal attention over packed documents by torch's SDPA: on a CPU, in fp32 on a GPU, and under context parallelism.
 
-torchtitan's varlen attention has no CPU kernel and computes in bf16 only; its flex attention has no backward on a CPU.
-B batch (1), L row length, N heads, H head size, n documents of a bucket.
+torchtitan's varlen attention has no CPU kernel, computes in bf16 only and knows no context parallelism; its flex attention
+has no backward on a CPU.
+B batch (1), L tokens of a row, l tokens of this process, N heads, H head size, n documents of a bucket.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.attention import FlexAttention
 
 _LENGTH_STEP = 32
 """Documents are padded to the longest of their bucket; a bucket holds lengths of one multiple of this."""
 
 
+class Fragment(NamedTuple):
+    """The later part of a document, whose queries see keys of other processes."""
+
+    queries: torch.Tensor  # [q] indices into l
+    keys: torch.Tensor  # [k] indices into L as it was gathered: the document up to the last query
+
+
 class PackedDocuments(NamedTuple):
-    """Where the documents of a row lie, in buckets of similar length."""
+    """Where the documents of a row lie: those that start here in buckets of similar length, and the fragments."""
 
-    gather: tuple[torch.Tensor, ...]  # one [n, longest] index into L for each bucket; padding repeats the last token
+    queries: tuple[torch.Tensor, ...]  # one [n, longest] index into l for each bucket; padding repeats the last token
+    keys: tuple[torch.Tensor, ...]  # the same tokens as indices into L as it was gathered
     valid: tuple[torch.Tensor, ...]  # one [n * longest] bool for each bucket
-    restore: torch.Tensor  # [L] index into the concatenated valid tokens of all buckets
+    fragments: tuple[Fragment, ...]
+    restore: torch.Tensor  # [l] index into the concatenated valid tokens of all buckets and fragments
 
 
-def pack_documents(positions: np.ndarray, device: torch.device) -> PackedDocuments:
-    """positions: [L], 0 at the first token of each document."""
-    starts = np.flatnonzero(positions == 0)
-    lengths = np.diff([*starts, len(positions)])
+def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
+    """The tokens of a row that each process of a context-parallel group holds, [l] each, in ascending order.
+
+    One piece from the front and one from the back: later tokens attend to more. The row is divisible (Layout.row_multiple).
+    """
+    if num_procs == 1:
+        return [np.arange(num_tokens)]
+    pieces = np.arange(num_tokens).reshape(2 * num_procs, -1)
+    return [np.concatenate([pieces[i], pieces[-1 - i]]) for i in range(num_procs)]
+
+
+def pack_documents(positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0) -> PackedDocuments:
+    """positions: [L], 0 at the first token of each document. pieces: `row_pieces` of the group, where there is one."""
+    pieces = pieces or row_pieces(len(positions), 1)
+    gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
+    local_at = np.full(len(positions), -1)
+    local_at[pieces[rank]] = np.arange(len(pieces[rank]))
+    starts, lengths, fragments, order = [], [], [], []
+    for first, last in _runs(pieces[rank], positions):
+        if positions[first] == 0:
+            starts.append(first)
+            lengths.append(last - first)
+        else:
+            start = first - positions[first]
+            fragments.append((np.arange(first, last), np.arange(start, last)))
+    starts, lengths = np.array(starts, int), np.array(lengths, int)
     bucket_of = -(-lengths // _LENGTH_STEP)
-    gather, valid, order = [], [], []
+    queries, keys, valid = [], [], []
+
+    def indices(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
     for bucket in np.unique(bucket_of):
         chosen = np.flatnonzero(bucket_of == bucket)
         offsets = np.arange(lengths[chosen].max())[None, :]
         is_valid = offsets < lengths[chosen, None]
-        index = starts[chosen, None] + np.minimum(offsets, lengths[chosen, None] - 1)
-        gather.append(torch.from_numpy(index).to(device))
-        valid.append(torch.from_numpy(is_valid.ravel()).to(device))
-        order.append(index[is_valid])
-    restore = torch.from_numpy(np.argsort(np.concatenate(order))).to(device)
-    return PackedDocuments(tuple(gather), tuple(valid), restore)
+        tokens = starts[chosen, None] + np.minimum(offsets, lengths[chosen, None] - 1)
+        queries.append(indices(local_at[tokens]))
+        keys.append(indices(gathered_at[tokens]))
+        valid.append(indices(is_valid.ravel()))
+        order.append(local_at[tokens[is_valid]])
+    order += [local_at[tokens] for tokens, _ in fragments]
+    return PackedDocuments(
+        tuple(queries),
+        tuple(keys),
+        tuple(valid),
+        tuple(Fragment(indices(local_at[q]), indices(gathered_at[k])) for q, k in fragments),
+        indices(np.argsort(np.concatenate(order))),
+    )
 
 
-class PackedSDPA(VarlenAttention):
-    """Drop-in for VarlenAttention, whose tensor-parallel sharding rules it inherits."""
+def _runs(tokens: np.ndarray, positions: np.ndarray) -> list[tuple[int, int]]:
+    """Maximal ranges [first, last) of neighbouring tokens of one document, in a sorted subset of a row's tokens."""
+    breaks = np.flatnonzero((np.diff(tokens, prepend=tokens[0] - 2) != 1) | (positions[tokens] == 0))
+    ends = [*breaks[1:], len(tokens)]
+    return [(int(tokens[a]), int(tokens[b - 1]) + 1) for a, b in zip(breaks, ends, strict=True)]
+
+
+def packed_attention(
+    q_lNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, documents: PackedDocuments, scale: float | None
+) -> torch.Tensor:
+    """[l, N, H] and keys, values [L, N', H], where N' divides N -> [l, N, H]."""
+    gqa = q_lNH.shape[1] != k_LNH.shape[1]
+    outputs = []
+    for queries, keys, valid in zip(documents.queries, documents.keys, documents.valid, strict=True):
+        # Padding needs no mask: it follows a document's tokens, which attend only backwards.
+        q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        outputs.append(out.transpose(1, 2).flatten(0, 1)[valid])
+    for queries, keys in documents.fragments:
+        q, k, v = (_rows(t, index[None]) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
+        if gqa:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        mask = causal_lower_right(q.shape[2], k.shape[2])  # the last query sees the last key
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs).index_select(0, documents.restore)
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[*, N, H] at [n, longest] -> [n, N, longest, H]"""
+    return tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+
+
+class PackedSDPA(FlexAttention):
+    """In the place of FlexAttention: under context parallelism torchtitan then gathers keys and values over the group."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
+    class Config(FlexAttention.Config):
         pass
 
     def forward(
@@ -61,18 +139,9 @@ class PackedSDPA(VarlenAttention):
         *,
         attention_masks: PackedDocuments,
         scale: float | None = None,
-        enable_gqa: bool = False,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Padding needs no mask: it follows a document's tokens, which attend only backwards."""
-        outputs = []
-        for gather, valid in zip(attention_masks.gather, attention_masks.valid, strict=True):
-            q, k, v = (
-                t[0].index_select(0, gather.flatten()).unflatten(0, gather.shape).transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH)
-            )  # [n, N, longest, H]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-            outputs.append(out.transpose(1, 2).flatten(0, 1)[valid])
-        return torch.cat(outputs).index_select(0, attention_masks.restore).unsqueeze(0)
+        return packed_attention(q_BLNH[0], k_BLNH[0], v_BLNH[0], attention_masks, scale).unsqueeze(0)
 
 
 class SelectiveCheckpointing(SelectiveAC):

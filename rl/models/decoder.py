@@ -1,6 +1,7 @@
 """torchtitan's Qwen3 and Llama3 decoders, built from a Hugging Face config.json and ending in a head that scores tokens.
 
-B batch (1), T row length, D hidden size, M scored tokens, V vocabulary.
+B batch (1), T tokens of a row (those of this process under context parallelism), D hidden size, M scored tokens, V vocabulary,
+E experts, R routed tokens, F hidden size of an expert.
 
 Two choices keep every parameter equal, row for row, to its Hugging Face tensor, so that a shard of one is a shard of the
 other and nothing is gathered or permuted when weights move: q, k and v stay separate, and Llama uses the rotate-half
@@ -26,8 +27,15 @@ from rl.models.hf import check_supported, rope_parameters
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_router_config,
+    make_token_dispatcher_config,
+)
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.parallelize import parallelize_llama
@@ -48,15 +56,15 @@ class ScoringHead(Linear):
         pass
 
     def forward(
-        self, h_BTD: torch.Tensor, scored: torch.Tensor, targets: torch.Tensor | None
+        self, h_BTD: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """scored, targets: [M] -> logprobs [M] with gradient and entropy [M] without, fp32 nats.
+        """predictors: [M] indices into T; targets: [M] -> logprobs [M] with gradient and entropy [M] without, fp32 nats.
 
-        The hidden state at `scored - 1` predicts the token at `scored`. Without targets: the logits [M, V].
+        The hidden state at a token predicts the next one. Without targets: the logits [M, V].
         """
         mesh = h_BTD.device_mesh if isinstance(h_BTD, DTensor) else None
         h_TD = (h_BTD.to_local(grad_placements=[Replicate()]) if mesh else h_BTD)[0]
-        h_MD = h_TD.index_select(0, scored - 1)
+        h_MD = h_TD.index_select(0, predictors)
         if targets is None:
             return self._logits(mesh, h_MD)
         score = partial(self._score, mesh)
@@ -84,13 +92,13 @@ def _scoring_forward(
     tokens: torch.Tensor,  # [1, T]
     positions: torch.Tensor,  # [1, T], 0 where a sequence starts
     documents: PackedDocuments | VarlenMetadata,
-    scored: torch.Tensor,  # [M]
+    predictors: torch.Tensor,  # [M] indices into T
     targets: torch.Tensor | None,  # [M]
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     h_BTD = self.tok_embeddings(tokens)
     for layer in self.layers.values():
         h_BTD = layer(h_BTD, documents, positions)
-    return self.lm_head(self.norm(h_BTD), scored, targets)
+    return self.lm_head(self.norm(h_BTD), predictors, targets)
 
 
 def _parallelize_tied(self: Decoder, dims: ParallelDims) -> None:
@@ -105,6 +113,24 @@ def _share_head(config: Decoder.Config) -> None:
     config.lm_head.sharding_config = ShardingConfig(
         state_shardings={"weight": config.tok_embeddings.sharding_config.state_shardings["weight"]}
     )
+
+
+class Experts(GroupedExperts):
+    """torchtitan's experts compute in bf16 whatever they are given; here fp32 stays fp32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        if x_RD.dtype == torch.bfloat16:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        w1_EFD, w2_EDF, w3_EFD = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        rows = x_RD.split(num_tokens_per_expert_E.tolist())
+        outputs = [
+            F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w2, w3 in zip(rows, w1_EFD, w2_EDF, w3_EFD, strict=True)
+        ]
+        return torch.cat(outputs)
 
 
 class Qwen3Policy(Qwen3Model):
@@ -155,52 +181,47 @@ def model_spec(hf: dict[str, Any], *, packed_sdpa: bool) -> ModelSpec:
     Raises ConfigError as `check_supported` does.
     """
     check_supported(hf)
-    is_qwen3 = hf["architectures"][0] == "Qwen3ForCausalLM"
-    config = _decoder_config(hf, is_qwen3, VarlenAttention.Config() if not packed_sdpa else PackedSDPA.Config())
+    is_llama = hf["architectures"][0] == "LlamaForCausalLM"
     return ModelSpec(
-        name="qwen3" if is_qwen3 else "llama3",
+        name="llama3" if is_llama else "qwen3",
         flavor="from_hf",
-        model=config,
-        parallelize_fn=parallelize_qwen3 if is_qwen3 else parallelize_llama,
+        model=_decoder_config(hf, is_llama, PackedSDPA.Config() if packed_sdpa else VarlenAttention.Config()),
+        parallelize_fn=parallelize_llama if is_llama else parallelize_qwen3,
         pipelining_fn=None,
-        post_optimizer_build_fn=None,
+        post_optimizer_build_fn=None,  # torchtitan's hook moves biases of experts, which Hugging Face's models do not have
         state_dict_adapter=None,
     )
 
 
-def _decoder_config(hf: dict[str, Any], is_qwen3: bool, attention: VarlenAttention.Config) -> Decoder.Config:
-    dim, num_heads, vocab_size = hf["hidden_size"], hf["num_attention_heads"], hf["vocab_size"]
-    head_dim = hf.get("head_dim") or dim // num_heads
-    normal = {"weight": partial(nn.init.normal_, std=hf.get("initializer_range", 0.02))}
+def _decoder_config(hf: dict[str, Any], is_llama: bool, attention: Any) -> Decoder.Config:
+    dim, vocab_size = hf["hidden_size"], hf["vocab_size"]
+    head_dim = hf.get("head_dim") or dim // hf["num_attention_heads"]
+    normal = _normal(hf)
     tied = hf.get("tie_word_embeddings", False)
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init={"weight": nn.init.ones_})
-
-    block = Qwen3TransformerBlock if is_qwen3 else Llama3TransformerBlock
+    block = Llama3TransformerBlock if is_llama else Qwen3TransformerBlock
     layers = [
         block.Config(
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
+            attention_norm=_norm(hf, dim),
+            ffn_norm=_norm(hf, dim),
             attention=make_gqa_config(
                 dim=dim,
-                n_heads=num_heads,
-                n_kv_heads=hf.get("num_key_value_heads") or num_heads,
+                n_heads=hf["num_attention_heads"],
+                n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
                 head_dim=head_dim,
                 wqkv_param_init=normal,
                 wo_param_init=normal,
                 inner_attention=attention,
                 rope=_rope(hf, head_dim),
-                qk_norm=norm(head_dim) if is_qwen3 else None,
+                qk_norm=None if is_llama else _norm(hf, head_dim),
             ),
-            feed_forward=make_ffn_config(dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=normal, w2w3_param_init=normal),
+            **_feed_forward(hf, layer),
         )
-        for _ in range(hf["num_hidden_layers"])
+        for layer in range(hf["num_hidden_layers"])
     ]
-    return (Qwen3Policy if is_qwen3 else Llama3Policy).Config(
+    return (Llama3Policy if is_llama else Qwen3Policy).Config(
         dim=dim,
         vocab_size=vocab_size,
-        norm=norm(dim),
+        norm=_norm(hf, dim),
         enable_weight_tying=tied,
         tok_embeddings=Embedding.Config(
             num_embeddings=vocab_size,
@@ -210,6 +231,42 @@ def _decoder_config(hf: dict[str, Any], is_qwen3: bool, attention: VarlenAttenti
         lm_head=ScoringHead.Config(in_features=dim, out_features=vocab_size, param_init=normal),
         layers=layers,
     )
+
+
+def _normal(hf: dict[str, Any]) -> dict[str, Any]:
+    return {"weight": partial(nn.init.normal_, std=hf.get("initializer_range", 0.02))}
+
+
+def _norm(hf: dict[str, Any], size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init={"weight": nn.init.ones_})
+
+
+def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
+    """A dense or a sparse feed-forward part, by the rules of Qwen3-MoE's config.json."""
+    dim, normal = hf["hidden_size"], _normal(hf)
+    sparse = hf.get("num_experts") and layer not in hf.get("mlp_only_layers", []) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
+    if not sparse:
+        return {"feed_forward": make_ffn_config(dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=normal, w2w3_param_init=normal)}
+    num_experts, top_k, hidden_dim = hf["num_experts"], hf["num_experts_per_tok"], hf["moe_intermediate_size"]
+    experts = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), normal["weight"])
+    return {
+        "moe": make_moe_config(
+            num_experts=num_experts,
+            router=make_router_config(
+                dim=dim,
+                num_experts=num_experts,
+                gate_param_init=normal,
+                top_k=top_k,
+                score_func="softmax",
+                route_norm=hf.get("norm_topk_prob", False),
+            ),
+            routed_experts=RoutedExperts.Config(
+                inner_experts=Experts.Config(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, param_init=experts),
+                token_dispatcher=make_token_dispatcher_config(num_experts=num_experts, top_k=top_k, comm_backend="standard"),
+            ),
+            load_balance_coeff=None,
+        )
+    }
 
 
 def _rope(hf: dict[str, Any], head_dim: int) -> CosSinRoPE.Config:

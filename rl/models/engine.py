@@ -1,269 +1,436 @@
-"""TitanEngine: a torchtitan model, its optimizer and its checkpoints behind Tinker's verbs.
+"""Engine: a language model, what learns in it and its checkpoints behind Tinker's verbs. The contract, and all that engines share.
 
-It knows neither Monarch nor roles: a policy trainer, a reference (used through `forward` alone) or a script under torchrun
-drive it alike. Every rank of the process group calls every method, in the same order.
+An engine knows neither Monarch nor roles: a policy trainer, a critic, a reference (used through `forward` alone), a server
+or a script under torchrun drive it alike. Every rank of the process group calls every method, in the same order.
+
+- `forward(batch)`: logprobs; `forward_backward(batch, loss)`: adds a gradient; `optim_step(params)`: applies what was added.
+- Losses are sums over tokens, and gradients accumulate as sums; `OptimParams.grad_scale` divides once. So N calls of
+  `forward_backward` and one `optim_step` equal one call on the joined batch.
+- Learning rate, betas, eps, weight decay, clip norm and gradient scale come with the call: the caller owns schedules.
+- `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn keeps its base frozen.
+- `train_mode()`, `eval_mode()`: bring what they need to the device, and put it back where it was. `to` moves it for good.
 """
 
-import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl.errors import RunError
+from rl.errors import ConfigError, RunError
 from rl.interfaces import Loss
 from rl.loss.policy import TokenInputs
 from rl.models import hf
-from rl.models.attention import SelectiveCheckpointing, pack_documents
-from rl.models.decoder import model_spec
+from rl.models.checkpoint import Checkpoints, read_record, rng_state, set_rng_state, tensor_names
 from rl.models.layout import Layout
-from rl.models.platform import DEVICE_TYPE, init_process_group, sum_gradients_over_ranks, titan_dist
+from rl.models.learner import Learner, local
+from rl.models.lora import Adapter, LoRA, Site, detach_all, read_adapter, whole, write_adapter
+from rl.models.platform import init_process_group
 from rl.types import Batch, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
 
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-_CHECKPOINTING = {"none": lambda: None, "selective": SelectiveCheckpointing.Config, "full": FullAC.Config}
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine computes."""
+
+    layout: Layout = Layout()
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes. What learns is fp32 always, and so are its gradients, their reduction and the optimizer's state."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
+
+    max_seq_len: int | None = None
+    """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
+
+    adapters: bool = False
+    """Freeze the model; adapters learn (see `add_adapter`)."""
+
+    float8: bool = False
+    """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""
+
+    compile: bool = False
+    """torch.compile each layer; GPUs only."""
+
+    seed: int | None = None
+    """Draw random weights instead of loading the directory's: the same ones under every layout."""
+
+    timeout_seconds: float = 600
+    """Longest that a collective may wait for another rank."""
 
 
-class TitanEngine:
-    """A language model that scores tokens, learns, saves, and exports its weights.
+class Engine(ABC):
+    """Attributes: `config`; `device`; `dp_rank`, which part of a Batch this rank computes; `adapters`, their names."""
 
-    Attributes: `device`; `dtype`, in which it computes (weights, gradients and optimizer state are fp32); `dp_rank`.
-    """
+    def __init__(self, model_dir: str | Path, config: EngineConfig = EngineConfig()):
+        """model_dir: a Hugging Face directory.
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        layout: Layout = Layout(),
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        activation_checkpointing: Literal["none", "selective", "full"] = "none",
-        max_seq_len: int | None = None,
-        seed: int | None = None,
-        timeout_seconds: float = 600,
-    ):
-        """model_dir: a Hugging Face directory, whose weights are loaded; with `seed` they are drawn at random instead,
-        the same ones under every layout. max_seq_len: longest sequence it will see, where that is less than config.json's.
-
-        Raises ConfigError for an unsupported model or a missing or broken weights file.
+        Raises ConfigError for a model or settings that are not supported, or a missing or broken weights file.
         """
-        self.device = init_process_group(timeout_seconds)
-        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.config = config
+        self.device = init_process_group(config.timeout_seconds)
+        if config.layout.num_procs != dist.get_world_size():
+            raise ConfigError(f"{config.layout} needs {config.layout.num_procs} processes but {dist.get_world_size()} run; start as many")
+        if config.compile and self.device.type == "cpu":
+            raise ConfigError("compile=True needs a GPU: on a CPU, torch.compile does not take packed sequences; set it to False")
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._model_dir = Path(model_dir)
         self._hf_config = hf.read_config(model_dir)
-        if max_seq_len is not None:  # each layer keeps a RoPE table of that length
-            limit = self._hf_config["max_position_embeddings"]
-            self._hf_config["max_position_embeddings"] = min(limit, max_seq_len)
-        self._layout = layout
-        self.dp_rank = dist.get_rank() // layout.tensor_parallel
-        # torchtitan's varlen attention is for GPUs and computes in bf16 whatever it is given.
-        self._packed_sdpa = DEVICE_TYPE == "cpu" or self.dtype == torch.float32
-        self._model = self._build(activation_checkpointing)
-        self._load(hf.HFWeights(model_dir) if seed is None else self._random_weights(seed))
-        self._optimizer = self._new_optimizer()
+        self.dp_rank = dist.get_rank() // config.layout.procs_per_row
+        self._sites: list[Site] = []  # where adapters can be attached; the subclass fills it
+        self._tp_mesh: Any = None
+        self._model = self._build()
+        parameters = {self._name(n): p for n, p in self._model.named_parameters()}
+        self._base = None if config.adapters else Learner(parameters)
+        self._tensors = parameters
+        self._adapters: dict[str, tuple[Adapter, Learner]] = {}
+        self._same_weights = self._ranks_with_the_same_adapters()
+        self._checkpoints = Checkpoints()
+        self._mode: Literal["train", "eval"] | None = None
+        self._on = {"model": self.device, "optimizer": self.device}
+
+    # ---- what a kind of engine provides
+
+    @abstractmethod
+    def _build(self) -> nn.Module:
+        """The model with its weights, sharded by FSDP2; in fp32, or in the compute dtype where adapters learn."""
+
+    @abstractmethod
+    def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
+        """(logprobs [M] with gradient, entropy [M] without), fp32 nats; without targets the logits [M, V]."""
+
+    def _name(self, parameter: str) -> str:
+        """A parameter's name in checkpoints: Hugging Face's, where it is one of Hugging Face's tensors."""
+        return parameter.replace("._checkpoint_wrapped_module", "").replace("_orig_mod.", "")
+
+    def _split(self, name: str, num_experts: int) -> list[str] | None:
+        """The names of the tensors that are stacked in this one along its first dimension; None for the usual, one tensor."""
+        return None
 
     # ---- the verbs
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> dict[int, np.ndarray]:
-        """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats."""
+    def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
+        """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats. Without dropout."""
+        self._require("forward", model=True)
         logprobs: dict[int, np.ndarray] = {}
-        for micro in batch.ranks[self.dp_rank]:
-            scores = self._score(micro)[0].cpu().numpy()
-            for sample in np.unique(micro.sample_ids):
-                logprobs[int(sample)] = scores[micro.sample_ids == sample]
+        with self._attached(adapter):
+            self._model.eval()
+            for micro in batch.ranks[self.dp_rank]:
+                scores = self._run(micro, with_targets=True)[0].cpu().numpy()
+                for sample in np.unique(micro.sample_ids):
+                    logprobs[int(sample)] = scores[micro.sample_ids == sample]
         self._reshard()
         return logprobs
 
-    def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
         """Add the gradient of `loss`, a sum over the batch's scored tokens, to what has accumulated since `optim_step`.
 
-        Returns this rank's share of the metrics, named `name:sum` or `name:max`; ranks are combined by the caller.
-        Raises RunError where the loss is not finite, before it can reach the weights.
+        Returns this rank's share of the metrics, named `name:sum` or `name:max`; data-parallel ranks are combined by the
+        caller. Raises RunError where the loss is not finite, before it can reach the weights.
         """
+        self._require("forward_backward", model=True)
+        if self._mode == "eval":
+            raise RunError("forward_backward inside eval_mode; use train_mode")
+        self._learner(adapter)
         totals: dict[str, float] = {}
-        for micro in batch.ranks[self.dp_rank]:
-            logprobs, entropy = self._score(micro)
-            inputs = TokenInputs(*(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)))
-            output = loss(logprobs, inputs)
-            if not torch.isfinite(output.loss):
-                bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs).cpu().numpy()].tolist()))
-                raise RunError(f"the loss is {output.loss.item()}; samples with a non-finite logprob: {bad or 'none'}")
-            output.loss.backward()
-            measured = _parity(logprobs.detach(), inputs.generator_logprobs) | output.metrics
-            measured |= {"loss:sum": output.loss.detach(), "entropy:sum": entropy.sum(), "tokens:sum": len(micro.scored)}
-            _accumulate(totals, measured)
+        with self._attached(adapter):
+            self._model.train()
+            for micro in batch.ranks[self.dp_rank]:
+                logprobs, entropy = self._run(micro, with_targets=True)
+                inputs = TokenInputs(*(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)))
+                output = loss(logprobs, inputs)
+                if not torch.isfinite(output.loss):
+                    bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs).cpu().numpy()].tolist()))
+                    raise RunError(f"the loss is {output.loss.item()}; samples with a non-finite logprob: {bad or 'none'}")
+                output.loss.backward()
+                measured = _parity(logprobs.detach(), inputs.generator_logprobs) | output.metrics
+                measured |= {"loss:sum": output.loss.detach(), "entropy:sum": entropy.sum(), "tokens:sum": len(micro.scored)}
+                _accumulate(totals, measured)
         return totals
 
-    def optim_step(self, params: OptimParams) -> dict[str, float]:
+    def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
         """Scale, clip and apply the accumulated gradient, then clear it. Returns `grad_norm`, before clipping.
 
-        Raises RunError, with the weights untouched, where the gradient is not finite.
+        Raises RunError, with the weights untouched, where there is no gradient or it is not finite.
         """
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
-        if not parameters:
-            raise RunError("optim_step without a gradient; call forward_backward first")
-        torch._foreach_mul_([_local(p.grad) for p in parameters], params.grad_scale)
-        norm = titan_dist.clip_grad_norm_(parameters, params.max_grad_norm or float("inf"), foreach=True)
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
-            raise RunError(
-                f"the gradient norm is {norm.item()}; the step was not applied. Look at the loss before it, and lower trainer.lr"
-            )
-        for group in self._optimizer.param_groups:
-            group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return {"grad_norm": norm.item()}
+        self._require("optim_step", model=True, optimizer=True)
+        return self._learner(adapter).step(params)
 
-    def reset_optimizer(self) -> None:
+    def reset_optimizer(self, adapter: str | None = None) -> None:
         """Forget the optimizer's moments and any accumulated gradient."""
-        self._optimizer.zero_grad()
-        self._optimizer = self._new_optimizer()
+        self._learner(adapter).reset()
+
+    @torch.no_grad()
+    def logits(self, batch: Batch, adapter: str | None = None) -> list[torch.Tensor]:
+        """This rank's [M, V] logits that predict its scored tokens, for each micro-batch: for inspection."""
+        self._require("logits", model=True)
+        with self._attached(adapter):
+            self._model.eval()
+            logits = [self._run(micro, with_targets=False) for micro in batch.ranks[self.dp_rank]]
+        self._reshard()
+        return logits
+
+    # ---- where it is
+
+    def train_mode(self) -> Any:
+        """A context for forward_backward and optim_step: model and optimizer are on the device within it."""
+        return self._in_mode("train", {"model", "optimizer"})
+
+    def eval_mode(self) -> Any:
+        """A context for forward: the model is on the device within it, and the optimizer is left where it is."""
+        return self._in_mode("eval", {"model"})
+
+    @contextmanager
+    def _in_mode(self, mode: Literal["train", "eval"], needed: set[str]) -> Iterator[None]:
+        if self._mode is not None:
+            raise RunError(f"{mode}_mode inside {self._mode}_mode; leave that first")
+        was = dict(self._on)
+        self._move({part: self.device for part in needed})
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = None
+            self._move(was)
+
+    def to(self, device: str | torch.device, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move the model with its adapters and gradients, or the optimizer's state, or both: "cpu" frees the device's memory."""
+        if self._mode is not None:
+            raise RunError(f"to() inside {self._mode}_mode, which would undo it; leave that first")
+        device = torch.device(device)
+        if device.type not in ("cpu", self.device.type):
+            raise RunError(f"to({str(device)!r}): this engine computes on {self.device}; give that, or 'cpu'")
+        target = torch.device("cpu") if device.type == "cpu" else self.device
+        self._move({part: target for part, wanted in (("model", model), ("optimizer", optimizer)) if wanted})
+
+    def _move(self, places: dict[str, torch.device]) -> None:
+        learners = [learner for _, learner in self._adapters.values()]
+        for part, device in places.items():
+            if self._on[part] == device:
+                continue
+            if part == "model":
+                self._model.to(device)
+                for learner in learners:
+                    learner.move_parameters(device)
+            else:
+                for learner in [*learners, *([self._base] if self._base else [])]:
+                    learner.move_optimizer(device)
+            self._on[part] = device
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _require(self, verb: str, **parts: bool) -> None:
+        away = [part for part in parts if self._on[part] != self.device]
+        if away:
+            raise RunError(f"{verb}: the {' and the '.join(away)} is on the host; use train_mode() or eval_mode(), or to({str(self.device)!r})")
+
+    # ---- adapters
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self._adapters)
+
+    def add_adapter(self, name: str, lora: LoRA, seed: int = 0) -> None:
+        """A new adapter, which changes nothing until it learns (B is 0); `seed` draws its A.
+
+        Raises ConfigError where the engine's weights learn, the name is taken or the targets do not exist.
+        """
+        if not self.config.adapters:
+            raise ConfigError("this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters")
+        if name in self._adapters:
+            raise ConfigError(f"there is an adapter {name!r} already; choose another name or remove it")
+        adapter = Adapter(lora, self._sites, seed, self._tp_mesh, self._on["model"])
+        self._adapters[name] = adapter, Learner(adapter.parameters, self._same_weights)
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Add an adapter from a directory that PEFT or `save_adapter` wrote."""
+        lora, tensors = read_adapter(path)
+        self.add_adapter(name, lora)
+        try:
+            self._adapters[name][0].load(tensors)
+        except ConfigError:
+            self.remove_adapter(name)
+            raise
+
+    def save_adapter(self, name: str, out_dir: str | Path) -> None:
+        """Write an adapter in PEFT's format."""
+        adapter = self._adapter(name)
+        tensors = {n: whole(p.detach()).cpu() for n, p in adapter.parameters.items()}
+        if dist.get_rank() == 0:
+            write_adapter(Path(out_dir), adapter.lora, str(self._model_dir), tensors)
+        dist.barrier()
+
+    def remove_adapter(self, name: str) -> None:
+        self._adapter(name)
+        del self._adapters[name]
+
+    def _adapter(self, name: str) -> Adapter:
+        if name not in self._adapters:
+            raise RunError(f"there is no adapter {name!r}; there are {self.adapters or 'none'}: add it with add_adapter")
+        return self._adapters[name][0]
+
+    def _learner(self, adapter: str | None) -> Learner:
+        if adapter is not None:
+            self._adapter(adapter)
+            return self._adapters[adapter][1]
+        if self._base is None:
+            raise RunError(f"the model itself is frozen; name the adapter that learns, one of {self.adapters}")
+        return self._base
+
+    @contextmanager
+    def _attached(self, adapter: str | None) -> Iterator[None]:
+        if adapter is not None:
+            self._adapter(adapter).attach()
+        try:
+            yield
+        finally:
+            detach_all(self._sites)
+
+    def _ranks_with_the_same_adapters(self) -> dist.ProcessGroup | None:
+        """Adapters are whole on each rank but for tensor parallelism: those ranks add their gradients in optim_step."""
+        stride, world = self.config.layout.tensor_parallel, dist.get_world_size()
+        if not self.config.adapters or stride == world:
+            return None
+        groups = [dist.new_group(range(first, world, stride)) for first in range(stride)]
+        return groups[dist.get_rank() % stride]
 
     # ---- weights, out
 
-    def export(self) -> Iterator[LocalShard]:
-        """This rank's shards under Hugging Face names, in the compute dtype; every replica's shard is yielded by one rank."""
-        for name, param in self._model.named_parameters():
+    @torch.no_grad()
+    def export(self, adapter: str | None = None, *, merged: bool = False) -> Iterator[LocalShard]:
+        """This rank's shards in the compute dtype; every replica's shard is yielded by one rank.
+
+        The model's tensors under Hugging Face names; with `adapter`, that adapter's alone under PEFT's names, or `merged`:
+        the model's with the adapter added.
+        """
+        if adapter is not None and not merged:
+            yield from self._shards(self._adapter(adapter).parameters, None)
+        else:
+            yield from self._shards(self._tensors, None if adapter is None else self._adapter(adapter))
+
+    def _shards(self, tensors: dict[str, nn.Parameter], merge: Adapter | None) -> Iterator[LocalShard]:
+        for name, param in tensors.items():
             shape, offsets = tuple(param.shape), (0,) * param.ndim
             if isinstance(param, DTensor):
-                replicas = [axis for axis, p in enumerate(param.placements) if p.is_replicate()]
-                if any(param.device_mesh.get_coordinate()[axis] for axis in replicas):
-                    continue
-                shape, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-            local = _local(param.detach()).to(self.dtype)
-            if local.numel():
-                assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
-                yield LocalShard(hf.hf_name(name), tuple(param.shape), tuple(offsets), local)
+                shape, offsets = map(tuple, compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements))
+            data = local(param.detach())
+            delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
+            if not data.numel() or not self._speaks_for(param):
+                continue
+            data = (data if delta is None else data.float() + delta).to(self._dtype)
+            names = self._split(name, param.shape[0])
+            if names is None:
+                yield LocalShard(name, tuple(param.shape), offsets, data)
+            else:
+                for i, part in enumerate(data, offsets[0]):
+                    yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part)
 
-    def save_hf(self, out_dir: str | Path) -> None:
-        """Export a Hugging Face directory in the compute dtype, that transformers and vLLM load. Gathers one tensor at a time."""
-        tensors = ((hf.hf_name(n), _full(p.detach()).to(self.dtype).cpu().contiguous()) for n, p in self._model.named_parameters())
+    def _speaks_for(self, param: torch.Tensor) -> bool:
+        """Whether this rank is the one of those with the same shard that exports it."""
+        if not isinstance(param, DTensor):
+            return dist.get_rank() == 0
+        coordinate = param.device_mesh.get_coordinate()
+        first = all(coordinate[axis] == 0 for axis, p in enumerate(param.placements) if p.is_replicate())
+        # An adapter's mesh is its tensor-parallel group; there is one for each data-parallel rank.
+        return first and (param.device_mesh.size() == dist.get_world_size() or dist.get_rank() < self.config.layout.tensor_parallel)
+
+    @torch.no_grad()
+    def save_hf(self, out_dir: str | Path, adapter: str | None = None) -> None:
+        """Export a Hugging Face directory in the compute dtype, that transformers and vLLM load; with `adapter`, merged.
+
+        Gathers one tensor at a time.
+        """
+        tensors = self._whole_tensors(None if adapter is None else self._adapter(adapter))
         if dist.get_rank() == 0:
-            hf.save_model(Path(out_dir), self._model_dir, tensors, self.dtype)
+            hf.save_model(Path(out_dir), self._model_dir, tensors, self._dtype)
         else:
             for _ in tensors:  # take part in the gathers
                 pass
         dist.barrier()
 
+    def _whole_tensors(self, merge: Adapter | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, param in self._tensors.items():
+            full = whole(param.detach())
+            delta = merge.delta(name, (0,) * full.ndim, tuple(full.shape)) if merge else None
+            full = (full if delta is None else full.float() + delta).to(self._dtype).cpu().contiguous()
+            names = self._split(name, len(full))
+            yield from [(name, full)] if names is None else zip(names, full.clone().unbind(), strict=True)
+
     # ---- checkpoints
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Weights and optimizer. The directory appears under its name only when it is complete."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        dist.barrier()
-        dcp.save(self._state(), checkpoint_id=str(partial))
-        if dist.get_rank() == 0:
-            partial.rename(path)
-        dist.barrier()
+    def save(self, path: str | Path, state: dict[str, Any] | None = None, *, keep_last: int = 0, wait: bool = True) -> None:
+        """What learns, the optimizer's moments and the random state, with `state`: the caller's plain data (step, schedule).
 
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Load what any layout saved. Raises RunError where there is no complete checkpoint."""
-        if not (Path(path) / ".metadata").is_file():
-            raise RunError(f"{path} is not a complete checkpoint; give a directory that save_checkpoint wrote")
-        state = self._state()
-        dcp.load(state, checkpoint_id=str(path))
-        set_state_dict(self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        The directory appears under its name only when it is complete. Without `wait`, returns when everything is copied to
+        the host, and writes while training goes on; `wait_for_save`, or the next `save`, raises what went wrong.
+        keep_last: number of checkpoints to keep beside each other, 0 for all.
+        """
+        record = {"state": state or {}, "adapters": {n: asdict(a.lora) for n, (a, _) in self._adapters.items()}}
+        self._checkpoints.save(Path(path), self._state() | rng_state(self.device), record, keep_last)
+        if wait:
+            self._checkpoints.wait()
+
+    def wait_for_save(self) -> None:
+        """Until the last checkpoint is complete. Raises RunError where it could not be written."""
+        self._checkpoints.wait()
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Load what any layout saved, adapters included; returns the caller's `state`.
+
+        The random state is restored where as many processes saved it. Raises RunError where there is no complete checkpoint.
+        """
+        path = Path(path)
+        record = read_record(path)
+        for name in [n for n in self.adapters if n not in record["adapters"]]:
+            self.remove_adapter(name)
+        for name, fields in record["adapters"].items():
+            lora = LoRA(**(fields | {"targets": tuple(fields["targets"])}))
+            if name in self._adapters and self._adapter(name).lora != lora:
+                self.remove_adapter(name)
+            if name not in self._adapters:
+                self.add_adapter(name, lora)
+        random, saved = rng_state(self.device), tensor_names(path)
+        same_world = {n for n in saved if n.startswith("rng.")} == {f"rng.{r}.{k.split('.')[-1]}" for r in range(dist.get_world_size()) for k in random}
+        random = random if same_world else {}
+        self._checkpoints.load(path, self._state() | random)
+        set_rng_state(random, self.device)
+        return record["state"]
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
+        learners = {"model": self._base} if self._base else {f"adapter.{n}": learner for n, (_, learner) in self._adapters.items()}
+        return {name: learner.state() for name, learner in learners.items()}
 
-    # ---- how it is built
+    # ---- for the kinds of engine
 
-    def _build(self, activation_checkpointing: str) -> torch.nn.Module:
-        parallelism = ParallelismConfig(
-            data_parallel_replicate_degree=self._layout.replicate,
-            data_parallel_shard_degree=self._layout.shard,
-            tensor_parallel_degree=self._layout.tensor_parallel,
-            spmd_backend="partial_dtensor",
-        )
-        spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa)
-        spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-        dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-        dims.build_mesh()
-        with torch.device("meta"):
-            model = spec.model.build()
-        compute = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[self.dtype]
-        model = spec.parallelize_fn(
-            model,
-            parallel_dims=dims,
-            training=TrainingConfig(mixed_precision_param=compute, mixed_precision_reduce="float32"),
-            parallelism=parallelism,
-            compile_config=CompileConfig(enable=False),
-            ac_config=_CHECKPOINTING[activation_checkpointing](),
-            dump_folder="",
-        )
-        sum_gradients_over_ranks(model)
-        model.to_empty(device=self.device)
-        with torch.no_grad():
-            model.init_states(buffer_device=self.device)
-        return model
-
-    def _load(self, read: Any) -> None:
-        """read: Hugging Face name -> the full tensor. Every rank reads it and keeps its shard."""
-        for name, param in self._model.named_parameters():
-            full = read(hf.hf_name(name)).to(self.device, torch.float32)
+    def _load_tensors(self, model: nn.Module, read: Any) -> None:
+        """read: a parameter's name -> the full tensor. Every rank reads it and keeps its shard."""
+        for parameter, param in model.named_parameters():
+            name = self._name(parameter)
+            names = self._split(name, param.shape[0])
+            full = (read(name) if names is None else torch.stack([read(n) for n in names])).to(self.device, param.dtype)
             if full.shape != param.shape:
-                raise RunError(f"{hf.hf_name(name)} has shape {tuple(full.shape)} in the weights but {tuple(param.shape)} by config.json")
+                raise RunError(f"{name} has shape {tuple(full.shape)} in the weights but {tuple(param.shape)} by config.json")
             if isinstance(param, DTensor):
                 full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
             param.data.copy_(full)
-
-    def _random_weights(self, seed: int) -> Any:
-        """Drawn unsharded: torch's sharded random numbers are wrong on a CPU, and depend on the layout."""
-        config = model_spec(self._hf_config, packed_sdpa=True).model
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
-            model = config.build()
-            model.init_states()
-        return {hf.hf_name(n): p.detach() for n, p in model.named_parameters()}.__getitem__
-
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self._model.parameters(), fused=True)
-
-    # ---- scoring
-
-    @torch.no_grad()
-    def logits(self, batch: Batch) -> list[torch.Tensor]:
-        """This rank's [M, V] logits that predict its scored tokens, for each micro-batch: for inspection."""
-        logits = [self._run(micro, with_targets=False) for micro in batch.ranks[self.dp_rank]]
-        self._reshard()
-        return logits
 
     def _reshard(self) -> None:
         """FSDP keeps its last modules gathered for a backward that a forward alone does not have."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _score(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run(micro, with_targets=True)
-
-    def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
-        tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.scored))
-        if self._packed_sdpa:
-            documents = pack_documents(micro.positions, self.device)
-        else:
-            documents = create_varlen_metadata_for_document(positions[None])
-        return self._model(tokens[None], positions[None], documents, scored, tokens[scored] if with_targets else None)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -284,11 +451,3 @@ def _accumulate(totals: dict[str, float], measured: dict[str, Any]) -> None:
     for name, value in measured.items():
         value = float(value)
         totals[name] = max(totals.get(name, value), value) if name.endswith(":max") else totals.get(name, 0.0) + value
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

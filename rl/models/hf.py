@@ -25,19 +25,28 @@ _LAYER_NAMES = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "moe.router.gate": "mlp.gate",
 }
+_EXPERT_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
 _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _SHARD_BYTES = 4 << 30
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
 
 def hf_name(name: str) -> str:
     """torchtitan's parameter name -> Hugging Face's. The tensors are equal, row for row."""
-    name = name.replace("._checkpoint_wrapped_module", "")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
     return _ROOT_NAMES.get(name, name)
+
+
+def expert_names(name: str, num_experts: int) -> list[str] | None:
+    """Hugging Face's name of each expert in torchtitan's stacked tensor [E, ...]; None for any other parameter."""
+    match = re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)
+    if match is None:
+        return None
+    return [f"model.layers.{match[1]}.mlp.experts.{e}.{_EXPERT_NAMES[match[2]]}.weight" for e in range(num_experts)]
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is spread over processes: replicate x shard x tensor_parallel of them."""
+    """How the model is spread over processes: replicate x shard x context_parallel x tensor_parallel of them."""
 
     replicate: int = 1
     """Copies of the model (HSDP's outer axis); gradients are summed over them."""
@@ -13,14 +13,28 @@ class Layout:
     shard: int = 1
     """FSDP2: processes over which each copy's parameters, gradients and optimizer state are sharded."""
 
+    context_parallel: int = 1
+    """Processes that share each row of tokens, for sequences too long for one; parameters are sharded over them too."""
+
     tensor_parallel: int = 1
     """Processes that split each layer's matrices, with sequence parallelism between them."""
 
     @property
     def num_procs(self) -> int:
-        return self.replicate * self.shard * self.tensor_parallel
+        return self.data_parallel * self.procs_per_row
 
     @property
     def data_parallel(self) -> int:
         """Ranks that read different sequences."""
         return self.replicate * self.shard
+
+    @property
+    def procs_per_row(self) -> int:
+        """Neighbouring ranks that work on the same sequences."""
+        return self.context_parallel * self.tensor_parallel
+
+    @property
+    def row_multiple(self) -> int:
+        """What a row's number of tokens must be a multiple of."""
+        halves = 2 if self.context_parallel > 1 else 1  # each process takes a piece from the front and one from the back
+        return self.context_parallel * self.tensor_parallel * halves

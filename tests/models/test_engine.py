@@ -7,7 +7,8 @@ import torch
 from rl.batching import pack, supervised_sample
 from rl.errors import RunError
 from rl.loss.policy import Clip, CrossEntropy
-from rl.models.engine import TitanEngine
+from rl.models.engine import EngineConfig
+from rl.models.titan import TitanEngine
 from rl.types import OptimParams, Sample
 from tests.tiny import write_config
 
@@ -33,7 +34,7 @@ def worst(a, b):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_several_calls_equal_one_call_on_the_joined_batch(model_dir, dtype, tolerance):
     rows, scale = samples(), 1 / 100
-    one, many = (TitanEngine(model_dir, seed=1, dtype=dtype) for _ in range(2))
+    one, many = (TitanEngine(model_dir, EngineConfig(seed=1, dtype=dtype)) for _ in range(2))
     one.forward_backward(pack(rows), CrossEntropy())
     for part in (rows[:1], rows[1:4], rows[4:]):
         many.forward_backward(pack(part), CrossEntropy())
@@ -46,7 +47,7 @@ def test_several_calls_equal_one_call_on_the_joined_batch(model_dir, dtype, tole
 def test_chunking_the_head_changes_nothing(model_dir, monkeypatch):
     from rl.models import decoder
 
-    whole, chunked = (TitanEngine(model_dir, seed=1) for _ in range(2))
+    whole, chunked = (TitanEngine(model_dir, EngineConfig(seed=1)) for _ in range(2))
     whole_metrics = whole.forward_backward(pack(samples()), CrossEntropy())
     monkeypatch.setattr(decoder, "_CHUNK_ELEMENTS", 128 * 7)
     chunked_metrics = chunked.forward_backward(pack(samples()), CrossEntropy())
@@ -55,7 +56,7 @@ def test_chunking_the_head_changes_nothing(model_dir, monkeypatch):
 
 
 def test_bf16_computes_near_fp32_and_keeps_fp32_master_weights(model_dir):
-    fp32, bf16 = (TitanEngine(model_dir, seed=1, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    fp32, bf16 = (TitanEngine(model_dir, EngineConfig(seed=1, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     exact, rounded = fp32.forward(pack(samples())), bf16.forward(pack(samples()))
     gap = np.concatenate([np.abs(exact[i] - rounded[i]) for i in exact])
     assert 0 < gap.mean() < 0.03
@@ -66,7 +67,7 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_master_weights(model_dir):
 
 
 def test_scoring_alone_leaves_the_weights_exportable(model_dir):
-    engine = TitanEngine(model_dir, seed=1)
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
     before = {s.name: s.data.clone() for s in engine.export()}
     engine.forward(pack(samples()))
     after = {s.name: s.data for s in engine.export()}
@@ -75,7 +76,7 @@ def test_scoring_alone_leaves_the_weights_exportable(model_dir):
 
 def test_grad_scale_clipping_and_lr_act(model_dir):
     def step(**changes):
-        engine = TitanEngine(model_dir, seed=1)
+        engine = TitanEngine(model_dir, EngineConfig(seed=1))
         engine.forward_backward(pack(samples()), CrossEntropy())
         before = [p.full_tensor().clone() for p in engine._model.parameters()]
         norm = engine.optim_step(OptimParams(**({"lr": 1e-3} | changes)))["grad_norm"]
@@ -92,7 +93,7 @@ def test_grad_scale_clipping_and_lr_act(model_dir):
 
 
 def test_what_is_not_finite_is_refused_before_it_reaches_the_weights(model_dir):
-    engine = TitanEngine(model_dir, seed=1)
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
     before = [p.full_tensor().clone() for p in engine._model.parameters()]
     n = 5
     mask = np.arange(n) > 0
@@ -108,7 +109,7 @@ def test_what_is_not_finite_is_refused_before_it_reaches_the_weights(model_dir):
 
 
 def test_an_empty_batch_and_a_single_token_work(model_dir):
-    engine = TitanEngine(model_dir, seed=1)
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
     metrics = engine.forward_backward(pack([]), Clip())
     assert metrics["tokens:sum"] == 0 and metrics["loss:sum"] == 0
     engine.forward_backward(pack([supervised_sample([5], [6])]), CrossEntropy())
@@ -116,7 +117,7 @@ def test_an_empty_batch_and_a_single_token_work(model_dir):
 
 
 def test_a_checkpoint_is_complete_or_not_there(model_dir, tmp_path, monkeypatch):
-    engine = TitanEngine(model_dir, seed=1)
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
     with pytest.raises(RunError, match="is not a complete checkpoint"):
         engine.load_checkpoint(tmp_path / "step-1")
     from rl.models import engine as module
@@ -130,7 +131,7 @@ def test_a_checkpoint_is_complete_or_not_there(model_dir, tmp_path, monkeypatch)
             engine.save_checkpoint(tmp_path / "step-1")
     assert not (tmp_path / "step-1").exists()
     engine.save_checkpoint(tmp_path / "step-1")
-    other = TitanEngine(model_dir, seed=2)
+    other = TitanEngine(model_dir, EngineConfig(seed=2))
     other.load_checkpoint(tmp_path / "step-1")
     batch = pack(samples())
     assert all(np.array_equal(a, b) for a, b in zip(engine.forward(batch).values(), other.forward(batch).values(), strict=True))

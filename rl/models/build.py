@@ -1,0 +1,6 @@
+"""The kinds of engine, by name."""
+
+from rl.models.engine import Engine
+from rl.models.titan import TitanEngine
+
+ENGINES: dict[str, type[Engine]] = {engine.__name__: engine for engine in (TitanEngine,)}

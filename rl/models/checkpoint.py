@@ -1,0 +1,138 @@
+"""Checkpoints by torch.distributed.checkpoint: written in the background, complete or not there, readable by any layout."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from rl.errors import RunError
+
+_RECORD = "record.json"
+
+
+class Checkpoints:
+    """Writes one checkpoint at a time. Every rank calls every method, in the same order."""
+
+    def __init__(self) -> None:
+        # The writing thread's collectives must not meet those of the training thread.
+        self._group = dist.new_group(backend="gloo")
+        self._writing: Future[None] | None = None
+
+    def save(self, path: Path, tensors: dict[str, Any], record: Mapping[str, Any], keep_last: int) -> None:
+        """Copy `tensors` to the host and return; a thread writes them. `record`: plain data beside them.
+
+        The directory gets its name only when it is complete; then all but the `keep_last` newest of its kind are removed
+        (0 keeps all). Raises RunError where the previous checkpoint failed.
+        """
+        self.wait()
+        partial = path.with_name(path.name + ".partial")
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            (partial / _RECORD).write_text(json.dumps(record))
+        dist.barrier()
+        written = dcp.async_save(tensors, storage_writer=FileSystemWriter(partial), process_group=self._group)
+        self._writing = Future()
+        written.add_done_callback(lambda done: self._finish(done, partial, path, keep_last, self._writing))
+
+    @staticmethod
+    def _finish(written: Future[Any], partial: Path, path: Path, keep_last: int, finished: Future[None]) -> None:
+        """In the writing thread. Rank 0's part is over once every rank's files and the metadata exist."""
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                _rename(partial, path)
+                _prune(path, keep_last)
+            finished.set_result(None)
+        except BaseException as error:  # handed to whoever waits
+            finished.set_exception(error)
+
+    def wait(self) -> None:
+        """Until the last checkpoint has its name. Raises RunError where it could not be written."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except Exception as error:
+            raise RunError(f"a checkpoint could not be written: {error}; the one before it is still there") from error
+        dist.barrier(self._group)
+
+    def load(self, path: Path, tensors: dict[str, Any]) -> None:
+        """Read into `tensors` in place, whatever layout they were saved under."""
+        self.wait()
+        try:
+            dcp.load(tensors, checkpoint_id=str(path), process_group=self._group)
+        except dcp.api.CheckpointException as error:
+            first = str(next(iter(error.failures.values()))[0]).splitlines()[-1]
+            raise RunError(f"{path} does not fit this model ({first}); load it with the model it was saved from") from error
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The plain data of a checkpoint. Raises RunError where there is no complete checkpoint."""
+    if not is_complete(path):
+        raise RunError(f"{path} is not a complete checkpoint; give a directory that save_checkpoint wrote")
+    return json.loads((path / _RECORD).read_text())
+
+
+def tensor_names(path: Path) -> set[str]:
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def is_complete(path: str | Path) -> bool:
+    path = Path(path)
+    return not path.name.endswith(".partial") and (path / ".metadata").is_file() and (path / _RECORD).is_file()
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The complete checkpoint with the highest number at the end of its name."""
+    complete = [path for path in Path(directory).glob("*") if _number(path) is not None and is_complete(path)]
+    return max(complete, key=_number, default=None)
+
+
+def _number(path: Path) -> int | None:
+    match = re.fullmatch(r".*?(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def _rename(partial: Path, path: Path) -> None:
+    old = path.with_name(path.name + ".old.partial")
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(path: Path, keep_last: int) -> None:
+    if not keep_last or _number(path) is None:
+        return
+    kind = path.name.rstrip("0123456789")
+    same_kind = [p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit()]
+    for old in sorted(same_kind, key=_number)[:-keep_last]:
+        # Under another name first: a directory is whole or does not look like a checkpoint.
+        shutil.rmtree(old.rename(old.with_name(old.name + ".old.partial")))
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """This rank's random state, under keys of its own."""
+    rank = dist.get_rank()
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    for name, state in states.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)

@@ -1,0 +1,90 @@
+"""Learner: parameters that learn together, their accumulated gradient and their optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rl.errors import RunError
+from rl.models.platform import titan_dist
+from rl.types import OptimParams
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Learner:
+    """AdamW over named parameters. The learning rate and all else come with each step."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], reduce_over: dist.ProcessGroup | None = None):
+        """reduce_over: ranks that hold the same parameters and saw other tokens, where nobody else adds their gradients."""
+        self.parameters = dict(parameters)
+        self._reduce_over = reduce_over
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the moments and the accumulated gradient."""
+        self._optimizer = torch.optim.AdamW(self.parameters.values(), fused=True)
+        self._optimizer.zero_grad()
+
+    def step(self, params: OptimParams) -> dict[str, float]:
+        """Scale, clip and apply the accumulated gradient, then clear it. Returns `grad_norm`, before clipping.
+
+        Raises RunError, with the parameters untouched, where there is no gradient or it is not finite.
+        """
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        if not parameters:
+            raise RunError("optim_step without a gradient; call forward_backward first")
+        for p in parameters:
+            if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:  # a sum still to be made over TP ranks
+                p.grad = p.grad.redistribute(placements=p.placements)
+        gradients = [local(p.grad) for p in parameters]
+        if self._reduce_over is not None:
+            _sum_over(gradients, self._reduce_over)
+        torch._foreach_mul_(gradients, params.grad_scale)
+        norm = titan_dist.clip_grad_norm_(parameters, params.max_grad_norm or float("inf"), foreach=True)
+        if not torch.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise RunError(
+                f"the gradient norm is {norm.item()}; the step was not applied. Look at the loss before it, and lower trainer.lr"
+            )
+        for group in self._optimizer.param_groups:
+            group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return {"grad_norm": norm.item()}
+
+    def state(self) -> dict[str, Any]:
+        """Name -> the parameter and its moments, as they are: what a checkpoint holds, and what loading writes into."""
+        return {name: {"value": p.detach(), **self._moments(p)} for name, p in self.parameters.items()}
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        state = self._optimizer.state[parameter]
+        if not state:  # what AdamW would make at its first step
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
+        return {name: state[name] for name in ("step", *_MOMENTS)}
+
+    def move_optimizer(self, device: torch.device) -> None:
+        for state in self._optimizer.state.values():
+            for name, tensor in state.items():
+                state[name] = tensor.to(device)
+
+    def move_parameters(self, device: torch.device) -> None:
+        for p in self.parameters.values():
+            grad, p.grad = p.grad, None
+            p.data = p.data.to(device)
+            p.grad = grad.to(device) if grad is not None else None
+
+
+def _sum_over(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,183 @@
+"""LoRA (arXiv 2106.09685): adapters on the frozen linear layers of any engine, in PEFT's format outside.
+
+An adapter's weights are whole on every data-parallel rank and split over tensor-parallel ranks as their layer is; FSDP does not
+know of them, so that adapters come and go while the model stays. r rank, I input size, O output size of a layer.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from rl.errors import ConfigError
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """output = W x + alpha / rank * B A x, of which A and B learn."""
+
+    rank: int = 0
+    """Rank of A and B; 0 means no adapter: all weights learn."""
+
+    alpha: float = 32.0
+    """Scale of the adapter's output, divided by the rank."""
+
+    targets: tuple[str, ...] = TARGETS
+    """Which linear layers get an adapter, by the last part of their Hugging Face name."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Site:
+    """A frozen linear layer to which an adapter can be attached. Made before the model is parallelised."""
+
+    def __init__(self, name: str, linear: nn.Linear):
+        """name: the layer's Hugging Face name."""
+        self.name = name
+        self.linear = linear
+        self.active: tuple[nn.Parameter, nn.Parameter, float] | None = None  # A [r, I], B [O, r], scale
+        self._base = linear.forward
+        linear.forward = self._forward
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._base(x)
+        if self.active is None:
+            return out
+        a_rI, b_Or, scale = self.active
+        return out + F.linear(F.linear(x, a_rI.to(x.dtype)), b_Or.to(x.dtype)) * scale
+
+
+class Adapter:
+    """The weights of one adapter, fp32, by PEFT's names."""
+
+    def __init__(self, lora: LoRA, sites: Iterable[Site], seed: int, tp_mesh: Any, device: torch.device):
+        """A is drawn as PEFT draws it, the same under every layout, and B is 0. Raises ConfigError for targets that do not exist."""
+        if lora.rank < 1:
+            raise ConfigError(f"lora.rank={lora.rank} must be at least 1 for an adapter")
+        sites = list(sites)
+        known = {site.name.rsplit(".", 1)[-1] for site in sites}
+        if unknown := sorted(set(lora.targets) - known):
+            raise ConfigError(f"lora.targets names {unknown}, which the model does not have; use some of {sorted(known)}")
+        self.lora = lora
+        self._sites = [site for site in sites if site.name.rsplit(".", 1)[-1] in lora.targets]
+        self.parameters: dict[str, nn.Parameter] = {}
+        for site in self._sites:
+            a, b = _initial(site, lora.rank, seed)
+            placement_a, placement_b = _placements(site.linear.weight, tp_mesh)
+            for name, tensor, placement in (("lora_A", a, placement_a), ("lora_B", b, placement_b)):
+                self.parameters[f"{_PREFIX}{site.name}.{name}.weight"] = _parameter(tensor.to(device), placement, tp_mesh)
+
+    def attach(self) -> None:
+        for site in self._sites:
+            site.active = (*self.pair(site.name), self.lora.scale)
+
+    def pair(self, site_name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return tuple(self.parameters[f"{_PREFIX}{site_name}.{name}.weight"] for name in ("lora_A", "lora_B"))
+
+    def delta(self, weight_name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """What the adapter adds to a block of a weight [O, I], fp32; None where it adds nothing. A collective under TP."""
+        site_name = weight_name.removesuffix(".weight")
+        if f"{_PREFIX}{site_name}.lora_A.weight" not in self.parameters:
+            return None
+        a_rI, b_Or = (whole(p.detach()) for p in self.pair(site_name))
+        rows, columns = (slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+        return self.lora.scale * (b_Or[rows] @ a_rI[:, columns])
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Full tensors by PEFT's names. Raises ConfigError where they are not this adapter's."""
+        if tensors.keys() != self.parameters.keys():
+            odd = sorted(tensors.keys() ^ self.parameters.keys())[:3]
+            raise ConfigError(f"the adapter's tensors are not those of this model and these targets, for instance {odd}")
+        for name, p in self.parameters.items():
+            if tensors[name].shape != p.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensors[name].shape)} in the adapter but {tuple(p.shape)} in the model")
+            full = tensors[name].to(p.device, torch.float32)
+            p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else full)
+
+
+def detach_all(sites: Iterable[Site]) -> None:
+    for site in sites:
+        site.active = None
+
+
+def freeze(model: nn.Module, dtype: torch.dtype) -> None:
+    """The base of adapters: no gradients, kept in the compute dtype."""
+    model.to(dtype).requires_grad_(False)
+
+
+def adapter_config(lora: LoRA, base_model: str) -> dict[str, Any]:
+    """The contents of PEFT's adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def write_adapter(path: Path, lora: LoRA, base_model: str, tensors: dict[str, torch.Tensor]) -> None:
+    """A directory that PEFT and vLLM load."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    (path / "adapter_model.safetensors").chmod(0o644)  # safetensors writes 0600
+    (path / "adapter_config.json").write_text(json.dumps(adapter_config(lora, base_model), indent=1))
+
+
+def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
+    """What PEFT or `write_adapter` wrote. Raises ConfigError where it is missing or asks for what is not computed here."""
+    path = Path(path)
+    if not (path / "adapter_config.json").is_file() or not (path / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{path} is not an adapter: it needs adapter_config.json and adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
+    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layers_to_transform"):
+        if config.get(key):
+            raise ConfigError(f"{path}/adapter_config.json has {key}={config[key]!r}, which is not supported; use an adapter without it")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"{path}/adapter_config.json has bias={config['bias']!r}, which is not supported; use 'none'")
+    tensors = load_file(path / "adapter_model.safetensors")
+    targets = sorted({name.rsplit(".", 3)[-3] for name in tensors})
+    return LoRA(config["r"], config["lora_alpha"], tuple(targets)), tensors
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _initial(site: Site, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(site.name.encode()))
+    a = torch.empty(rank, site.linear.in_features)
+    bound = 1 / math.sqrt(a.shape[1])  # kaiming_uniform_(a=sqrt(5))
+    return a.uniform_(-bound, bound, generator=generator), torch.zeros(site.linear.out_features, rank)
+
+
+def _placements(weight: torch.Tensor, tp_mesh: Any) -> tuple[Any, Any]:
+    """Of A and B over the tensor-parallel ranks, following the layer's weight [O, I]."""
+    if tp_mesh is None:
+        return None, None
+    placement = weight.placements[weight.device_mesh.mesh_dim_names.index("tp")]
+    assert isinstance(placement, Shard), (weight.shape, placement)
+    return (Replicate(), Shard(0)) if placement.dim == 0 else (Shard(1), Replicate())
+
+
+def _parameter(tensor: torch.Tensor, placement: Any, tp_mesh: Any) -> nn.Parameter:
+    return nn.Parameter(tensor if tp_mesh is None else distribute_tensor(tensor, tp_mesh, [placement], src_data_rank=None))

@@ -1,0 +1,152 @@
+"""TitanEngine: Qwen3 (dense and MoE) and Llama 3 by torchtitan: FSDP2, HSDP, tensor and context parallelism, float8, compile."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rl.errors import ConfigError
+from rl.models import hf
+from rl.models.attention import SelectiveCheckpointing, pack_documents, row_pieces
+from rl.models.decoder import model_spec
+from rl.models.engine import Engine
+from rl.models.lora import Site, freeze
+from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
+from rl.types import MicroBatch
+
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
+
+CHECKPOINTING = {"none": lambda: None, "selective": SelectiveCheckpointing.Config, "full": FullAC.Config}
+
+
+class TitanEngine(Engine):
+    """See Engine for the contract."""
+
+    def _build(self) -> nn.Module:
+        config, layout = self.config, self.config.layout
+        if config.max_seq_len is not None:  # each layer keeps a RoPE table of that length
+            limit = self._hf_config["max_position_embeddings"]
+            self._hf_config["max_position_embeddings"] = min(limit, config.max_seq_len)
+        # torchtitan's varlen attention is for GPUs, computes in bf16 whatever it is given and knows no context parallelism.
+        self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
+        parallelism = ParallelismConfig(
+            data_parallel_replicate_degree=layout.replicate,
+            data_parallel_shard_degree=layout.shard,
+            context_parallel_degree=layout.context_parallel,
+            tensor_parallel_degree=layout.tensor_parallel,
+            spmd_backend="partial_dtensor",
+        )
+        spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa)
+        for converter in self._converters():
+            spec.model = converter.convert(spec.model)
+        spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+        dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+        dims.build_mesh()
+        self._context_group = dims.get_mesh("cp").get_group() if layout.context_parallel > 1 else None
+        self._context_rank = dist.get_rank() // layout.tensor_parallel % layout.context_parallel
+        self._tp_mesh = dims.get_mesh("tp") if layout.tensor_parallel > 1 else None
+        with torch.device("meta"):
+            model = spec.model.build()
+        if config.adapters:
+            freeze(model, self._dtype)
+            self._sites = [Site(name, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and (name := _layer_name(n))]
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=dims,
+            training=TrainingConfig(mixed_precision_param=config.dtype, mixed_precision_reduce="float32"),
+            parallelism=parallelism,
+            compile_config=CompileConfig(enable=config.compile, components=["model"]),
+            ac_config=CHECKPOINTING[config.activation_checkpointing](),
+            dump_folder="",
+        )
+        sum_gradients_over_ranks(model)
+        model.to_empty(device=self.device)
+        with torch.no_grad():
+            model.init_states(buffer_device=self.device)
+        self._load_tensors(model, hf.HFWeights(self._model_dir) if config.seed is None else self._random_weights(config.seed))
+        return model
+
+    def _converters(self) -> list[Any]:
+        """torchtitan's converters of the model's config. (None of 0.3.0 has a hook after the optimizer's step.)"""
+        if not self.config.float8:
+            return []
+        try:
+            from torchtitan.components.quantization.float8 import Float8LinearConverter
+
+            settings = Float8LinearConverter.Config(
+                emulate=DEVICE_TYPE == "cpu", filter_fqns=["lm_head", "router.gate"], model_compile_enabled=self.config.compile
+            )
+            return [settings.build()]
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"float8=True: {error} (torchao: pip install torchao==0.18.0)") from error
+
+    def _name(self, parameter: str) -> str:
+        return hf.hf_name(super()._name(parameter))
+
+    def _split(self, name: str, num_experts: int) -> list[str] | None:
+        return hf.expert_names(name, num_experts)
+
+    def _random_weights(self, seed: int) -> Any:
+        """Drawn unsharded: torch's sharded random numbers are wrong on a CPU, and depend on the layout."""
+        spec = model_spec(self._hf_config, packed_sdpa=True).model
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            model = spec.build()
+            model.init_states()
+        tensors = {}
+        for parameter, p in model.named_parameters():
+            name = self._name(parameter)
+            names = self._split(name, len(p))
+            tensors |= {name: p.detach()} if names is None else dict(zip(names, p.detach(), strict=True))
+        return tensors.__getitem__
+
+    def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
+        if self._context_group is not None:
+            return self._run_context_parallel(micro, with_targets)
+        tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.scored))
+        if self._packed_sdpa:
+            documents = pack_documents(micro.positions, self.device)
+        else:
+            documents = create_varlen_metadata_for_document(positions[None])
+        return self._model(tokens[None], positions[None], documents, scored - 1, tokens[scored] if with_targets else None)
+
+    def _run_context_parallel(self, micro: MicroBatch, with_targets: bool) -> Any:
+        """Each rank holds pieces of the row, and scores the tokens whose predecessor it holds; then all see all scores.
+
+        The loss is the same on every rank of the group, and each takes the gradient of its own scores.
+        """
+        layout = self.config.layout
+        if len(micro.tokens) % layout.row_multiple:
+            raise ConfigError(f"a row of {len(micro.tokens)} tokens is not a multiple of {layout.row_multiple}, as {layout} needs; "
+                              f"pack with multiple_of=layout.row_multiple")  # fmt: skip
+        pieces = row_pieces(len(micro.tokens), layout.context_parallel)
+        here = pieces[self._context_rank]
+        mine = np.flatnonzero(np.isin(micro.scored - 1, here))  # which of the scored tokens
+        predictors = np.searchsorted(here, micro.scored[mine] - 1)
+        targets = self._tensor(micro.tokens[micro.scored[mine]]) if with_targets else None
+        documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
+        tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]
+        scores = self._model(tokens, positions, documents, self._tensor(predictors), targets)
+        index, total = self._tensor(mine), len(micro.scored)
+        if not with_targets:
+            return self._join(scores, index, total)
+        logprobs, entropy = scores
+        return self._join(logprobs, index, total), self._join(entropy, index, total)
+
+    def _join(self, mine: torch.Tensor, index: torch.Tensor, total: int) -> torch.Tensor:
+        """[m, ...] of each rank -> [M, ...] on all of them; the gradient flows into this rank's."""
+        everyone = mine.new_zeros(total, *mine.shape[1:]).index_copy(0, index, mine.detach())
+        dist.all_reduce(everyone, group=self._context_group)
+        return everyone.index_copy(0, index, mine)
+
+
+def _layer_name(module: str) -> str | None:
+    """The Hugging Face name of a linear layer that adapters may target."""
+    name = hf.hf_name(f"{module}.weight").removesuffix(".weight")
+    return name if name.startswith("model.layers.") and not name.endswith("mlp.gate") else None

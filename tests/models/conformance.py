@@ -1,0 +1,242 @@
+"""Every engine under every layout that four processes allow, against the same engine in one process.
+
+`python -m tests.models.conformance` writes the table of differences to docs/conformance.md; tests/models/test_conformance.py
+holds them under the limits. Under torchrun this module is the worker: it runs the cases of one number of processes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.models.layout import Layout
+from tests.tiny import write_config
+
+LAYOUTS = {
+    "FSDP2 x 2": Layout(shard=2),
+    "HSDP 2 x 1": Layout(replicate=2),
+    "TP2": Layout(tensor_parallel=2),
+    "CP2": Layout(context_parallel=2),
+    "FSDP2 x 4": Layout(shard=4),
+    "HSDP 2 x 2": Layout(replicate=2, shard=2),
+    "FSDP2 x TP2": Layout(shard=2, tensor_parallel=2),
+    "FSDP2 x CP2": Layout(shard=2, context_parallel=2),
+    "CP2 x TP2": Layout(context_parallel=2, tensor_parallel=2),
+    "CP4": Layout(context_parallel=4),
+}
+ONE = "one process"
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Qwen3-MoE": MOE,
+    "Llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "Gemma 3": {"model_type": "gemma3_text", "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    model: str
+    layout: str = ONE
+    settings: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
+    limit: float = 1e-5
+
+    @property
+    def name(self) -> str:
+        words = [self.engine, self.model, *(f"{k}={v}" for k, v in self.settings.items()), self.layout]
+        return ", ".join(words)
+
+    @property
+    def one_process(self) -> "Case":
+        """What it is compared with: the same without parallelism, and without recomputation."""
+        return replace(self, layout=ONE, settings={k: v for k, v in self.settings.items() if k != "activation_checkpointing"})
+
+
+def _titan(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) -> list[Case]:
+    return [Case("TitanEngine", model, layout, settings, limit) for layout in layouts]
+
+
+CASES = [
+    *_titan("Qwen3", ["FSDP2 x 2", "HSDP 2 x 1", "TP2", "CP2", "FSDP2 x 4", "HSDP 2 x 2", "FSDP2 x TP2", "FSDP2 x CP2", "CP2 x TP2", "CP4"]),
+    *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
+    *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
+    *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
+    *_titan("Qwen3", ["FSDP2 x 2"], 0.5, float8=True),
+    *_titan("Qwen3", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x TP2", "HSDP 2 x 2"], adapters=True),
+    *_titan("Llama", ["FSDP2 x 2", "TP2", "FSDP2 x TP2", "CP2 x TP2"]),
+    *_titan("Qwen3-MoE", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x 4", "FSDP2 x TP2"]),
+]
+
+
+# ---- the worker
+
+
+def run_case(case: Case, directory: Path) -> dict[str, Any]:
+    """Gathered on every rank: logits, gradients, and the losses of three AdamW steps."""
+    import torch
+
+    from rl.batching import pack, supervised_sample
+    from rl.loss.policy import CrossEntropy
+    from rl.models.build import ENGINES
+    from rl.models.engine import EngineConfig
+    from rl.models.lora import LoRA
+    from rl.types import OptimParams
+
+    torch.set_num_threads(1)
+    layout = LAYOUTS.get(case.layout, Layout())
+    engine = ENGINES[case.engine](model_directory(directory, case.model), EngineConfig(layout=layout, seed=7, **case.settings))
+    adapter = None
+    if engine.config.adapters:
+        adapter = "policy"
+        engine.add_adapter(adapter, LoRA(rank=4, alpha=8), seed=1)
+    rng = np.random.default_rng(0)
+    samples = [supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60))) for _ in range(9)]
+    batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=96, multiple_of=layout.row_multiple)
+    scale = 1 / batch.num_scored_tokens
+    result: dict[str, Any] = {"losses": [], "initial": _published(engine, adapter), "logits": _gather_rows(engine, batch, adapter)}
+
+    def loss() -> float:
+        metrics = engine.forward_backward(batch, CrossEntropy(), adapter)
+        parts = _everyone(metrics["loss:sum"])[:: layout.procs_per_row]
+        return sum(parts) * scale
+
+    # With eps far over the gradient AdamW moves each weight by lr / eps times its gradient: this reads the gradient off.
+    result["losses"].append(loss())
+    engine.optim_step(OptimParams(lr=1e4, eps=1e4, betas=(0.0, 0.0), grad_scale=scale, max_grad_norm=0), adapter)
+    after = _published(engine, adapter)
+    result["gradients"] = {name: result["initial"][name] - after[name] for name in after}
+    engine.reset_optimizer(adapter)
+    for _ in range(3):
+        result["losses"].append(loss())
+        result.setdefault("norms", []).append(engine.optim_step(OptimParams(lr=1e-3, grad_scale=scale), adapter)["grad_norm"])
+    scores: dict[int, Any] = {}
+    for part in _everyone(engine.forward(batch, adapter)):
+        scores |= part
+    result["logprobs"] = scores
+    return result
+
+
+def model_directory(directory: Path, model: str) -> Path:
+    path = directory / model
+    return path if (path / "config.json").exists() else write_config(path, **MODELS[model])
+
+
+def _everyone(value: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _published(engine: Any, adapter: str | None) -> dict[str, Any]:
+    """What a generator would assemble from every rank's shards."""
+    from rl.weight_sync.manifest import Shard, assemble
+
+    shards: dict[str, list[Any]] = {}
+    for part in _everyone([(Shard(s.name, s.data.dtype, s.global_shape, s.offsets, tuple(s.data.shape), ""), s.data.clone()) for s in engine.export(adapter)]):
+        for shard, data in part:
+            shards.setdefault(shard.name, []).append((shard, data))
+    return {name: tensor.float() for name, tensor in assemble(shards)}
+
+
+def _gather_rows(engine: Any, batch: Any, adapter: str | None) -> dict[int, Any]:
+    """Sample -> [its scored tokens, V] logits."""
+    rows = {}
+    for micro, logits in zip(batch.ranks[engine.dp_rank], engine.logits(batch, adapter), strict=True):
+        rows |= {int(i): logits[micro.sample_ids == i].float().numpy() for i in np.unique(micro.sample_ids)}
+    return {i: row for part in _everyone(rows) for i, row in part.items()}
+
+
+# ---- the comparison
+
+
+def run(directory: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """Case name -> its result; one torchrun for each number of processes, the reference cases included."""
+    import torch
+
+    wanted = {case.name: case for case in [*cases, *(case.one_process for case in cases)]}
+    for num_procs in (1, 2, 4):
+        names = [name for name, case in wanted.items() if LAYOUTS.get(case.layout, Layout()).num_procs == num_procs]
+        if not names:
+            continue
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_procs), "--standalone"]
+        job = directory / f"job-{num_procs}.json"
+        job.write_text(json.dumps([[wanted[n].engine, wanted[n].model, wanted[n].layout, wanted[n].settings] for n in names]))
+        done = subprocess.run(
+            [*command, "-m", "tests.models.conformance", str(job)], env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+    return {name: torch.load(directory / f"{name}.pt", weights_only=False) for name in wanted}
+
+
+def differences(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Largest absolute differences; tensors that are not the same set are an error."""
+    assert got["initial"].keys() == expected["initial"].keys()
+    assert got["logits"].keys() == expected["logits"].keys() == got["logprobs"].keys()
+
+    def worst(key: str) -> float:
+        return max(float(np.abs(np.asarray(got[key][n]) - np.asarray(expected[key][n])).max()) for n in expected[key])
+
+    return {
+        "initial": worst("initial"),  # random weights do not depend on the layout
+        "logits": worst("logits"),
+        "loss": abs(got["losses"][0] - expected["losses"][0]),
+        "gradients": worst("gradients"),
+        "3 steps": float(np.abs(np.subtract(got["losses"], expected["losses"])).max()),
+        "norms": float(np.abs(np.subtract(got["norms"], expected["norms"])).max()),
+        "logprobs": worst("logprobs"),
+    }
+
+
+def write_table(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        results = run(Path(directory), CASES)
+    lines = [
+        "# Conformance of the engines",
+        "",
+        "Each engine under each layout against the same engine in one process, from the same random weights: largest absolute differences of",
+        "the logits, the loss, the gradients (read off the weights after one step, so their reduction over ranks is included) and the losses of",
+        "three AdamW steps. fp32 where nothing else is said; 9 packed sequences of unequal length, tiny models. A test holds them under the limit.",
+        "float8 scales each rank's activations by their own maximum, so its numbers depend on how tokens are split.",
+        "",
+        "Made by `python -m tests.models.conformance` on a CPU.",
+        "",
+        "| engine | model | layout | settings | logits | loss | gradients | losses of 3 steps | limit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        d = differences(results[case.name], results[case.one_process.name])
+        settings = ", ".join(f"{k}={v}" for k, v in case.settings.items())
+        numbers = " | ".join(f"{d[key]:.0e}" for key in ("logits", "loss", "gradients", "3 steps"))
+        lines.append(f"| {case.engine} | {case.model} | {case.layout} | {settings} | {numbers} | {case.limit:.0e} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        write_table(Path("docs/conformance.md"))
+        return
+    import torch
+    import torch.distributed as dist
+
+    job = Path(sys.argv[1])
+    for arguments in json.loads(job.read_text()):
+        case = Case(*arguments)
+        result = run_case(case, job.parent)
+        if dist.get_rank() == 0:
+            torch.save(result, job.parent / f"{case.name}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
