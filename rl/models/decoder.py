@@ -9,7 +9,7 @@ form of RoPE (torchtitan's own Llama3 takes the complex form, whose q and k rows
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from torchtitan.models.common.config_utils import (
     make_token_dispatcher_config,
 )
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.parallelize import parallelize_llama
@@ -101,11 +101,14 @@ def _scoring_forward(
     return self.lm_head(self.norm(h_BTD), predictors, targets)
 
 
-def _parallelize_tied(self: Decoder, dims: ParallelDims) -> None:
-    """Tensor parallelism distributes each module's own parameter: tie the two again before FSDP takes hold of them."""
+def _parallelize(self: Decoder, dims: ParallelDims) -> None:
+    """Tensor parallelism distributes each module's own parameter: tied ones are tied again before FSDP takes hold of them."""
     Decoder.parallelize(self, dims)
     if self.enable_weight_tying:
         self.tok_embeddings.weight = self.lm_head.weight
+    for layer in self.layers.values():
+        if getattr(layer, "moe_enabled", False):
+            layer.moe.routed_experts.register_forward_pre_hook(_gather_for_experts)
 
 
 def _share_head(config: Decoder.Config) -> None:
@@ -133,15 +136,33 @@ class Experts(GroupedExperts):
         return torch.cat(outputs)
 
 
+def _gather_once_for_each(moe: MoE.Config) -> None:
+    """Under tensor parallelism let router and experts each gather the sequence, instead of sharing what MoE gathers.
+
+    MoE gathers it asynchronously, and torch 2.13 loses the gradient that comes back from the experts' local region.
+    """
+    sharded = moe.sharding_config.in_src_shardings["x_BLD"]
+    moe.sharding_config = replace(moe.sharding_config, in_dst_shardings={"x_BLD": sharded})
+    moe.router.gate.sharding_config = replace(moe.router.gate.sharding_config, in_src_shardings={"input": sharded})
+
+
+def _gather_for_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_BLD, *routing = args
+    return (x_BLD.redistribute(placements=[Replicate()]) if isinstance(x_BLD, DTensor) else x_BLD, *routing)
+
+
 class Qwen3Policy(Qwen3Model):
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
             _share_head(self)
+            for layer in self.layers:
+                if layer.moe is not None:
+                    _gather_once_for_each(layer.moe)
 
     forward = _scoring_forward
-    parallelize = _parallelize_tied
+    parallelize = _parallelize
 
 
 class Llama3Policy(Llama3Model):
@@ -152,7 +173,7 @@ class Llama3Policy(Llama3Model):
             _share_head(self)
 
     forward = _scoring_forward
-    parallelize = _parallelize_tied
+    parallelize = _parallelize
 
 
 class Llama3RoPE(CosSinRoPE):

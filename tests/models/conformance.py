@@ -68,7 +68,7 @@ CASES = [
     *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
     *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
     *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
-    *_titan("Qwen3", ["FSDP2 x 2"], 0.5, float8=True),
+    *_titan("Qwen3", ["FSDP2 x 2"], 1.0, float8=True),
     *_titan("Qwen3", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x TP2", "HSDP 2 x 2"], adapters=True),
     *_titan("Llama", ["FSDP2 x 2", "TP2", "FSDP2 x TP2", "CP2 x TP2"]),
     *_titan("Qwen3-MoE", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x 4", "FSDP2 x TP2"]),
