@@ -16,7 +16,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention
 
 _LENGTH_STEP = 32
@@ -91,6 +90,18 @@ def pack_documents(positions: np.ndarray, device: torch.device, pieces: Sequence
     )
 
 
+def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packed [L] -> right-padded rows: tokens [n, longest], positions [n, longest], and where each token went, [L] into n * longest.
+
+    Padding follows a document and repeats its last token: causal models never see it.
+    """
+    starts = np.flatnonzero(positions == 0)
+    lengths = np.diff([*starts, len(positions)])
+    offsets = np.minimum(np.arange(lengths.max())[None, :], lengths[:, None] - 1)
+    rows = np.repeat(np.arange(len(starts)), lengths)
+    return tokens[starts[:, None] + offsets], offsets, rows * lengths.max() + positions
+
+
 def _runs(tokens: np.ndarray, positions: np.ndarray) -> list[tuple[int, int]]:
     """Maximal ranges [first, last) of neighbouring tokens of one document, in a sorted subset of a row's tokens."""
     breaks = np.flatnonzero((np.diff(tokens, prepend=tokens[0] - 2) != 1) | (positions[tokens] == 0))
@@ -142,14 +153,3 @@ class PackedSDPA(FlexAttention):
         **kwargs: object,
     ) -> torch.Tensor:
         return packed_attention(q_BLNH[0], k_BLNH[0], v_BLNH[0], attention_masks, scale).unsqueeze(0)
-
-
-class SelectiveCheckpointing(SelectiveAC):
-    """torchtitan's selective policy, which knows the attention of GPUs but not the CPU's."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
-
-    def get_save_ops(self) -> set:
-        return super().get_save_ops() | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}

@@ -1,6 +1,7 @@
 """The kinds of engine, by name."""
 
 from rl.models.engine import Engine
+from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
 
-ENGINES: dict[str, type[Engine]] = {engine.__name__: engine for engine in (TitanEngine,)}
+ENGINES: dict[str, type[Engine]] = {engine.__name__: engine for engine in (TitanEngine, HFEngine)}

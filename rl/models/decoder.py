@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
-from rl.loss.logprobs import token_entropy, token_logprobs
 from rl.models.attention import PackedDocuments, PackedSDPA
 from rl.models.hf import check_supported, rope_parameters
+from rl.models.scoring import score
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
@@ -44,10 +43,6 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingConfig
 
-_CHUNK_ELEMENTS = 1 << 26
-"""Logits held at a time, in elements (256 MiB in fp32); beyond it they are recomputed chunk by chunk in backward."""
-
-
 class ScoringHead(Linear):
     """The lm_head, asked for logprobs of chosen tokens instead of logits of all of them."""
 
@@ -64,20 +59,7 @@ class ScoringHead(Linear):
         """
         mesh = h_BTD.device_mesh if isinstance(h_BTD, DTensor) else None
         h_TD = (h_BTD.to_local(grad_placements=[Replicate()]) if mesh else h_BTD)[0]
-        h_MD = h_TD.index_select(0, predictors)
-        if targets is None:
-            return self._logits(mesh, h_MD)
-        score = partial(self._score, mesh)
-        num_chunks = max(1, math.ceil(h_MD.shape[0] * self.out_features / _CHUNK_ELEMENTS))
-        if num_chunks == 1:
-            return score(h_MD, targets)
-        chunks = zip(h_MD.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
-        logprobs, entropy = zip(*(checkpoint(score, h, t, use_reentrant=False) for h, t in chunks), strict=True)
-        return torch.cat(logprobs), torch.cat(entropy)
-
-    def _score(self, mesh: Any, h_MD: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_MV = self._logits(mesh, h_MD)
-        return token_logprobs(logits_MV, targets), token_entropy(logits_MV)
+        return score(partial(self._logits, mesh), self.out_features, h_TD.index_select(0, predictors), targets)
 
     def _logits(self, mesh: Any, h: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]; under tensor parallelism the vocabulary's shards are gathered."""

@@ -91,6 +91,10 @@ def check_weights(model_dir: str | Path) -> None:
         _open(path)
 
 
+def tensor_names(model_dir: str | Path) -> set[str]:
+    return {name for path in weight_files(model_dir) for name in _open(path).keys()}  # noqa: SIM118
+
+
 def weight_files(model_dir: str | Path) -> list[Path]:
     files = sorted(Path(model_dir).glob("*.safetensors"))
     if not files:
@@ -138,6 +142,11 @@ def save_model(out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    copy_companions(model_dir, out_dir, dtype)
+
+
+def copy_companions(model_dir: str | Path, out_dir: Path, dtype: torch.dtype) -> None:
+    """Config and tokenizer beside exported weights."""
     for path in Path(model_dir).iterdir():
         if path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
             shutil.copy(path, out_dir / path.name)

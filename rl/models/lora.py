@@ -115,8 +115,10 @@ def detach_all(sites: Iterable[Site]) -> None:
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """The base of adapters: no gradients, kept in the compute dtype."""
-    model.to(dtype).requires_grad_(False)
+    """The base of adapters: no gradients, parameters kept in the compute dtype."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(False)
 
 
 def adapter_config(lora: LoRA, base_model: str) -> dict[str, Any]:

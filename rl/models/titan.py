@@ -10,7 +10,8 @@ from torch import nn
 
 from rl.errors import ConfigError
 from rl.models import hf
-from rl.models.attention import SelectiveCheckpointing, pack_documents, row_pieces
+from rl.models.activation_checkpointing import CHECKPOINTING
+from rl.models.attention import pack_documents, row_pieces
 from rl.models.decoder import model_spec
 from rl.models.engine import Engine
 from rl.models.lora import Site, freeze
@@ -19,10 +20,7 @@ from rl.types import MicroBatch
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
-
-CHECKPOINTING = {"none": lambda: None, "selective": SelectiveCheckpointing.Config, "full": FullAC.Config}
 
 
 class TitanEngine(Engine):

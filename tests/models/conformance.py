@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Qwen3-MoE": MOE,
     "Llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "Gemma 2": {"model_type": "gemma2", "sliding_window": 24},  # soft-capped attention: padded rows
     "Gemma 3": {"model_type": "gemma3_text", "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
 }
 
@@ -63,6 +64,10 @@ def _titan(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any)
     return [Case("TitanEngine", model, layout, settings, limit) for layout in layouts]
 
 
+def _hf(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) -> list[Case]:
+    return [replace(case, engine="HFEngine") for case in _titan(model, layouts, limit, **settings)]
+
+
 CASES = [
     *_titan("Qwen3", ["FSDP2 x 2", "HSDP 2 x 1", "TP2", "CP2", "FSDP2 x 4", "HSDP 2 x 2", "FSDP2 x TP2", "FSDP2 x CP2", "CP2 x TP2", "CP4"]),
     *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
@@ -71,6 +76,12 @@ CASES = [
     *_titan("Qwen3", ["FSDP2 x 2"], 1.0, float8=True),
     *_titan("Qwen3", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x TP2", "HSDP 2 x 2"], adapters=True),
     *_titan("Llama", ["FSDP2 x 2", "TP2", "FSDP2 x TP2", "CP2 x TP2"]),
+    *_hf("Qwen3", ["FSDP2 x 2", "HSDP 2 x 2"]),
+    *_hf("Gemma 3", ["FSDP2 x 2", "FSDP2 x 4", "HSDP 2 x 2"]),
+    *_hf("Gemma 3", ["FSDP2 x 2"], activation_checkpointing="full"),
+    *_hf("Gemma 3", ["FSDP2 x 2", "HSDP 2 x 2"], adapters=True),
+    *_hf("Gemma 3", ["FSDP2 x 2"], 6e-2, dtype="bfloat16"),
+    *_hf("Gemma 2", ["FSDP2 x 2"]),
     *_titan("Qwen3-MoE", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x 4", "FSDP2 x TP2"]),
 ]
 

@@ -1,0 +1,32 @@
+"""Logprobs and entropy of chosen tokens from hidden states, a chunk of the vocabulary's logits at a time.
+
+M scored tokens, D hidden size, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rl.loss.logprobs import token_scores
+
+_CHUNK_ELEMENTS = 1 << 26
+"""Logits held at a time, in elements; beyond it they are recomputed chunk by chunk in backward."""
+
+
+def score(logits_of: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, h_MD: torch.Tensor, targets: torch.Tensor | None) -> Any:
+    """logits_of: [m, D] -> [m, V]; targets [M] -> logprobs [M] with gradient and entropy [M] without, fp32 nats. Without targets: the logits [M, V]."""
+    if targets is None:
+        return logits_of(h_MD)
+    num_chunks = max(1, math.ceil(len(targets) * vocab_size / _CHUNK_ELEMENTS))
+    if num_chunks == 1:
+        return token_scores(logits_of(h_MD), targets)
+
+    def chunk_scores(h: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_scores(logits_of(h), t)
+
+    chunks = zip(h_MD.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
+    logprobs, entropy = zip(*(checkpoint(chunk_scores, h, t, use_reentrant=False) for h, t in chunks), strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
