@@ -100,6 +100,12 @@ class Engine(ABC):
         self._mode: Literal["train", "eval"] | None = None
         self._on = {"model": self.device, "optimizer": self.device}
 
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, in tokens."""
+        limit = self._hf_config.get("max_position_embeddings") or self._hf_config.get("n_positions") or 2**62  # state-space models have none
+        return min(limit, self.config.max_seq_len or limit)
+
     # ---- what a kind of engine provides
 
     @abstractmethod
@@ -127,7 +133,7 @@ class Engine(ABC):
         logprobs: dict[int, np.ndarray] = {}
         with self._attached(adapter):
             self._model.eval()
-            for micro in batch.ranks[self.dp_rank]:
+            for micro in self._micro_batches(batch):
                 scores = self._run(micro, with_targets=True)[0].cpu().numpy()
                 for sample in np.unique(micro.sample_ids):
                     logprobs[int(sample)] = scores[micro.sample_ids == sample]
@@ -147,7 +153,7 @@ class Engine(ABC):
         totals: dict[str, float] = {}
         with self._attached(adapter):
             self._model.train()
-            for micro in batch.ranks[self.dp_rank]:
+            for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
                 inputs = TokenInputs(*(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)))
                 output = loss(logprobs, inputs)
@@ -178,7 +184,7 @@ class Engine(ABC):
         self._require("logits", model=True)
         with self._attached(adapter):
             self._model.eval()
-            logits = [self._run(micro, with_targets=False) for micro in batch.ranks[self.dp_rank]]
+            logits = [self._run(micro, with_targets=False) for micro in self._micro_batches(batch)]
         self._reshard()
         return logits
 
@@ -413,6 +419,16 @@ class Engine(ABC):
         return {name: learner.state() for name, learner in learners.items()}
 
     # ---- for the kinds of engine
+
+    def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
+        """This rank's part. Every rank looks at all of it, so that all raise where one would."""
+        if len(batch.ranks) != self.config.layout.data_parallel:
+            raise RunError(f"a batch packed for {len(batch.ranks)} data-parallel ranks, of which there are {self.config.layout.data_parallel}; "
+                           f"pack with num_ranks=layout.data_parallel")  # fmt: skip
+        longest = max((int(micro.positions.max()) + 1 for rank in batch.ranks for micro in rank), default=0)
+        if longest > self.max_seq_len:
+            raise RunError(f"a sequence of {longest} tokens exceeds the {self.max_seq_len} positions of the model; shorten it, or raise max_seq_len")
+        return batch.ranks[self.dp_rank]
 
     def _load_tensors(self, model: nn.Module, read: Any) -> None:
         """read: a parameter's name -> the full tensor. Every rank reads it and keeps its shard."""

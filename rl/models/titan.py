@@ -28,9 +28,7 @@ class TitanEngine(Engine):
 
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
-        if config.max_seq_len is not None:  # each layer keeps a RoPE table of that length
-            limit = self._hf_config["max_position_embeddings"]
-            self._hf_config["max_position_embeddings"] = min(limit, config.max_seq_len)
+        self._hf_config["max_position_embeddings"] = self.max_seq_len  # each layer keeps a RoPE table of that length
         # torchtitan's varlen attention is for GPUs, computes in bf16 whatever it is given and knows no context parallelism.
         self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
         parallelism = ParallelismConfig(
