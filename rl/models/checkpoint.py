@@ -21,7 +21,9 @@ _RECORD = "record.json"
 class Checkpoints:
     """Writes one checkpoint at a time. Every rank calls every method, in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float) -> None:
+        """timeout_seconds: longest that writing one may take."""
+        self._timeout = timeout_seconds
         # The writing thread's collectives must not meet those of the training thread.
         self._group = dist.new_group(backend="gloo")
         self._writing: Future[None] | None = None
@@ -40,8 +42,8 @@ class Checkpoints:
             (partial / _RECORD).write_text(json.dumps(record))
         dist.barrier()
         written = dcp.async_save(tensors, storage_writer=FileSystemWriter(partial), process_group=self._group)
-        self._writing = Future()
-        written.add_done_callback(lambda done: self._finish(done, partial, path, keep_last, self._writing))
+        self._writing = finished = Future()
+        written.add_done_callback(lambda done: self._finish(done, partial, path, keep_last, finished))
 
     @staticmethod
     def _finish(written: Future[Any], partial: Path, path: Path, keep_last: int, finished: Future[None]) -> None:
@@ -61,9 +63,9 @@ class Checkpoints:
             return
         writing, self._writing = self._writing, None
         try:
-            writing.result()
+            writing.result(self._timeout)
         except Exception as error:
-            raise RunError(f"a checkpoint could not be written: {error}; the one before it is still there") from error
+            raise RunError(f"a checkpoint could not be written: {error!r}; the one before it is still there") from error
         dist.barrier(self._group)
 
     def load(self, path: Path, tensors: dict[str, Any]) -> None:

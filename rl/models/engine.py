@@ -96,7 +96,7 @@ class Engine(ABC):
         self._tensors = parameters
         self._adapters: dict[str, tuple[Adapter, Learner]] = {}
         self._same_weights = self._ranks_with_the_same_adapters()
-        self._checkpoints = Checkpoints()
+        self._checkpoints = Checkpoints(config.timeout_seconds)
         self._mode: Literal["train", "eval"] | None = None
         self._on = {"model": self.device, "optimizer": self.device}
 

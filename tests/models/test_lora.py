@@ -1,0 +1,189 @@
+"""Adapters against PEFT: the same weights give the same outputs and gradients, in the format that PEFT reads and writes."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from rl.batching import pack, supervised_sample
+from rl.errors import ConfigError, RunError
+from rl.loss.policy import CrossEntropy
+from rl.models.build import ENGINES
+from rl.models.engine import EngineConfig
+from rl.models.lora import LoRA
+from rl.types import OptimParams
+from tests.tiny import write_model
+
+ROW = np.random.default_rng(3).integers(0, 128, 40)
+BATCH = pack([supervised_sample(ROW[:5], ROW[5:]), supervised_sample([1, 2], [3])])
+TARGETS = {"all": LoRA(4, 8.0), "attention": LoRA(8, 4.0, ("q_proj", "v_proj"))}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture(params=ENGINES)
+def make(request, model_dir):
+    return lambda **settings: ENGINES[request.param](model_dir, EngineConfig(adapters=True, **settings))
+
+
+@pytest.fixture
+def peft_dir(model_dir, tmp_path, request):
+    """An adapter with weights of its own, written by PEFT; and PEFT's model."""
+    lora = TARGETS[request.param]
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config)
+    torch.manual_seed(5)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "peft")
+    return tmp_path / "peft", model
+
+
+def adapter_gradients(engine, name):
+    return {n: p.grad for n, p in engine._adapters[name][0].parameters.items()}
+
+
+@pytest.mark.parametrize("peft_dir", TARGETS, indirect=True)
+def test_outputs_and_gradients_equal_pefts(make, peft_dir):
+    path, reference = peft_dir
+    engine = make()
+    engine.load_adapter("a", path)
+    logits = reference(torch.from_numpy(ROW)[None]).logits[0]
+    logp = logits[4:-1].log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
+    assert np.abs(engine.forward(BATCH, "a")[0] - logp.detach().numpy()).max() < 1e-5
+    (-logp.sum()).backward()
+    engine.forward_backward(pack([supervised_sample(ROW[:5], ROW[5:])]), CrossEntropy(), "a")
+    expected = {n.replace(".default", ""): p.grad for n, p in reference.named_parameters() if "lora_" in n}
+    ours = adapter_gradients(engine, "a")
+    assert ours.keys() == expected.keys()
+    largest = max(g.abs().max() for g in expected.values())
+    assert largest > 0.1
+    assert max((ours[n] - expected[n]).abs().max() for n in ours) < 1e-5 * largest
+
+
+@pytest.mark.parametrize("peft_dir", ["all"], indirect=True)
+def test_the_base_and_a_fresh_adapter_compute_what_the_model_computes(make, model_dir, peft_dir):
+    engine = make()
+    engine.add_adapter("fresh", LoRA(4))
+    engine.load_adapter("other", peft_dir[0])
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logp = plain(torch.from_numpy(ROW)[None]).logits[0, 4:-1].log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
+    for adapter in (None, "fresh"):
+        assert np.abs(engine.forward(BATCH, adapter)[0] - logp.numpy()).max() < 1e-5
+    assert np.abs(engine.forward(BATCH, "other")[0] - logp.numpy()).max() > 0.1
+
+
+def test_adapters_learn_apart_and_the_base_stays(make):
+    """Two tenants in turns equal each of them alone."""
+    def learn(engine, name, step):
+        engine.forward_backward(pack([supervised_sample([step], ROW[:20] if name == "a" else ROW[20:])]), CrossEntropy(), name)
+        engine.optim_step(OptimParams(1e-2), name)
+
+    together, alone = make(), {name: make() for name in "ab"}
+    for seed, name in enumerate("ab"):
+        together.add_adapter(name, LoRA(4), seed)
+        alone[name].add_adapter(name, LoRA(4), seed)
+    base = {s.name: s.data.clone() for s in together.export()}
+    for step in range(3):
+        for name in "ab":
+            learn(together, name, step)
+    for name in "ab":
+        for step in range(3):
+            learn(alone[name], name, step)
+        ours, theirs = ({s.name: s.data for s in engine.export(name)} for engine in (together, alone[name]))
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs) and any(t.abs().max() > 0 for n, t in ours.items() if "lora_B" in n)
+    assert all(torch.equal(base[s.name], s.data) for s in together.export())
+
+
+@pytest.mark.parametrize("peft_dir", ["all"], indirect=True)
+def test_peft_reads_what_is_saved_and_the_merged_model_equals_base_plus_adapter(make, model_dir, peft_dir, tmp_path):
+    engine = make()
+    engine.load_adapter("a", peft_dir[0])
+    engine.forward_backward(BATCH, CrossEntropy(), "a")
+    engine.optim_step(OptimParams(1e-2), "a")
+    engine.save_adapter("a", tmp_path / "saved")
+    engine.save_hf(tmp_path / "merged", "a")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with_adapter = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        row = torch.from_numpy(ROW)[None]
+        logits = [m(row).logits[0, 4:-1] for m in (with_adapter, merged)]
+    ours = engine.logits(pack([supervised_sample(ROW[:5], ROW[5:])]), "a")[0]
+    assert max((ours - other).abs().max() for other in logits) < 1e-4
+    exported = {s.name: s.data for s in engine.export("a", merged=True)}
+    assert all(torch.allclose(p, exported[n], atol=1e-6) for n, p in merged.named_parameters())
+
+
+def test_a_checkpoint_brings_adapters_back(make, tmp_path):
+    engine = make()
+    for name, rank in (("a", 4), ("b", 2)):
+        engine.add_adapter(name, LoRA(rank), seed=rank)
+        engine.forward_backward(BATCH, CrossEntropy(), name)
+        engine.optim_step(OptimParams(1e-2), name)
+    engine.save(tmp_path / "step-1")
+    again = make()
+    again.add_adapter("c", LoRA(4))
+    again.add_adapter("a", LoRA(8))
+    again.load(tmp_path / "step-1")
+    assert sorted(again.adapters) == ["a", "b"]
+    for e in (engine, again):
+        e.forward_backward(BATCH, CrossEntropy(), "b")
+        e.optim_step(OptimParams(1e-2), "b")
+    for name in "ab":
+        assert np.array_equal(engine.forward(BATCH, name)[0], again.forward(BATCH, name)[0])
+
+
+def test_bf16_keeps_the_base_in_bf16_and_what_learns_in_fp32(make):
+    engine = make(dtype="bfloat16")
+    engine.add_adapter("a", LoRA(4))
+    engine.forward_backward(BATCH, CrossEntropy(), "a")
+    assert engine.optim_step(OptimParams(1e-2), "a")["grad_norm"] > 0
+    assert {p.dtype for p in engine._model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in engine._adapters["a"][0].parameters.values()} == {torch.float32}
+    assert all(s.data.dtype == torch.bfloat16 for s in engine.export("a"))
+
+
+def test_rank_alpha_and_targets_act(make):
+    engine = make()
+    for name, lora in (("r4", LoRA(4)), ("r8", LoRA(8)), ("q", LoRA(4, targets=("q_proj",))), ("loud", LoRA(4, alpha=64.0))):
+        engine.add_adapter(name, lora)
+        engine.forward_backward(BATCH, CrossEntropy(), name)
+    norms = {name: engine.optim_step(OptimParams(1e-3), name)["grad_norm"] for name in engine.adapters}
+    assert {p.shape[0] for n, p in engine._adapters["r8"][0].parameters.items() if "lora_A" in n} == {8}
+    assert all("q_proj" in n for n in engine._adapters["q"][0].parameters)
+    assert norms["loud"] == pytest.approx(2 * norms["r4"], rel=1e-4)
+    assert norms["q"] < norms["r4"]
+
+
+def test_what_cannot_be_is_named(make, model_dir, tmp_path):
+    engine = make()
+    with pytest.raises(RunError, match="the model itself is frozen; name the adapter that learns"):
+        engine.forward_backward(BATCH, CrossEntropy())
+    with pytest.raises(RunError, match="there is no adapter 'x'; there are none"):
+        engine.forward(BATCH, "x")
+    with pytest.raises(ConfigError, match=r"lora.targets names \['wq'\].*use some of \['down_proj'"):
+        engine.add_adapter("a", LoRA(4, targets=("wq",)))
+    engine.add_adapter("a", LoRA(4))
+    with pytest.raises(ConfigError, match="there is an adapter 'a' already"):
+        engine.add_adapter("a", LoRA(4))
+    with pytest.raises(ConfigError, match="is not an adapter: it needs adapter_config.json"):
+        engine.load_adapter("b", tmp_path)
+    engine.save_adapter("a", tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ConfigError, match="has use_dora=True, which is not supported"):
+        engine.load_adapter("b", tmp_path / "a")
+    with pytest.raises(ConfigError, match="this engine's own weights learn"):
+        ENGINES["TitanEngine"](model_dir).add_adapter("a", LoRA(4))
