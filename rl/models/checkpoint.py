@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from rl.errors import RunError
@@ -64,8 +65,8 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         try:
             writing.result(self._timeout)
-        except Exception as error:
-            raise RunError(f"a checkpoint could not be written: {error!r}; the one before it is still there") from error
+        except (Exception, CheckpointException) as error:
+            raise RunError(f"a checkpoint could not be written: {_cause(error)!r}; the one before it is still there") from error
         dist.barrier(self._group)
 
     def load(self, path: Path, tensors: dict[str, Any]) -> None:
@@ -73,9 +74,13 @@ class Checkpoints:
         self.wait()
         try:
             dcp.load(tensors, checkpoint_id=str(path), process_group=self._group)
-        except dcp.api.CheckpointException as error:
-            first = str(next(iter(error.failures.values()))[0]).splitlines()[-1]
-            raise RunError(f"{path} does not fit this model ({first}); load it with the model it was saved from") from error
+        except CheckpointException as error:
+            raise RunError(f"{path} does not fit this model ({_cause(error)}); load it with the model it was saved from") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong on the first rank where something did."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""Checkpoints: complete or not there, readable under any layout, with everything that the next step depends on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rl.batching import pack, supervised_sample
+from rl.errors import RunError
+from rl.loss.policy import CrossEntropy
+from rl.models import checkpoint
+from rl.models.build import ENGINES
+from rl.models.checkpoint import is_complete, latest
+from rl.models.engine import EngineConfig
+from rl.models.hf_engine import HFEngine
+from rl.models.titan import TitanEngine
+from rl.types import OptimParams
+from tests.tiny import write_config
+
+BATCH = pack([supervised_sample([1, 2], np.arange(30)), supervised_sample([7], np.arange(9))])
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("model"))
+
+
+def learn(engine, steps=1):
+    losses = []
+    for _ in range(steps):
+        losses.append(engine.forward_backward(BATCH, CrossEntropy())["loss:sum"])
+        engine.optim_step(OptimParams(1e-3, 1 / 39))
+    return losses
+
+
+def work(mode, model_dir, directory, shard, tensor_parallel):
+    arguments = [mode, model_dir, directory, shard, tensor_parallel]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(shard * tensor_parallel), "--standalone"]
+    done = subprocess.run(
+        [*command, "-m", "tests.models.checkpoint_worker", *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    out = directory / f"{mode}-{shard}-{tensor_parallel}.json"
+    assert out.exists(), done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_killed_ranks_leave_the_last_complete_checkpoint_and_any_layout_goes_on_from_it(model_dir, tmp_path):
+    expected = work("train", model_dir, tmp_path, 2, 1)
+    # Killed while it wrote step-3, and keep_last=2 has removed step-0.
+    assert (tmp_path / "lora" / "step-3.partial").is_dir()
+    assert sorted(p.name for p in (tmp_path / "lora").iterdir() if is_complete(p)) == ["step-1", "step-2"]
+    assert sorted(p.name for p in (tmp_path / "full").iterdir()) == ["step-1", "step-2"]
+    assert work("resume", model_dir, tmp_path, 2, 1) == expected  # bit for bit
+    for shard, tensor_parallel in ((1, 2), (1, 1)):
+        got = work("resume", model_dir, tmp_path, shard, tensor_parallel)
+        for kind in ("full", "lora"):
+            assert got[kind]["first"] == expected[kind]["first"] == 3
+            assert np.abs(np.subtract(got[kind]["losses"], expected[kind]["losses"])).max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_next_steps_are_the_same_bit_for_bit(model_dir, tmp_path, kind):
+    engine = ENGINES[kind](model_dir, EngineConfig(seed=1))
+    learn(engine, 2)
+    engine.save(tmp_path / "step-2", {"next_step": 3, "schedule": [1, 2.5]}, wait=False)
+    expected = learn(engine, 3)  # while it is written
+    engine.wait_for_save()
+    other = ENGINES[kind](model_dir, EngineConfig(seed=2))
+    assert other.load(tmp_path / "step-2") == {"next_step": 3, "schedule": [1, 2.5]}
+    assert learn(other, 3) == expected
+
+
+def test_the_random_state_comes_back(tmp_path):
+    """Dropout draws the same numbers after a restart, and others where the state is not restored."""
+    engine = HFEngine(write_config(tmp_path / "model", "qwen2", attention_dropout=0.3), EngineConfig(seed=1))
+    learn(engine)
+    engine.save(tmp_path / "step-1")
+    expected = learn(engine, 2)
+    engine.load(tmp_path / "step-1")
+    assert learn(engine, 2) == expected
+    engine.load(tmp_path / "step-1")
+    torch.manual_seed(0)
+    assert learn(engine, 2) != expected
+    assert np.array_equal(engine.forward(BATCH)[0], engine.forward(BATCH)[0])  # no dropout without a gradient
+
+
+def test_what_an_engine_of_one_kind_saved_the_other_goes_on_from(model_dir, tmp_path):
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    learn(engine, 2)
+    engine.save(tmp_path / "step-2")
+    other = HFEngine(model_dir, EngineConfig(seed=2))
+    other.load(tmp_path / "step-2")
+    assert learn(other, 3) == pytest.approx(learn(engine, 3), abs=1e-4)
+
+
+def test_a_failure_in_the_background_is_raised_and_the_previous_checkpoint_stays(model_dir, tmp_path, monkeypatch):
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    with pytest.raises(RunError, match="is not a complete checkpoint"):
+        engine.load(tmp_path / "step-1")
+    engine.save(tmp_path / "step-1")
+
+    def full(*args):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.FileSystemWriter, "write_data", full)
+        engine.save(tmp_path / "step-2", wait=False)
+        with pytest.raises(RunError, match="could not be written: .*disk full.*the one before it is still there"):
+            engine.save(tmp_path / "step-3")
+    assert latest(tmp_path) == tmp_path / "step-1"
+    engine.save(tmp_path / "step-3")
+    assert latest(tmp_path) == tmp_path / "step-3" and not (tmp_path / "step-2").exists()
+    with pytest.raises(RunError, match="does not fit this model"):
+        TitanEngine(write_config(tmp_path / "other", num_hidden_layers=3), EngineConfig(seed=1)).load(tmp_path / "step-3")
+
+
+def test_saving_again_under_the_same_name_replaces(model_dir, tmp_path):
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    for step in (1, 2):
+        engine.save(tmp_path / "latest-0", {"step": step})
+    assert engine.load(tmp_path / "latest-0") == {"step": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["latest-0"]
