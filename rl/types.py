@@ -45,12 +45,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; `temperature` 0 is greedy. `seed` makes sample i of a request reproducible (seed + i)."""
+    """How to sample; `temperature` 0 is greedy. `seed` makes sample i of a request reproducible (seed + i).
+
+    `adapter`: the LoRA adapter to sample with; None is the model itself.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,24 @@ class Batch:
     @property
     def num_scored_tokens(self) -> int:
         return sum(len(micro.scored) for rank in self.ranks for micro in rank)
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """An adapter (arXiv 2106.09685): output = W x + alpha / rank * B A x, of which A and B learn."""
+
+    rank: int = 0
+    """Rank of A and B; 0 means no adapter: all weights learn."""
+
+    alpha: float = 32.0
+    """Scale of the adapter's output, divided by the rank."""
+
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Which linear layers get an adapter, by the last part of their Hugging Face name."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True)

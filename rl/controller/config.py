@@ -1,6 +1,7 @@
 """RunConfig: all settings of a run, frozen, and one function that finds everything wrong with them."""
 
 import dataclasses
+import importlib.util
 import os
 import re
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from rl.envs.base import Env
 from rl.errors import ConfigError
 from rl.loss.credit import GroupMean
 from rl.loss.policy import Clip
+from rl.models.checkpoint import is_complete
 from rl.models.hf import check_supported
 from rl.models.layout import Layout
 from rl.models.sources import ModelSource
+from rl.types import LoRA
 
+MAX_LORA_RANK = 512
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
 _PROCESSES_PER_CORE = 4
 
@@ -27,7 +31,14 @@ _PROCESSES_PER_CORE = 4
 class TrainerConfig:
     """The PolicyTrainer: its processes, memory and optimizer."""
 
+    engine: Literal["titan", "hf"] = "titan"
+    """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models, under FSDP2."""
     layout: Layout = Layout()
+    lora: LoRA = LoRA()
+    float8: bool = False
+    """Linear layers in float8: real on GPUs, emulated on a CPU."""
+    compile: bool = False
+    """torch.compile each layer; GPUs only."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
     max_tokens: int = 8192
@@ -126,6 +137,8 @@ class RunConfig:
     """Steps between evaluations on the held-out problems; the first and the last step are always evaluated."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves only the last step."""
+    keep_checkpoints: int = 0
+    """How many of the newest checkpoints to keep; 0 keeps all."""
     resume_from: str = ""
     """A checkpoint directory (runs/.../checkpoints/step-N): go on after its step, with its weights and optimizer."""
     run_dir: str = ""
@@ -145,12 +158,12 @@ def problems(config: RunConfig) -> list[str]:
         found += _model_against_layout(config)
         if config.env.chat and not config.model.has_chat_template:
             found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
-    found += _machine(config)
+    found += _engine(config) + _machine(config)
     if config.group_size < 2:
         found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
     if config.resume_from and (step := resume_step(config)) is None:
         found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
-    elif config.resume_from and not os.path.isfile(os.path.join(config.resume_from, ".metadata")):
+    elif config.resume_from and not is_complete(config.resume_from):
         found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
     elif config.resume_from and step >= config.steps:
         found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
@@ -168,7 +181,7 @@ def resume_step(config: RunConfig) -> int | None:
 _AT_LEAST_ONE = (
     "steps", "prompts_per_step", "eval_every", "generator.num_replicas", "generator.max_num_seqs", "reward.num_procs",
     "trainer.max_tokens", "env.max_new_tokens", "env.num_eval", "warmup.batch_size",
-    "trainer.layout.replicate", "trainer.layout.shard", "trainer.layout.tensor_parallel",
+    "trainer.layout.replicate", "trainer.layout.shard", "trainer.layout.context_parallel", "trainer.layout.tensor_parallel",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "trainer.lr",
@@ -181,6 +194,9 @@ _AT_LEAST_ZERO = (
     "trainer.max_grad_norm",
     "warmup.steps",
     "save_every",
+    "keep_checkpoints",
+    "trainer.lora.rank",
+    "trainer.lora.alpha",
     "loss.low",
     "loss.high",
 )
@@ -221,10 +237,11 @@ def _env_at_work(config: RunConfig) -> list[str]:
 def _model_against_layout(config: RunConfig) -> list[str]:
     hf, tensor_parallel = config.model.config(), config.trainer.layout.tensor_parallel
     found = []
-    try:
-        check_supported(hf)
-    except ConfigError as error:
-        found.append(str(error))
+    if config.trainer.engine == "titan":
+        try:
+            check_supported(hf)
+        except ConfigError as error:
+            found.append(f"{error}, or set --trainer.engine hf")
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
             divisors = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -235,6 +252,30 @@ def _model_against_layout(config: RunConfig) -> list[str]:
     if config.env.max_new_tokens >= limit:
         found.append(
             f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
+        )
+    return found
+
+
+def _engine(config: RunConfig) -> list[str]:
+    """What the chosen engine, or the machine, does not have; and settings that would be without effect."""
+    trainer, lora, found = config.trainer, config.trainer.lora, []
+    if trainer.engine == "hf":
+        found += [f"trainer.{name}=True needs trainer.engine=titan" for name in ("float8", "compile") if getattr(trainer, name)]
+        if trainer.layout.procs_per_row > 1:
+            found.append("trainer.layout.tensor_parallel and context_parallel need trainer.engine=titan; use trainer.layout.shard")
+    if trainer.compile and not torch.cuda.is_available():
+        found.append("trainer.compile=True needs a GPU; set it to False")
+    if trainer.float8 and importlib.util.find_spec("torchao") is None:
+        found.append("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")
+    if lora.rank > MAX_LORA_RANK:
+        found.append(f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less")
+    if not lora.rank and lora != LoRA():
+        found.append("trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank")
+    if lora.rank and not lora.targets:
+        found.append("trainer.lora.targets is empty; name the layers that get an adapter")
+    if config.keep_checkpoints and not config.save_every:
+        found.append(
+            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the last step alone; set save_every"
         )
     return found
 

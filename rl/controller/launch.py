@@ -19,9 +19,10 @@ import torch
 from rl.actors.generator import Generator, GeneratorPool
 from rl.actors.remote import call
 from rl.actors.reward import RewardPool, RewardWorker
-from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.actors.trainer import POLICY, PolicyTrainer, TrainerHandle
 from rl.controller.config import RunConfig
 from rl.interfaces import Transport
+from rl.models.engine_config import EngineConfig
 from rl.models.generator_env import generator_environment
 from rl.processes import adopt_orphans
 from rl.types import PolicyVersion
@@ -38,6 +39,7 @@ class Fleet:
     trainer: TrainerHandle
     generators: GeneratorPool
     rewards: RewardPool
+    adapter: str | None  # what the policy is sampled with: its LoRA adapter, where it has one
 
     async def publish(self, version: PolicyVersion) -> None:
         """Every generator switches to the trainer's weights; returns when all have."""
@@ -96,28 +98,36 @@ async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path
     # One host: a free port of the loopback interface.
     address = ("localhost", _free_port())
     await call(setup_torch_elastic_env_async(trainer_procs, *address), "trainer start", deadline)
-    trainer = trainer_procs.spawn("trainer", PolicyTrainer, trainer_args(config, model_dir), transport)
+    engine = (config.trainer.engine, str(model_dir), engine_config(config), config.trainer.lora, config.seed)
+    trainer = trainer_procs.spawn("trainer", PolicyTrainer, *engine, transport)
     generators = generator_procs.spawn("generator", Generator, generator_args(config, model_dir), transport)
     rewards = reward_procs.spawn("reward", RewardWorker, config.env, config.reward.limit_seconds)
     fleet = Fleet(
-        TrainerHandle(trainer, layout, deadline),
+        TrainerHandle(trainer, layout, config.trainer.lora, deadline),
         GeneratorPool(generators, replicas, deadline),
         RewardPool(rewards, config.reward.num_procs, deadline),
+        POLICY if config.trainer.lora.rank else None,
     )
     await asyncio.gather(fleet.trainer.ready(), fleet.generators.ready(), fleet.rewards.ready())
+    if config.trainer.lora.rank:  # the model never changes: it is sent once, and only its adapter afterwards
+        await fleet.generators.load_weights(await fleet.trainer.push_base())
+        await fleet.trainer.release_base()
     return fleet
 
 
-def trainer_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
-    return {
-        "model_dir": str(model_dir),
-        "layout": config.trainer.layout,
-        "dtype": config.dtype,
-        "activation_checkpointing": config.trainer.activation_checkpointing,
-        "max_seq_len": config.trainer.max_tokens,
-        "seed": config.seed if config.model.random_weights else None,
-        "timeout_seconds": config.launch.deadline_seconds,
-    }
+def engine_config(config: RunConfig) -> EngineConfig:
+    trainer = config.trainer
+    return EngineConfig(
+        layout=trainer.layout,
+        dtype=config.dtype,
+        activation_checkpointing=trainer.activation_checkpointing,
+        max_seq_len=trainer.max_tokens,
+        adapters=trainer.lora.rank > 0,
+        float8=trainer.float8,
+        compile=trainer.compile,
+        seed=config.seed if config.model.random_weights else None,
+        timeout_seconds=config.launch.deadline_seconds,
+    )
 
 
 def generator_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
@@ -128,6 +138,7 @@ def generator_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "max_num_seqs": config.generator.max_num_seqs,
         "kv_cache_gib": config.generator.kv_cache_gib,
         "compile": config.generator.compile,
+        "max_lora_rank": config.trainer.lora.rank,
     }
 
 

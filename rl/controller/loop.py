@@ -50,7 +50,8 @@ class Run:
             if step % config.eval_every == 0 or step == config.steps:
                 await self.evaluate(step)
             if step == config.steps or (config.save_every and step % config.save_every == 0):
-                await trainer.save_checkpoint(str(self.recorder.checkpoint_path(step)))
+                await trainer.save_checkpoint(str(self.recorder.checkpoint_path(step)), {"step": step}, config.keep_checkpoints)
+        await trainer.finish_checkpoint()
 
     async def rollout(self, problems: Sequence[Problem], seed: int, *, greedy: bool = False) -> list[Group]:
         """A group for each problem: `group_size` samples of it, or one that is greedy.
@@ -65,7 +66,7 @@ class Run:
 
     async def _group(self, problem: Problem, seed: int, greedy: bool) -> Group:
         env, stop = self.config.env, (self.tokenizer.eos_id,)
-        params = SamplingParams(env.max_new_tokens, 0.0 if greedy else 1.0, seed, stop)
+        params = SamplingParams(env.max_new_tokens, 0.0 if greedy else 1.0, seed, stop, self.fleet.adapter)
         prompt = env.encode(problem, self.tokenizer)
         rollouts = await env.drive(prompt, 1 if greedy else self.config.group_size, params, self.fleet.generators, self.tokenizer)
         return Group(tuple(rollouts), tuple(await self.fleet.rewards.score(rollouts)))

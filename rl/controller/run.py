@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from rl.controller.config import RunConfig, problems, resume_step, to_json
+from rl.controller.config import RunConfig, problems, to_json
 from rl.controller.launch import launch
 from rl.controller.loop import Run
 from rl.errors import ConfigError
@@ -59,8 +59,7 @@ async def train(recipe: str, config: RunConfig, run_dir: Path) -> None:
         async with launch(config, model_dir, run_dir) as fleet:
             first_step = 1
             if config.resume_from:
-                await fleet.trainer.load_checkpoint(config.resume_from)
-                first_step = resume_step(config) + 1
+                first_step = (await fleet.trainer.load_checkpoint(config.resume_from))["step"] + 1
             await Run(config, fleet, tokenizer, recorder).train(first_step)
             await fleet.trainer.save_hf(str(run_dir / "hf"))
         curve = recorder.draw_curve(f"{recipe}: GRPO, {config.prompts_per_step} prompts x {config.group_size} samples a step")

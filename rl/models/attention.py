@@ -50,7 +50,9 @@ def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
     return [np.concatenate([pieces[i], pieces[-1 - i]]) for i in range(num_procs)]
 
 
-def pack_documents(positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0) -> PackedDocuments:
+def pack_documents(
+    positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0
+) -> PackedDocuments:
     """positions: [L], 0 at the first token of each document. pieces: `row_pieces` of the group, where there is one."""
     pieces = pieces or row_pieces(len(positions), 1)
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys

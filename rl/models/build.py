@@ -4,4 +4,4 @@ from rl.models.engine import Engine
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
 
-ENGINES: dict[str, type[Engine]] = {engine.__name__: engine for engine in (TitanEngine, HFEngine)}
+ENGINES: dict[str, type[Engine]] = {"titan": TitanEngine, "hf": HFEngine}

@@ -43,6 +43,7 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingConfig
 
+
 class ScoringHead(Linear):
     """The lm_head, asked for logprobs of chosen tokens instead of logits of all of them."""
 

@@ -14,7 +14,7 @@ or a script under torchrun drive it alike. Every rank of the process group calls
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,43 +31,12 @@ from rl.interfaces import Loss
 from rl.loss.policy import TokenInputs
 from rl.models import hf
 from rl.models.checkpoint import Checkpoints, read_record, rng_state, set_rng_state, tensor_names
-from rl.models.layout import Layout
+from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner, local
-from rl.models.lora import Adapter, LoRA, Site, detach_all, read_adapter, whole, write_adapter
+from rl.models.lora import Adapter, Site, detach_all, read_adapter, whole, write_adapter
 from rl.models.platform import init_process_group
-from rl.types import Batch, MicroBatch, OptimParams
+from rl.types import Batch, LoRA, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine computes."""
-
-    layout: Layout = Layout()
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which it computes. What learns is fp32 always, and so are its gradients, their reduction and the optimizer's state."""
-
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
-
-    max_seq_len: int | None = None
-    """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
-
-    adapters: bool = False
-    """Freeze the model; adapters learn (see `add_adapter`)."""
-
-    float8: bool = False
-    """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""
-
-    compile: bool = False
-    """torch.compile each layer; GPUs only."""
-
-    seed: int | None = None
-    """Draw random weights instead of loading the directory's: the same ones under every layout."""
-
-    timeout_seconds: float = 600
-    """Longest that a collective may wait for another rank."""
 
 
 class Engine(ABC):
@@ -103,7 +72,9 @@ class Engine(ABC):
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
-        limit = self._hf_config.get("max_position_embeddings") or self._hf_config.get("n_positions") or 2**62  # state-space models have none
+        limit = (
+            self._hf_config.get("max_position_embeddings") or self._hf_config.get("n_positions") or 2**62
+        )  # state-space models have none
         return min(limit, self.config.max_seq_len or limit)
 
     # ---- what a kind of engine provides
@@ -155,7 +126,9 @@ class Engine(ABC):
             self._model.train()
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
-                inputs = TokenInputs(*(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)))
+                inputs = TokenInputs(
+                    *(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids))
+                )
                 output = loss(logprobs, inputs)
                 if not torch.isfinite(output.loss):
                     bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs).cpu().numpy()].tolist()))
@@ -240,7 +213,9 @@ class Engine(ABC):
     def _require(self, verb: str, **parts: bool) -> None:
         away = [part for part in parts if self._on[part] != self.device]
         if away:
-            raise RunError(f"{verb}: the {' and the '.join(away)} is on the host; use train_mode() or eval_mode(), or to({str(self.device)!r})")
+            raise RunError(
+                f"{verb}: the {' and the '.join(away)} is on the host; use train_mode() or eval_mode(), or to({str(self.device)!r})"
+            )
 
     # ---- adapters
 
@@ -408,7 +383,9 @@ class Engine(ABC):
             if name not in self._adapters:
                 self.add_adapter(name, lora)
         random, saved = rng_state(self.device), tensor_names(path)
-        same_world = {n for n in saved if n.startswith("rng.")} == {f"rng.{r}.{k.split('.')[-1]}" for r in range(dist.get_world_size()) for k in random}
+        same_world = {n for n in saved if n.startswith("rng.")} == {
+            f"rng.{r}.{k.split('.')[-1]}" for r in range(dist.get_world_size()) for k in random
+        }
         random = random if same_world else {}
         self._checkpoints.load(path, self._state() | random)
         set_rng_state(random, self.device)
@@ -427,7 +404,9 @@ class Engine(ABC):
                            f"pack with num_ranks=layout.data_parallel")  # fmt: skip
         longest = max((int(micro.positions.max()) + 1 for rank in batch.ranks for micro in rank), default=0)
         if longest > self.max_seq_len:
-            raise RunError(f"a sequence of {longest} tokens exceeds the {self.max_seq_len} positions of the model; shorten it, or raise max_seq_len")
+            raise RunError(
+                f"a sequence of {longest} tokens exceeds the {self.max_seq_len} positions of the model; shorten it, or raise max_seq_len"
+            )
         return batch.ranks[self.dp_rank]
 
     def _load_tensors(self, model: nn.Module, read: Any) -> None:

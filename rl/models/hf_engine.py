@@ -94,7 +94,11 @@ class HFEngine(Engine):
             tokens, positions, at = document_rows(tokens, positions)
             predictors = at[predictors]
         return self._model(
-            self._tensor(tokens), self._tensor(positions), documents, self._tensor(predictors), None if targets is None else self._tensor(targets)
+            self._tensor(tokens),
+            self._tensor(positions),
+            documents,
+            self._tensor(predictors),
+            None if targets is None else self._tensor(targets),
         )
 
     @torch.no_grad()
@@ -144,7 +148,9 @@ class HFEngine(Engine):
     def _check_names(self) -> None:
         """transformers renames and fuses some architectures' tensors while loading; what is not on disk cannot be exported."""
         if self.config.seed is None and (unknown := sorted(self._tensors.keys() - hf.tensor_names(self._model_dir))):
-            raise RunError(f"transformers holds {len(unknown)} tensors under names of its own, such as {unknown[0]}: they cannot be exported")
+            raise RunError(
+                f"transformers holds {len(unknown)} tensors under names of its own, such as {unknown[0]}: they cannot be exported"
+            )
 
 
 def _named_linears(prefix: str, layer: nn.Module) -> list[tuple[str, nn.Linear]]:

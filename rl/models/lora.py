@@ -8,7 +8,6 @@ import json
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rl.errors import ConfigError
+from rl.types import LoRA
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """output = W x + alpha / rank * B A x, of which A and B learn."""
-
-    rank: int = 0
-    """Rank of A and B; 0 means no adapter: all weights learn."""
-
-    alpha: float = 32.0
-    """Scale of the adapter's output, divided by the rank."""
-
-    targets: tuple[str, ...] = TARGETS
-    """Which linear layers get an adapter, by the last part of their Hugging Face name."""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class Site:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import torch
 
-from rl.types import PolicyVersion
+from rl.types import LoRA, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete version. It exists only after every rank has published."""
+    """A complete version of the model, or of one adapter. It exists only after every rank has published."""
 
     version: PolicyVersion
     shards: tuple[Shard, ...]
+    adapter: tuple[str, LoRA] | None = None
 
 
 def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:

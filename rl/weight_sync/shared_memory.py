@@ -1,6 +1,6 @@
 """Weights through files in shared memory: the fastest way between processes of one host.
 
-Each rank writes one file for each version, `<directory>/v<version>-rank<rank>.bin`; readers map it and copy from it.
+Each rank writes one file for each version, `<directory>/<name>-v<version>-rank<rank>.bin`; readers map it and copy from it.
 """
 
 import os
@@ -22,9 +22,9 @@ class SharedMemory:
 
     directory: str
 
-    async def publish(self, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
+    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
         """Write this rank's shards. Raises RunError where the host's shared memory is too small."""
-        path = str(self._path(version, rank))
+        path = str(self._path(name, version, rank))
 
         def allocate(num_bytes: int) -> torch.Tensor:
             _reserve(path, num_bytes)
@@ -44,11 +44,11 @@ class SharedMemory:
             buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
         return read_shards(manifest, buffers)
 
-    async def release(self, version: PolicyVersion, rank: int) -> None:
-        self._path(version, rank).unlink(missing_ok=True)
+    async def release(self, name: str, version: PolicyVersion, rank: int) -> None:
+        self._path(name, version, rank).unlink(missing_ok=True)
 
-    def _path(self, version: PolicyVersion, rank: int) -> Path:
-        return Path(self.directory) / f"v{version}-rank{rank}.bin"
+    def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
+        return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"
 
 
 def _reserve(path: str, num_bytes: int) -> None:

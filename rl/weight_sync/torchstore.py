@@ -52,16 +52,16 @@ class TorchStore:
         await torchstore.initialize(mesh=storage_procs)
         return cls()
 
-    async def publish(self, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
+    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
         buffers: list[torch.Tensor] = []
 
         def allocate(num_bytes: int) -> torch.Tensor:
             buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
             return buffers[0]
 
-        published = write_shards(shards, _key(version, rank), allocate)
+        published = write_shards(shards, _key(name, version, rank), allocate)
         if buffers:
-            await torchstore.put(_key(version, rank), buffers[0])
+            await torchstore.put(_key(name, version, rank), buffers[0])
         return published
 
     async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
@@ -71,10 +71,10 @@ class TorchStore:
                 raise RunError(f"policy version {manifest.version} was released before it was read ({key} is gone); fetch sooner")
         return read_shards(manifest, {key: await torchstore.get(key) for key in keys(manifest)})
 
-    async def release(self, version: PolicyVersion, rank: int) -> None:
-        if await torchstore.exists(_key(version, rank)):
-            await torchstore.delete(_key(version, rank))
+    async def release(self, name: str, version: PolicyVersion, rank: int) -> None:
+        if await torchstore.exists(_key(name, version, rank)):
+            await torchstore.delete(_key(name, version, rank))
 
 
-def _key(version: PolicyVersion, rank: int) -> str:
-    return f"v{version}.rank{rank}"
+def _key(name: str, version: PolicyVersion, rank: int) -> str:
+    return f"{name}.v{version}.rank{rank}"

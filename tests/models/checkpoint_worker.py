@@ -18,11 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from rl.batching import pack, supervised_sample
 from rl.loss.policy import CrossEntropy
 from rl.models.checkpoint import latest
-from rl.models.engine import EngineConfig
+from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout
-from rl.models.lora import LoRA
 from rl.models.titan import TitanEngine
-from rl.types import OptimParams
+from rl.types import LoRA, OptimParams
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ LAYOUTS = {
     "CP4": Layout(context_parallel=4),
 }
 ONE = "one process"
+KINDS = {"titan": "TitanEngine", "hf": "HFEngine"}
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
@@ -61,15 +62,17 @@ class Case:
 
 
 def _titan(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) -> list[Case]:
-    return [Case("TitanEngine", model, layout, settings, limit) for layout in layouts]
+    return [Case("titan", model, layout, settings, limit) for layout in layouts]
 
 
 def _hf(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) -> list[Case]:
-    return [replace(case, engine="HFEngine") for case in _titan(model, layouts, limit, **settings)]
+    return [replace(case, engine="hf") for case in _titan(model, layouts, limit, **settings)]
 
 
 CASES = [
-    *_titan("Qwen3", ["FSDP2 x 2", "HSDP 2 x 1", "TP2", "CP2", "FSDP2 x 4", "HSDP 2 x 2", "FSDP2 x TP2", "FSDP2 x CP2", "CP2 x TP2", "CP4"]),
+    *_titan(
+        "Qwen3", ["FSDP2 x 2", "HSDP 2 x 1", "TP2", "CP2", "FSDP2 x 4", "HSDP 2 x 2", "FSDP2 x TP2", "FSDP2 x CP2", "CP2 x TP2", "CP4"]
+    ),
     *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
     *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
     *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
@@ -96,9 +99,8 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     from rl.batching import pack, supervised_sample
     from rl.loss.policy import CrossEntropy
     from rl.models.build import ENGINES
-    from rl.models.engine import EngineConfig
-    from rl.models.lora import LoRA
-    from rl.types import OptimParams
+    from rl.models.engine_config import EngineConfig
+    from rl.types import LoRA, OptimParams
 
     torch.set_num_threads(1)
     layout = LAYOUTS.get(case.layout, Layout())
@@ -152,7 +154,9 @@ def _published(engine: Any, adapter: str | None) -> dict[str, Any]:
     from rl.weight_sync.manifest import Shard, assemble
 
     shards: dict[str, list[Any]] = {}
-    for part in _everyone([(Shard(s.name, s.data.dtype, s.global_shape, s.offsets, tuple(s.data.shape), ""), s.data.clone()) for s in engine.export(adapter)]):
+    for part in _everyone(
+        [(Shard(s.name, s.data.dtype, s.global_shape, s.offsets, tuple(s.data.shape), ""), s.data.clone()) for s in engine.export(adapter)]
+    ):
         for shard, data in part:
             shards.setdefault(shard.name, []).append((shard, data))
     return {name: tensor.float() for name, tensor in assemble(shards)}
@@ -228,7 +232,7 @@ def write_table(path: Path) -> None:
         d = differences(results[case.name], results[case.one_process.name])
         settings = ", ".join(f"{k}={v}" for k, v in case.settings.items())
         numbers = " | ".join(f"{d[key]:.0e}" for key in ("logits", "loss", "gradients", "3 steps"))
-        lines.append(f"| {case.engine} | {case.model} | {case.layout} | {settings} | {numbers} | {case.limit:.0e} |")
+        lines.append(f"| {KINDS[case.engine]} | {case.model} | {case.layout} | {settings} | {numbers} | {case.limit:.0e} |")
     path.write_text("\n".join(lines) + "\n")
 
 

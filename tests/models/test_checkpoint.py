@@ -15,7 +15,7 @@ from rl.loss.policy import CrossEntropy
 from rl.models import checkpoint
 from rl.models.build import ENGINES
 from rl.models.checkpoint import is_complete, latest
-from rl.models.engine import EngineConfig
+from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams

@@ -9,7 +9,7 @@ from rl.errors import ConfigError, RunError
 from rl.loss.policy import Clip, CrossEntropy
 from rl.models import scoring
 from rl.models.build import ENGINES
-from rl.models.engine import EngineConfig
+from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams, Sample
@@ -229,4 +229,4 @@ def test_a_layout_or_a_setting_that_cannot_be_is_named(model_dir):
             with pytest.raises(ConfigError, match="compile=True needs a GPU"):
                 kind(model_dir, EngineConfig(compile=True))
     with pytest.raises(ConfigError, match="HFEngine has no float8"):
-        ENGINES["HFEngine"](model_dir, EngineConfig(float8=True))
+        ENGINES["hf"](model_dir, EngineConfig(float8=True))

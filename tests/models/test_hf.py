@@ -7,7 +7,6 @@ import torch
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.models import hf
-from rl.models.engine import EngineConfig
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams
 from tests.tiny import write_config, write_model

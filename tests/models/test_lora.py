@@ -12,9 +12,8 @@ from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.loss.policy import CrossEntropy
 from rl.models.build import ENGINES
-from rl.models.engine import EngineConfig
-from rl.models.lora import LoRA
-from rl.types import OptimParams
+from rl.models.engine_config import EngineConfig
+from rl.types import LoRA, OptimParams
 from tests.tiny import write_model
 
 ROW = np.random.default_rng(3).integers(0, 128, 40)
@@ -86,6 +85,7 @@ def test_the_base_and_a_fresh_adapter_compute_what_the_model_computes(make, mode
 
 def test_adapters_learn_apart_and_the_base_stays(make):
     """Two tenants in turns equal each of them alone."""
+
     def learn(engine, name, step):
         engine.forward_backward(pack([supervised_sample([step], ROW[:20] if name == "a" else ROW[20:])]), CrossEntropy(), name)
         engine.optim_step(OptimParams(1e-2), name)
@@ -186,4 +186,4 @@ def test_what_cannot_be_is_named(make, model_dir, tmp_path):
     with pytest.raises(ConfigError, match="has use_dora=True, which is not supported"):
         engine.load_adapter("b", tmp_path / "a")
     with pytest.raises(ConfigError, match="this engine's own weights learn"):
-        ENGINES["TitanEngine"](model_dir).add_adapter("a", LoRA(4))
+        ENGINES["titan"](model_dir).add_adapter("a", LoRA(4))

@@ -10,7 +10,9 @@ from rl.weight_sync.shared_memory import SharedMemory
 
 
 def publish(transport, version, ranks):
-    return Manifest(version, tuple(s for rank, shards in enumerate(ranks) for s in asyncio.run(transport.publish(version, rank, shards))))
+    return Manifest(
+        version, tuple(s for rank, shards in enumerate(ranks) for s in asyncio.run(transport.publish("model", version, rank, shards)))
+    )
 
 
 def fetch(transport, manifest):
@@ -42,7 +44,7 @@ def test_versions_do_not_mix_and_a_released_one_is_refused(tmp_path):
     assert fetch(transport, manifests[0])["w"].unique().tolist() == [1.0]
     assert fetch(transport, manifests[1])["w"].unique().tolist() == [2.0]
     for rank in (0, 1):
-        asyncio.run(transport.release(1, rank))
+        asyncio.run(transport.release("model", 1, rank))
     with pytest.raises(RunError, match="policy version 1 was released"):
         fetch(transport, manifests[0])
     assert fetch(transport, manifests[1])["w"].unique().tolist() == [2.0]
@@ -52,7 +54,7 @@ def test_what_was_fetched_stays_valid_after_release(tmp_path):
     transport = SharedMemory(str(tmp_path))
     manifest = publish(transport, 1, rows("w", torch.ones(4, 2), 1))
     fetched = asyncio.run(transport.fetch(manifest))
-    asyncio.run(transport.release(1, 0))
+    asyncio.run(transport.release("model", 1, 0))
     assert dict(assemble(fetched))["w"].sum() == 8
 
 

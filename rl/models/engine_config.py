@@ -1,0 +1,37 @@
+"""EngineConfig: apart from the engines, so that whoever composes one need not import torchtitan."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.models.layout import Layout
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine computes."""
+
+    layout: Layout = Layout()
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes. What learns is fp32 always, and so are its gradients, their reduction and the optimizer's state."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
+
+    max_seq_len: int | None = None
+    """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
+
+    adapters: bool = False
+    """Freeze the model; adapters learn (see `add_adapter`)."""
+
+    float8: bool = False
+    """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""
+
+    compile: bool = False
+    """torch.compile each layer; GPUs only."""
+
+    seed: int | None = None
+    """Draw random weights instead of loading the directory's: the same ones under every layout."""
+
+    timeout_seconds: float = 600
+    """Longest that a collective may wait for another rank."""
