@@ -9,7 +9,7 @@ from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig, Train
 from rl.envs.sort_letters import ALPHABET, SortLetters
 from rl.models.layout import Layout
 from rl.models.sources import TinyQwen3
-from rl.types import Problem, StopReason
+from rl.types import LoRA, Problem, StopReason
 
 
 def letters_in_place(problem: Problem, response: str) -> float:
@@ -71,6 +71,17 @@ def tp2_and_torchstore() -> RunConfig:
         trainer=TrainerConfig(layout=Layout(tensor_parallel=2), lr=2e-3, activation_checkpointing="selective"),
         weight_sync=WeightSyncConfig(transport="torchstore"),
     )
+
+
+def lora_and_context_parallel() -> RunConfig:
+    """3 processes: context parallel over 2 and a generator that is sent an adapter."""
+    layout = Layout(context_parallel=2)
+    return _small(trainer=TrainerConfig(layout=layout, lr=1e-2, lora=LoRA(rank=8)), keep_checkpoints=1)
+
+
+def transformers_engine() -> RunConfig:
+    """3 processes: HFEngine under FSDP2 x 2 and a generator."""
+    return _small(trainer=TrainerConfig(engine="hf", layout=Layout(shard=2), lr=2e-3, activation_checkpointing="full"))
 
 
 def no_learning_rate() -> RunConfig:

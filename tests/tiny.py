@@ -23,6 +23,13 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "mamba": "MambaForCausalLM",
 }
 
 
@@ -41,7 +48,9 @@ def write_model(path: Path, model_type: str = "qwen3", **changes: object):
 
     torch.manual_seed(0)
     config = CONFIG | {"tie_word_embeddings": True} | changes
-    prefix = {"qwen3": "Qwen3", "llama": "Llama"}[model_type]
-    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**config)).eval()
+    if model_type == "falcon":  # derives it
+        del config["head_dim"]
+    hf_config = transformers.AutoConfig.for_model(model_type, **config)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
     model.save_pretrained(path)
     return model

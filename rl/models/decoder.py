@@ -248,10 +248,11 @@ def _norm(hf: dict[str, Any], size: int) -> RMSNorm.Config:
 def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
     """A dense or a sparse feed-forward part, by the rules of Qwen3-MoE's config.json."""
     dim, normal = hf["hidden_size"], _normal(hf)
-    sparse = hf.get("num_experts") and layer not in hf.get("mlp_only_layers", []) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
+    num_experts = hf.get("num_experts") or hf.get("num_local_experts")  # transformers 5 writes the latter
+    sparse = num_experts and layer not in hf.get("mlp_only_layers", []) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
     if not sparse:
         return {"feed_forward": make_ffn_config(dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=normal, w2w3_param_init=normal)}
-    num_experts, top_k, hidden_dim = hf["num_experts"], hf["num_experts_per_tok"], hf["moe_intermediate_size"]
+    top_k, hidden_dim = hf["num_experts_per_tok"], hf["moe_intermediate_size"]
     experts = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), normal["weight"])
     return {
         "moe": make_moe_config(

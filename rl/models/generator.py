@@ -91,6 +91,7 @@ class GeneratorEngine:
         self._num_requests = 0
         self._stepper: asyncio.Task[None] | None = None
         self._adapters: dict[str, LoRARequest] = {}
+        self._max_adapters = max_adapters if max_lora_rank else 0
         self._adapter_files = tempfile.TemporaryDirectory(prefix="rl-adapters-")
         self._versions: dict[str | None, PolicyVersion] = {}  # of the model (None) and of each adapter
 
@@ -126,6 +127,8 @@ class GeneratorEngine:
                 self._versions = {None: manifest.version}
             else:
                 name, lora = manifest.adapter
+                if name not in self._adapters and len(self._adapters) >= self._max_adapters:
+                    raise RunError(f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; raise max_adapters")
                 await asyncio.to_thread(self._load_adapter, name, lora, fetched)
                 self._versions[name] = manifest.version
 
@@ -206,7 +209,9 @@ def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
     if not max_rank:
         return {}
     rank = min((r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank)  # vLLM takes some ranks alone
-    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": max_adapters, "max_cpu_loras": max_adapters}
+    # On a CPU, vLLM 0.32 computes requests without an adapter with whatever is in its last slot: that one stays empty.
+    slots = max_adapters + (not torch.accelerator.is_available())
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots}
 
 
 def _vllm_params(params: SamplingParams, seed: int) -> VLLMSamplingParams:

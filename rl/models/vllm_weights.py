@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl.weight_sync.manifest import assemble
@@ -47,6 +48,10 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            if isinstance(experts := _cpu_experts(module), CPUUnquantizedExperts):
+                # vLLM 0.32 packs experts for the CPU at the first loading alone: after it, raw weights would be read as packed.
+                experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         pass
@@ -57,6 +62,11 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
             if name == "model.embed_tokens.weight" and "lm_head.weight" not in fetched:
                 # Tied: without it vLLM keeps the head it packed from the old embedding.
                 yield "lm_head.weight", tensor
+
+
+def _cpu_experts(module: torch.nn.Module) -> Any:
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return getattr(kernel, "fused_experts", None)
 
 
 def register_backend() -> None:

@@ -123,6 +123,32 @@ def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
         assert step["logprob_diff/max"] < 1e-3 and step["grad_norm"] > 0
 
 
+def test_an_adapter_learns_under_context_parallelism_and_a_resumed_run_has_the_same_numbers(tmp_path):
+    recipe = "tests/recipes.py:lora_and_context_parallel"
+    done = rl("train", recipe, "--run_dir", tmp_path / "run", "--keep_checkpoints", 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
+    for step in (1, 2, 3, 4):
+        assert before[step]["logprob_diff/max"] < 1e-3 and before[step]["grad_norm"] > 0
+    resume = ["--resume_from", tmp_path / "run" / "checkpoints" / "step-2"]
+    done = rl("train", recipe, "--run_dir", tmp_path / "again", *resume)
+    assert done.returncode == 0, done.stderr[-3000:]
+    after = {m["step"]: m for m in read_metrics(tmp_path / "again")}
+    for step in (3, 4):
+        for name in ("reward/mean", "loss", "grad_norm", "entropy", "tokens/trained"):
+            assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
+    assert {p.name for p in (tmp_path / "again" / "checkpoints").iterdir()} == {"step-4"}
+    assert (tmp_path / "again" / "hf-adapter" / "adapter_config.json").exists()
+    assert (tmp_path / "again" / "hf" / "model.safetensors").exists()
+
+
+def test_transformers_engine_trains_and_holds_parity(tmp_path):
+    done = rl("train", "tests/recipes.py:transformers_engine", "--run_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for step in read_metrics(tmp_path / "run")[1:]:
+        assert step["logprob_diff/max"] < 1e-3 and step["grad_norm"] > 0
+
+
 def test_with_lr_0_nothing_changes(tmp_path):
     """The control of the quickstart: the lift comes from GRPO's steps alone."""
     run_dir = tmp_path / "run"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.loss.logprobs import token_entropy, token_logprobs
+from rl.loss.logprobs import token_scores
 from rl.loss.policy import Clip, CrossEntropy, TokenInputs
 
 
@@ -58,7 +58,7 @@ def test_the_grpo_gradient_of_a_softmax_policy_worked_by_hand():
     # Two actions with equal logits; action 0 was taken with advantage 2 and a ratio of 1.
     # d(-A logp_0)/dlogits = -A (onehot - softmax) = -2 * (0.5, -0.5)
     logits = torch.zeros(1, 2, dtype=torch.float32, requires_grad=True)
-    logprobs = token_logprobs(logits, torch.tensor([0]))
+    logprobs = token_scores(logits, torch.tensor([0]))[0]
     Clip()(logprobs, TokenInputs(logprobs.detach(), torch.tensor([2.0]), torch.ones(1), torch.zeros(1))).loss.backward()
     assert logits.grad.tolist() == [[-1.0, 1.0]]
 
@@ -73,5 +73,14 @@ def test_logprobs_and_entropy_are_fp32_whatever_the_logits():
     logits = torch.randn(5, 11).bfloat16()
     targets = torch.arange(5)
     reference = logits.double().log_softmax(-1)
-    assert torch.allclose(token_logprobs(logits, targets).double(), reference[torch.arange(5), targets], atol=1e-6)
-    assert torch.allclose(token_entropy(logits).double(), -(reference.exp() * reference).sum(-1), atol=1e-6)
+    logits.requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    weights = torch.randn(5)
+    logprobs, entropy = token_scores(logits, targets)
+    expected = exact.log_softmax(-1)[torch.arange(5), targets]
+    assert torch.allclose(logprobs.double(), expected, atol=1e-6)
+    assert torch.allclose(entropy.double(), -(reference.exp() * reference).sum(-1), atol=1e-6)
+    assert logprobs.requires_grad and not entropy.requires_grad
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert torch.allclose(logits.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)  # bf16 logits get a bf16 gradient

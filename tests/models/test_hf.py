@@ -7,6 +7,7 @@ import torch
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.models import hf
+from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams
 from tests.tiny import write_config, write_model
@@ -15,14 +16,64 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 MODELS = {
     "qwen3 tied": ("qwen3", {}),
     "qwen3 untied": ("qwen3", {"tie_word_embeddings": False}),
     "llama tied": ("llama", {}),
     "llama untied": ("llama", {"tie_word_embeddings": False}),
     "llama 3.1 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3 moe": ("qwen3_moe", MOE),
+    "qwen3 moe without normalised routing": ("qwen3_moe", MOE | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
     "smollm2 heads": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "head_dim": 64}),
 }
+
+
+# What HFEngine has to find out by itself: sliding windows, scaled and soft-capped logits, and layers that cannot be packed.
+OTHERS = {
+    "mistral": ("mistral", {"sliding_window": 16}, True),
+    "gemma3": ("gemma3_text", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    "gemma2": ("gemma2", {"sliding_window": 16}, False),
+    "granite": ("granite", {"logits_scaling": 4.0}, True),
+    "cohere": ("cohere", {"logit_scale": 0.25}, True),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "sliding_window": 16}, False),
+    "falcon, without transformers' attention interface": ("falcon", {}, False),
+    "mamba, state space": ("mamba", {"state_size": 8}, False),
+    "mixtral": ("mixtral", {"num_local_experts": 4}, True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_hf_engine_computes_what_transformers_computes(tmp_path, name):
+    model_type, changes, packed = OTHERS[name]
+    reference = write_model(tmp_path / "in", model_type, **changes)
+    engine = HFEngine(tmp_path / "in")
+    assert engine._model.packed == packed
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 128, n) for n in (60, 3, 37, 2)]
+    batch = pack([supervised_sample(row[:1], row[1:]) for row in rows])
+    (logits,) = engine.logits(batch)
+    for i, row in enumerate(rows):
+        with torch.no_grad():
+            expected = reference(torch.from_numpy(row)[None]).logits[0, :-1]
+        assert (logits[torch.from_numpy(batch.ranks[0][0].sample_ids == i)] - expected).abs().max() < 1e-4
+    engine.save_hf(tmp_path / "out")
+    again = type(reference).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), again.parameters(), strict=True))
+    if name == "mixtral":  # whose experts transformers stacks
+        with pytest.raises(RunError, match="holds 6 tensors under names of its own.*cannot be exported"):
+            list(engine.export())
+    else:
+        assert {s.name for s in engine.export()} == {n for n, _ in reference.named_parameters()}
+
+
+def test_hf_engine_refuses_what_it_cannot_compute(tmp_path, monkeypatch):
+    from rl.models import hf_engine
+
+    write_model(tmp_path, "gemma2")
+    monkeypatch.setattr(hf_engine, "_after_head", lambda config: lambda logits: logits)
+    with pytest.raises(ConfigError, match="does not compute what transformers computes for Gemma2ForCausalLM: logits differ"):
+        HFEngine(tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -44,7 +95,7 @@ def test_logits_equal_transformers_in_fp32(tmp_path, name):
         assert np.abs(logprobs - expected_logprobs.numpy()).max() < 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "qwen3_moe"])
 def test_an_exported_directory_loads_in_transformers_with_the_same_weights(tmp_path, model_type):
     import transformers
 

@@ -1,0 +1,107 @@
+"""What vLLM samples with: base and adapters sent apart, several at a time, a merged model, and a mixture of experts."""
+
+import asyncio
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+from rl.batching import pack, supervised_sample
+from rl.loss.policy import CrossEntropy
+from rl.models.engine_config import EngineConfig
+from rl.models.generator_env import generator_environment
+from rl.models.titan import TitanEngine
+from rl.types import LoRA, OptimParams
+from rl.weight_sync.manifest import Manifest
+from rl.weight_sync.shared_memory import SharedMemory
+from tests.tiny import write_model
+
+PROMPT = [5, 9, 17, 3]
+BATCH = pack([supervised_sample([1, 2, 3], np.arange(20, 40)), supervised_sample([4], np.arange(60, 70))])
+
+
+def publish(transport, name, version, shards, adapter=None):
+    return Manifest(version, tuple(asyncio.run(transport.publish(name, version, 0, shards))), adapter)
+
+
+def ask(directory, model_dir, transport, loads, max_lora_rank=0):
+    job = directory / "job.pickle"
+    loads = [(label, manifest, adapters) for label, manifest, adapters in loads]
+    job.write_bytes(
+        pickle.dumps({"model_dir": model_dir, "transport": transport, "max_lora_rank": max_lora_rank, "loads": loads, "prompt": PROMPT})
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.generator_worker", str(job)],
+        env=os.environ | generator_environment(2), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def score(engine, tokens, adapter=None):
+    return engine.forward(pack([supervised_sample(PROMPT, tokens)]), adapter)[0]
+
+
+def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tmp_path):
+    write_model(tmp_path / "model", initializer_range=0.2)
+    engine = TitanEngine(tmp_path / "model", EngineConfig(adapters=True))
+    transport = SharedMemory(str(tmp_path))
+    loras = {"a": LoRA(4, 64.0), "b": LoRA(8, 64.0, ("q_proj", "gate_proj", "up_proj"))}
+
+    def learn(name, seed):
+        engine.forward_backward(pack([supervised_sample([seed], np.arange(20 * seed, 20 * seed + 19))]), CrossEntropy(), name)
+        engine.optim_step(OptimParams(3e-2), name)
+
+    loads = [("base", publish(transport, "model", 0, engine.export()), [None, "a"])]
+    expected = {}
+    for seed, (name, lora) in enumerate(loras.items(), 1):
+        engine.add_adapter(name, lora, seed)
+        learn(name, seed)
+        loads.append((name, publish(transport, name, 1, engine.export(name), (name, lora)), [None, *list(loras)[:seed]]))
+    first = {name: {s.name: s.data.clone() for s in engine.export(name)} for name in loras}
+    learn("a", 3)
+    loads.append(("a again", publish(transport, "a", 2, engine.export("a"), ("a", loras["a"])), ["a", "b", None, "a"]))
+    loads.append(("merged", publish(transport, "model", 3, engine.export("a", merged=True)), [None, "a"]))
+    engine.save_hf(tmp_path / "merged", "a")
+    answers = ask(tmp_path, tmp_path / "model", transport, loads, max_lora_rank=8)
+
+    assert "the generator has no adapter 'a' yet" in answers["base/a"] and "no adapter 'a' yet" in answers["merged/a"]
+    for label, adapter in (("base", None), ("a", None), ("b", None), ("b", "b"), ("a again", "a"), ("a again", "b"), ("a again", None)):
+        tokens, logprobs = answers[f"{label}/{adapter}"]
+        expected[label, adapter] = score(engine, tokens, adapter)
+        assert np.abs(expected[label, adapter] - logprobs).max() < 1e-4, (label, adapter)
+    # The earlier version of "a" was another policy: what was sent is what is sampled with.
+    for name in loras:
+        assert any(t.abs().max() > 0 for n, t in first[name].items() if "lora_B" in n)
+    assert np.abs(score(engine, answers["a/a"][0], "a") - answers["a/a"][1]).max() > 1e-2
+    # Merged: vLLM, transformers and the trainer agree.
+    tokens, logprobs = answers["merged/None"]
+    assert tokens == answers["a again/a"][0] != answers["base/None"][0]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        logits = merged(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    by_transformers = logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+    assert max(np.abs(by_transformers - other).max() for other in (logprobs, answers["a again/a"][1])) < 1e-4
+
+
+def test_a_mixture_of_experts_is_sampled_as_it_is_trained(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    write_model(tmp_path / "model", "qwen3_moe", **experts)
+    engine = TitanEngine(tmp_path / "model")
+    transport = SharedMemory(str(tmp_path))
+    loads = []
+    for version in range(2):
+        loads.append((str(version), publish(transport, "model", version, engine.export()), [None]))
+        engine.save_hf(tmp_path / str(version))
+        engine.forward_backward(BATCH, CrossEntropy())
+        engine.optim_step(OptimParams(3e-2))
+    answers = ask(tmp_path, tmp_path / "model", transport, loads)
+    for version in range(2):
+        tokens, logprobs = answers[f"{version}/None"]
+        assert np.abs(score(TitanEngine(tmp_path / str(version)), tokens) - logprobs).max() < 1e-4
+    assert answers["0/None"] != answers["1/None"]
