@@ -140,6 +140,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from(one_line, tmp_path):
     (tmp_path / "step-7").mkdir()
     assert "is not a complete checkpoint" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7")
     (tmp_path / "step-7" / ".metadata").touch()
+    (tmp_path / "step-7" / "record.json").touch()
     assert "has done all of steps=7; raise steps" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7", "--steps", "7")
 
 

@@ -1,0 +1,245 @@
+"""What a training step costs: TitanEngine and HFEngine against a bare loop and against transformers' padded rows.
+
+`python -m benchmarks.engine` prints a table; with `--write` it goes to docs/engine_benchmark.md. Each variant runs in a process
+of its own, in turns, `--rounds` times: the machine's noise meets all of them. Ratios are medians over rounds of the ratio within
+one round. The model is SmolLM2-135M's shape with random weights, in bf16 with fp32 master weights; the batch is 2,048 tokens in
+sequences of unequal length, of which all but the first 16 tokens are trained on; the optimizer is fused AdamW.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "silu", "initializer_range": 0.02,
+}  # fmt: skip
+NUM_TOKENS, NUM_PROMPT = 2048, 16
+LR = 1e-5
+
+
+def samples() -> list[Any]:
+    from rl.batching import supervised_sample
+
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(64, 448, 8)
+    lengths[-1] += NUM_TOKENS - lengths.sum()
+    rows = [rng.integers(0, SMOLLM2["vocab_size"], n) for n in lengths]
+    return [supervised_sample(row[:NUM_PROMPT], row[NUM_PROMPT:]) for row in rows]
+
+
+# ---- the variants: each returns a function that takes one whole step
+
+
+def engine_step(kind: str, model_dir: Path) -> Callable[[], float]:
+    from rl.batching import pack
+    from rl.loss.policy import CrossEntropy
+    from rl.models.build import ENGINES
+    from rl.models.engine_config import EngineConfig
+    from rl.types import OptimParams
+
+    engine = ENGINES[kind](model_dir, EngineConfig(dtype="bfloat16", seed=0))
+    batch = pack(samples())
+
+    def step() -> float:
+        metrics = engine.forward_backward(batch, CrossEntropy())
+        engine.optim_step(OptimParams(LR, 1 / batch.num_scored_tokens))
+        return metrics["loss:sum"] / metrics["tokens:sum"]
+
+    return step
+
+
+def bare_loop_step(model_dir: Path) -> Callable[[], float]:
+    """The same torchtitan module, with nothing around it: bf16 weights for the arithmetic, fp32 ones for the optimizer."""
+    import torch
+
+    from rl.batching import pack
+    from rl.models.attention import pack_documents
+    from rl.models.decoder import model_spec
+    from rl.models.hf import read_config
+
+    torch.manual_seed(0)
+    model = model_spec(read_config(model_dir), packed_sdpa=True).model.build()
+    with torch.no_grad():
+        model.init_states(buffer_device=torch.device("cpu"))
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
+    (micro,) = pack(samples()).ranks[0]
+    tokens, positions, scored = (torch.from_numpy(a) for a in (micro.tokens, micro.positions, micro.scored))
+
+    def step() -> float:
+        documents = pack_documents(micro.positions, torch.device("cpu"))
+        logprobs, _ = model(tokens[None], positions[None], documents, scored - 1, tokens[scored])
+        loss = -logprobs.sum()
+        loss.backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = p.grad.float() / len(scored)
+            p.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        return loss.item() / len(scored)
+
+    return step
+
+
+def transformers_step(model_dir: Path) -> Callable[[], float]:
+    """What transformers' Trainer does with bf16=True: autocast over fp32 weights, rows padded to the longest, labels of -100."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    rows = samples()
+    longest = max(map(len, rows))
+
+    def padded(values: Callable[[Any], np.ndarray], fill: int) -> torch.Tensor:
+        return torch.from_numpy(np.stack([np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]))
+
+    batch = {
+        "input_ids": padded(lambda row: row.tokens, 0),
+        "attention_mask": padded(lambda row: np.ones(len(row), np.int64), 0),
+        "labels": padded(lambda row: np.where(row.loss_mask, row.tokens, -100), -100),
+    }
+
+    def step() -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+VARIANTS: dict[str, Callable[[Path], Callable[[], float]]] = {
+    "TitanEngine": lambda model_dir: engine_step("titan", model_dir),
+    "bare loop": bare_loop_step,
+    "HFEngine": lambda model_dir: engine_step("hf", model_dir),
+    "transformers, padded rows": transformers_step,
+}
+
+
+# ---- one process
+
+
+def measure(variant: str, model_dir: Path, num_steps: int) -> dict[str, float]:
+    step = VARIANTS[variant](model_dir)
+    losses = [step()]  # warms up
+    started = time.perf_counter()
+    losses += [step() for _ in range(num_steps)]
+    seconds = (time.perf_counter() - started) / num_steps
+    assert losses[-1] < losses[0], losses  # it trains
+    return {"seconds": seconds, "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "loss": losses[0]}
+
+
+def matmul_peak() -> float:
+    """The best of a few bf16 matmuls of the step's own size and larger, in FLOP/s."""
+    import torch
+
+    best = 0.0
+    for m, k, n in ((2048, 576, 1536), (2048, 1536, 576), (2048, 576, 49152), (2048, 2048, 2048), (4096, 4096, 4096)):
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
+        for _ in range(4):
+            started = time.perf_counter()
+            a @ b
+            best = max(best, 2 * m * k * n / (time.perf_counter() - started))
+    return best
+
+
+def step_flops() -> float:
+    """Multiplications and additions in matmuls and attention, forward and backward (3 times the forward)."""
+    rows, c = samples(), SMOLLM2
+    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    per_token = c["hidden_size"] * (2 * q + 2 * kv + 3 * c["intermediate_size"])
+    attention = sum(len(row) ** 2 for row in rows) * q  # causal: half of q k^T and of p v
+    head = sum(int(row.loss_mask.sum()) for row in rows) * c["hidden_size"] * c["vocab_size"]
+    return 3 * 2 * (c["num_hidden_layers"] * (NUM_TOKENS * per_token + attention) + head)
+
+
+# ---- all of them
+
+
+def run_all(rounds: int, num_steps: int) -> str:
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    peaks = []
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
+        for _ in range(rounds):
+            peaks.append(float(_child("--peak")))
+            for name in VARIANTS:
+                results[name].append(json.loads(_child("--variant", name, "--model_dir", directory, "--steps", str(num_steps))))
+                print(name, results[name][-1], file=sys.stderr, flush=True)
+    peak, rows = max(peaks), samples()
+    padded = len(rows) * max(map(len, rows))
+    lines = [
+        "| | s a step | tokens/s | share of bf16 peak | TitanEngine is faster by | peak memory, GiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        seconds = statistics.median(run["seconds"] for run in runs)
+        ratios = [run["seconds"] / titan["seconds"] for run, titan in zip(runs, results["TitanEngine"], strict=True)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        share = step_flops() / seconds / peak
+        memory = max(run["peak_gib"] for run in runs)
+        lines.append(f"| {name} | {seconds:.2f} | {NUM_TOKENS / seconds:.0f} | {share:.0%} | {spread} | {memory:.1f} |")
+    facts = (
+        f"{os.cpu_count()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of {min(map(len, rows))} to {max(map(len, rows))} "
+        f"tokens, {padded} when padded; {step_flops() / 1e12:.2f} TFLOP a step; median of {rounds} rounds of {num_steps} steps."
+    )
+    return "\n".join([*lines, "", facts])
+
+
+def _child(*arguments: str) -> str:
+    threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine", *arguments], env=os.environ | threads, capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return done.stdout.splitlines()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="write docs/engine_benchmark.md")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--model_dir", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        print(matmul_peak())
+    elif arguments.variant:
+        print(json.dumps(measure(arguments.variant, arguments.model_dir, arguments.steps)))
+    else:
+        table = run_all(arguments.rounds, arguments.steps)
+        print(table)
+        if arguments.write:
+            text = f"# What a training step costs\n\nMade by `python -m benchmarks.engine --write`; what it measures is told at its head.\n\n{table}\n"
+            Path("docs/engine_benchmark.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
