@@ -13,16 +13,25 @@ def token_scores(logits_MV: torch.Tensor, targets: torch.Tensor) -> tuple[torch.
     return _TokenScores.apply(logits_MV, targets)
 
 
+_SMALLEST = -80.0
+"""Nats under which a probability comes near fp32's smallest number, and its logarithm is taken another way."""
+
+
 class _TokenScores(torch.autograd.Function):
     """One softmax for both, and for the gradient: d logp_t / d logits = onehot(t) - p. Not twice differentiable."""
 
     @staticmethod
     def forward(ctx: Any, logits_MV: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logp_MV = logits_MV.log_softmax(-1, dtype=torch.float32)
-        logprobs = logp_MV.gather(1, targets[:, None])[:, 0]
-        p_MV = logp_MV.exp()
-        entropy = -logp_MV.mul_(p_MV).sum(-1)
         ctx.dtype = logits_MV.dtype
+        p_MV = logits_MV.softmax(-1, dtype=torch.float32)
+        chosen = targets[:, None]
+        logprobs = p_MV.gather(1, chosen)[:, 0].log()
+        if len(vanished := torch.nonzero(logprobs < _SMALLEST)[:, 0]):
+            logprobs[vanished] = logits_MV[vanished].log_softmax(-1, dtype=torch.float32).gather(1, chosen[vanished])[:, 0]
+        # H = log Z - E[logit], and log Z = logit_t - logp_t of any token t.
+        logits_MV = logits_MV.float()
+        log_z = logits_MV.gather(1, chosen)[:, 0] - logprobs
+        entropy = log_z - torch.bmm(p_MV[:, None, :], logits_MV[:, :, None])[:, 0, 0]
         ctx.save_for_backward(p_MV, targets)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

@@ -32,8 +32,8 @@ from rl.loss.policy import TokenInputs
 from rl.models import hf
 from rl.models.checkpoint import Checkpoints, read_record, rng_state, set_rng_state, tensor_names
 from rl.models.engine_config import EngineConfig
-from rl.models.learner import Learner, local
-from rl.models.lora import Adapter, Site, detach_all, read_adapter, whole, write_adapter
+from rl.models.learner import Learner, local, whole
+from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
 from rl.models.platform import init_process_group
 from rl.types import Batch, LoRA, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard

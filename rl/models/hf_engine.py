@@ -58,9 +58,9 @@ class HFEngine(Engine):
         mesh = mesh if layout.replicate > 1 else mesh["shard"]
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in scorer.layers().values():
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layout.shard > 1)
         fully_shard(scorer, mesh=mesh, mp_policy=precision)
-        sum_gradients_over_ranks(scorer)
+        sum_gradients_over_ranks(scorer, layout.data_parallel)
         scorer.to(self.device)
         self._model = scorer
         self._check_against_transformers()

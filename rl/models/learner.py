@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl.errors import RunError
-from rl.models.platform import titan_dist
 from rl.types import OptimParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,13 +42,14 @@ class Learner:
         gradients = [local(p.grad) for p in parameters]
         if self._reduce_over is not None:
             _sum_over(gradients, self._reduce_over)
-        torch._foreach_mul_(gradients, params.grad_scale)
-        norm = titan_dist.clip_grad_norm_(parameters, params.max_grad_norm or float("inf"), foreach=True)
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)) * params.grad_scale
         if not torch.isfinite(norm):
             self._optimizer.zero_grad()
             raise RunError(
                 f"the gradient norm is {norm.item()}; the step was not applied. Look at the loss before it, and lower trainer.lr"
             )
+        clip = (params.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if params.max_grad_norm else 1.0
+        torch._foreach_mul_(gradients, params.grad_scale * clip)
         for group in self._optimizer.param_groups:
             group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
         self._optimizer.step()
@@ -84,6 +84,10 @@ def _sum_over(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

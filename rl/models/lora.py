@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rl.errors import ConfigError
+from rl.models.learner import whole
 from rl.types import LoRA
 
 _PREFIX = "base_model.model."
@@ -140,10 +141,6 @@ def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
     tensors = load_file(path / "adapter_model.safetensors")
     targets = sorted({name.rsplit(".", 3)[-3] for name in tensors})
     return LoRA(config["r"], config["lora_alpha"], tuple(targets)), tensors
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _initial(site: Site, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,10 +37,14 @@ def init_process_group(timeout_seconds: float) -> torch.device:
     return device
 
 
-def sum_gradients_over_ranks(model: torch.nn.Module) -> None:
-    """Make FSDP add gradients instead of averaging them: losses are sums over tokens."""
+def sum_gradients_over_ranks(model: torch.nn.Module, num_ranks: int) -> None:
+    """Make FSDP add gradients instead of averaging them: losses are sums over tokens. num_ranks: over which it adds."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule):
+            continue
+        if num_ranks == 1:
+            module.set_gradient_divide_factor(None)  # dividing by 1 would copy every gradient once more
+        else:
             module.set_gradient_divide_factor(1.0)
             if DEVICE_TYPE == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

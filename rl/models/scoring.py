@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rl.loss.logprobs import token_scores
 
-_CHUNK_ELEMENTS = 1 << 26
-"""Logits held at a time, in elements; beyond it they are recomputed chunk by chunk in backward."""
+_CHUNK_ELEMENTS = 1 << 27
+"""Logits held at a time, in elements (half a GiB in fp32); beyond it they are recomputed chunk by chunk in backward."""
 
 
 def score(logits_of: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, h_MD: torch.Tensor, targets: torch.Tensor | None) -> Any:

@@ -36,6 +36,8 @@ class TitanEngine(Engine):
             data_parallel_shard_degree=layout.shard,
             context_parallel_degree=layout.context_parallel,
             tensor_parallel_degree=layout.tensor_parallel,
+            # Unsharded weights need not be gathered, that is cast, once more for backward.
+            fsdp_reshard_after_forward="never" if layout.shard * layout.context_parallel == 1 else "default",
             spmd_backend="partial_dtensor",
         )
         spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa)
@@ -61,7 +63,7 @@ class TitanEngine(Engine):
             ac_config=CHECKPOINTING[config.activation_checkpointing](),
             dump_folder="",
         )
-        sum_gradients_over_ranks(model)
+        sum_gradients_over_ranks(model, layout.data_parallel * layout.context_parallel)
         model.to_empty(device=self.device)
         with torch.no_grad():
             model.init_states(buffer_device=self.device)
