@@ -30,7 +30,7 @@ class PolicyTrainer(Actor):
         self._engine = ENGINES[engine](model_dir, config)
         self._adapter = POLICY if lora.rank else None
         if self._adapter:
-            self._engine.add_adapter(self._adapter, lora, seed)
+            self._engine.adapters.add(self._adapter, lora, seed)
         self._transport = transport
         self._rank = dist.get_rank()
 

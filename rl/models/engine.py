@@ -7,14 +7,14 @@ or a script under torchrun drive it alike. Every rank of the process group calls
 - Losses are sums over tokens, and gradients accumulate as sums; `OptimParams.grad_scale` divides once. So N calls of
   `forward_backward` and one `optim_step` equal one call on the joined batch.
 - Learning rate, betas, eps, weight decay, clip norm and gradient scale come with the call: the caller owns schedules.
-- `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn keeps its base frozen.
+- `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn (`EngineConfig.adapters`) keeps
+  the model frozen; `adapters.add`, `load`, `save` and `remove` manage them.
 - `train_mode()`, `eval_mode()`: bring what they need to the device, and put it back where it was. `to` moves it for good.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,23 +24,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl.errors import ConfigError, RunError
 from rl.interfaces import Loss
 from rl.loss.policy import TokenInputs
 from rl.models import hf
+from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints, read_record, rng_state, set_rng_state, tensor_names
 from rl.models.engine_config import EngineConfig
-from rl.models.learner import Learner, local, whole
-from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
+from rl.models.export import shards, whole_tensors
+from rl.models.learner import Learner
+from rl.models.lora import Site
 from rl.models.platform import init_process_group
-from rl.types import Batch, LoRA, MicroBatch, OptimParams
+from rl.types import Batch, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
 
 
 class Engine(ABC):
-    """Attributes: `config`; `device`; `dp_rank`, which part of a Batch this rank computes; `adapters`, their names."""
+    """Attributes: `config`; `device`; `dp_rank`, which part of a Batch this rank computes; `adapters`, an Adapters."""
 
     def __init__(self, model_dir: str | Path, config: EngineConfig = EngineConfig()):
         """model_dir: a Hugging Face directory.
@@ -63,8 +64,7 @@ class Engine(ABC):
         parameters = {self._name(n): p for n, p in self._model.named_parameters()}
         self._base = None if config.adapters else Learner(parameters)
         self._tensors = parameters
-        self._adapters: dict[str, tuple[Adapter, Learner]] = {}
-        self._same_weights = self._ranks_with_the_same_adapters()
+        self.adapters = Adapters(config.adapters, self._sites, self._tp_mesh, config.layout, self.device)
         self._checkpoints = Checkpoints(config.timeout_seconds)
         self._mode: Literal["train", "eval"] | None = None
         self._on = {"model": self.device, "optimizer": self.device}
@@ -72,9 +72,8 @@ class Engine(ABC):
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
-        limit = (
-            self._hf_config.get("max_position_embeddings") or self._hf_config.get("n_positions") or 2**62
-        )  # state-space models have none
+        config = self._hf_config
+        limit = config.get("max_position_embeddings") or config.get("n_positions") or 2**62  # state-space models have none
         return min(limit, self.config.max_seq_len or limit)
 
     # ---- what a kind of engine provides
@@ -102,7 +101,7 @@ class Engine(ABC):
         """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats. Without dropout."""
         self._require("forward", model=True)
         logprobs: dict[int, np.ndarray] = {}
-        with self._attached(adapter):
+        with self.adapters.attached(adapter):
             self._model.eval()
             for micro in self._micro_batches(batch):
                 scores = self._run(micro, with_targets=True)[0].cpu().numpy()
@@ -122,7 +121,7 @@ class Engine(ABC):
             raise RunError("forward_backward inside eval_mode; use train_mode")
         self._learner(adapter)
         totals: dict[str, float] = {}
-        with self._attached(adapter):
+        with self.adapters.attached(adapter):
             self._model.train()
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
@@ -155,7 +154,7 @@ class Engine(ABC):
     def logits(self, batch: Batch, adapter: str | None = None) -> list[torch.Tensor]:
         """This rank's [M, V] logits that predict its scored tokens, for each micro-batch: for inspection."""
         self._require("logits", model=True)
-        with self._attached(adapter):
+        with self.adapters.attached(adapter):
             self._model.eval()
             logits = [self._run(micro, with_targets=False) for micro in self._micro_batches(batch)]
         self._reshard()
@@ -195,16 +194,14 @@ class Engine(ABC):
         self._move({part: target for part, wanted in (("model", model), ("optimizer", optimizer)) if wanted})
 
     def _move(self, places: dict[str, torch.device]) -> None:
-        learners = [learner for _, learner in self._adapters.values()]
         for part, device in places.items():
             if self._on[part] == device:
                 continue
             if part == "model":
                 self._model.to(device)
-                for learner in learners:
-                    learner.move_parameters(device)
+                self.adapters.move_parameters(device)
             else:
-                for learner in [*learners, *([self._base] if self._base else [])]:
+                for learner in self._learners().values():
                     learner.move_optimizer(device)
             self._on[part] = device
         if self.device.type == "cuda":
@@ -217,75 +214,18 @@ class Engine(ABC):
                 f"{verb}: the {' and the '.join(away)} is on the host; use train_mode() or eval_mode(), or to({str(self.device)!r})"
             )
 
-    # ---- adapters
-
-    @property
-    def adapters(self) -> list[str]:
-        return list(self._adapters)
-
-    def add_adapter(self, name: str, lora: LoRA, seed: int = 0) -> None:
-        """A new adapter, which changes nothing until it learns (B is 0); `seed` draws its A.
-
-        Raises ConfigError where the engine's weights learn, the name is taken or the targets do not exist.
-        """
-        if not self.config.adapters:
-            raise ConfigError("this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters")
-        if name in self._adapters:
-            raise ConfigError(f"there is an adapter {name!r} already; choose another name or remove it")
-        adapter = Adapter(lora, self._sites, seed, self._tp_mesh, self._on["model"])
-        self._adapters[name] = adapter, Learner(adapter.parameters, self._same_weights)
-
-    def load_adapter(self, name: str, path: str | Path) -> None:
-        """Add an adapter from a directory that PEFT or `save_adapter` wrote."""
-        lora, tensors = read_adapter(path)
-        self.add_adapter(name, lora)
-        try:
-            self._adapters[name][0].load(tensors)
-        except ConfigError:
-            self.remove_adapter(name)
-            raise
-
-    def save_adapter(self, name: str, out_dir: str | Path) -> None:
-        """Write an adapter in PEFT's format."""
-        adapter = self._adapter(name)
-        tensors = {n: whole(p.detach()).cpu() for n, p in adapter.parameters.items()}
-        if dist.get_rank() == 0:
-            write_adapter(Path(out_dir), adapter.lora, str(self._model_dir), tensors)
-        dist.barrier()
-
-    def remove_adapter(self, name: str) -> None:
-        self._adapter(name)
-        del self._adapters[name]
-
-    def _adapter(self, name: str) -> Adapter:
-        if name not in self._adapters:
-            raise RunError(f"there is no adapter {name!r}; there are {self.adapters or 'none'}: add it with add_adapter")
-        return self._adapters[name][0]
+    # ---- what learns
 
     def _learner(self, adapter: str | None) -> Learner:
         if adapter is not None:
-            self._adapter(adapter)
-            return self._adapters[adapter][1]
+            return self.adapters.learner(adapter)
         if self._base is None:
-            raise RunError(f"the model itself is frozen; name the adapter that learns, one of {self.adapters}")
+            raise RunError(f"the model itself is frozen; name the adapter that learns, one of {list(self.adapters)}")
         return self._base
 
-    @contextmanager
-    def _attached(self, adapter: str | None) -> Iterator[None]:
-        if adapter is not None:
-            self._adapter(adapter).attach()
-        try:
-            yield
-        finally:
-            detach_all(self._sites)
-
-    def _ranks_with_the_same_adapters(self) -> dist.ProcessGroup | None:
-        """Adapters are whole on each rank but for tensor parallelism: those ranks add their gradients in optim_step."""
-        stride, world = self.config.layout.tensor_parallel, dist.get_world_size()
-        if not self.config.adapters or stride == world:
-            return None
-        groups = [dist.new_group(range(first, world, stride)) for first in range(stride)]
-        return groups[dist.get_rank() % stride]
+    def _learners(self) -> dict[str, Learner]:
+        """By their names in a checkpoint."""
+        return {"model": self._base} if self._base else {f"adapter.{n}": learner for n, learner in self.adapters.learners().items()}
 
     # ---- weights, out
 
@@ -296,36 +236,11 @@ class Engine(ABC):
         The model's tensors under Hugging Face names; with `adapter`, that adapter's alone under PEFT's names, or `merged`:
         the model's with the adapter added.
         """
+        layout = self.config.layout
         if adapter is not None and not merged:
-            yield from self._shards(self._adapter(adapter).parameters, None)
+            yield from shards(self.adapters[adapter].parameters, self._dtype, layout, self._split)
         else:
-            yield from self._shards(self._tensors, None if adapter is None else self._adapter(adapter))
-
-    def _shards(self, tensors: dict[str, nn.Parameter], merge: Adapter | None) -> Iterator[LocalShard]:
-        for name, param in tensors.items():
-            shape, offsets = tuple(param.shape), (0,) * param.ndim
-            if isinstance(param, DTensor):
-                shape, offsets = map(tuple, compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements))
-            data = local(param.detach())
-            delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
-            if not data.numel() or not self._speaks_for(param):
-                continue
-            data = (data if delta is None else data.float() + delta).to(self._dtype)
-            names = self._split(name, param.shape[0])
-            if names is None:
-                yield LocalShard(name, tuple(param.shape), offsets, data)
-            else:
-                for i, part in enumerate(data, offsets[0]):
-                    yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part)
-
-    def _speaks_for(self, param: torch.Tensor) -> bool:
-        """Whether this rank is the one of those with the same shard that exports it."""
-        if not isinstance(param, DTensor):
-            return dist.get_rank() == 0
-        coordinate = param.device_mesh.get_coordinate()
-        first = all(coordinate[axis] == 0 for axis, p in enumerate(param.placements) if p.is_replicate())
-        # An adapter's mesh is its tensor-parallel group; there is one for each data-parallel rank.
-        return first and (param.device_mesh.size() == dist.get_world_size() or dist.get_rank() < self.config.layout.tensor_parallel)
+            yield from shards(self._tensors, self._dtype, layout, self._split, self.adapters[adapter] if adapter else None)
 
     @torch.no_grad()
     def save_hf(self, out_dir: str | Path, adapter: str | None = None) -> None:
@@ -333,21 +248,24 @@ class Engine(ABC):
 
         Gathers one tensor at a time.
         """
-        tensors = self._whole_tensors(None if adapter is None else self._adapter(adapter))
+        tensors = self._whole_tensors(adapter)
         if dist.get_rank() == 0:
-            hf.save_model(Path(out_dir), self._model_dir, tensors, self._dtype)
+            self._write_hf(Path(out_dir), tensors)
         else:
             for _ in tensors:  # take part in the gathers
                 pass
         dist.barrier()
 
-    def _whole_tensors(self, merge: Adapter | None) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, param in self._tensors.items():
-            full = whole(param.detach())
-            delta = merge.delta(name, (0,) * full.ndim, tuple(full.shape)) if merge else None
-            full = (full if delta is None else full.float() + delta).to(self._dtype).cpu().contiguous()
-            names = self._split(name, len(full))
-            yield from [(name, full)] if names is None else zip(names, full.clone().unbind(), strict=True)
+    def _whole_tensors(self, adapter: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return whole_tensors(self._tensors, self._dtype, self._split, self.adapters[adapter] if adapter else None)
+
+    def _write_hf(self, out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """On rank 0."""
+        hf.save_model(out_dir, self._model_dir, tensors, self._dtype)
+
+    def save_adapter(self, adapter: str, out_dir: str | Path) -> None:
+        """Write an adapter in PEFT's format."""
+        self.adapters.save(adapter, out_dir, str(self._model_dir))
 
     # ---- checkpoints
 
@@ -358,7 +276,7 @@ class Engine(ABC):
         the host, and writes while training goes on; `wait_for_save`, or the next `save`, raises what went wrong.
         keep_last: number of checkpoints to keep beside each other, 0 for all.
         """
-        record = {"state": state or {}, "adapters": {n: asdict(a.lora) for n, (a, _) in self._adapters.items()}}
+        record = {"state": state or {}, "adapters": self.adapters.record()}
         self._checkpoints.save(Path(path), self._state() | rng_state(self.device), record, keep_last)
         if wait:
             self._checkpoints.wait()
@@ -374,14 +292,7 @@ class Engine(ABC):
         """
         path = Path(path)
         record = read_record(path)
-        for name in [n for n in self.adapters if n not in record["adapters"]]:
-            self.remove_adapter(name)
-        for name, fields in record["adapters"].items():
-            lora = LoRA(**(fields | {"targets": tuple(fields["targets"])}))
-            if name in self._adapters and self._adapter(name).lora != lora:
-                self.remove_adapter(name)
-            if name not in self._adapters:
-                self.add_adapter(name, lora)
+        self.adapters.match(record["adapters"])
         random, saved = rng_state(self.device), tensor_names(path)
         same_world = {n for n in saved if n.startswith("rng.")} == {
             f"rng.{r}.{k.split('.')[-1]}" for r in range(dist.get_world_size()) for k in random
@@ -392,8 +303,7 @@ class Engine(ABC):
         return record["state"]
 
     def _state(self) -> dict[str, Any]:
-        learners = {"model": self._base} if self._base else {f"adapter.{n}": learner for n, (_, learner) in self._adapters.items()}
-        return {name: learner.state() for name, learner in learners.items()}
+        return {name: learner.state() for name, learner in self._learners().items()}
 
     # ---- for the kinds of engine
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
@@ -133,17 +132,10 @@ class HFEngine(Engine):
             self._check_names()
         return super().export(adapter, merged=merged)
 
-    @torch.no_grad()
-    def save_hf(self, out_dir: str | Path, adapter: str | None = None) -> None:
-        """As Engine.save_hf, written by transformers, which gives tensors their names on disk. Rank 0 holds the whole model."""
-        tensors = self._whole_tensors(None if adapter is None else self._adapter(adapter))
-        if dist.get_rank() == 0:
-            self._model.lm.save_pretrained(out_dir, state_dict=dict(tensors))
-            hf.copy_companions(self._model_dir, Path(out_dir), self._dtype)
-        else:
-            for _ in tensors:  # take part in the gathers
-                pass
-        dist.barrier()
+    def _write_hf(self, out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """By transformers, which gives tensors their names on disk. Rank 0 holds the whole model meanwhile."""
+        self._model.lm.save_pretrained(out_dir, state_dict=dict(tensors))
+        hf.copy_companions(self._model_dir, out_dir, self._dtype)
 
     def _check_names(self) -> None:
         """transformers renames and fuses some architectures' tensors while loading; what is not on disk cannot be exported."""

@@ -5,10 +5,12 @@ Import this module before any other part of torchtitan.
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 
 import torchtitan.tools.utils as titan_utils
@@ -18,8 +20,32 @@ if not torch.accelerator.is_available():
     titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
 
 from torchtitan.distributed import utils as titan_dist
+from torchtitan.distributed.context_parallel import api as context_parallel
 
 DEVICE_TYPE: str = titan_utils.device_type
+
+
+class _GatherKeysAndValues(torch.autograd.Function):
+    """What torch's flex_cp_allgather does, in one blocking collective: with its two at a time, gloo corrupts memory."""
+
+    @staticmethod
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, seq_dim: int, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.group, ctx.seq_dim = _resolve_process_group(group_name), seq_dim
+        local = torch.stack([k, v])
+        parts = local.new_empty(ctx.group.size(), *local.shape)
+        dist.all_gather(list(parts.unbind()), local, group=ctx.group)
+        return tuple(torch.cat(parts[:, i].unbind(), seq_dim) for i in range(2))
+
+    @staticmethod
+    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        parts = torch.stack(torch.stack([grad_k, grad_v]).chunk(ctx.group.size(), ctx.seq_dim + 1))
+        local = parts.new_empty(parts.shape[1:])
+        dist.reduce_scatter(local, list(parts.unbind()), group=ctx.group)
+        return local[0], local[1], None, None
+
+
+if DEVICE_TYPE == "cpu":
+    context_parallel.flex_cp_allgather = _GatherKeysAndValues.apply
 
 
 def init_process_group(timeout_seconds: float) -> torch.device:

@@ -33,7 +33,7 @@ def main() -> None:
         engine = TitanEngine(model_dir, EngineConfig(layout=layout, seed=7, adapters=adapter is not None))
         if mode == "train":
             if adapter:
-                engine.add_adapter(adapter, LoRA(4))
+                engine.adapters.add(adapter, LoRA(4))
             for step in range(3):
                 learn(engine, step, adapter)
                 engine.save(directory / kind / f"step-{step}", {"next_step": step + 1}, keep_last=2, wait=False)

@@ -108,7 +108,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     adapter = None
     if engine.config.adapters:
         adapter = "policy"
-        engine.add_adapter(adapter, LoRA(rank=4, alpha=8), seed=1)
+        engine.adapters.add(adapter, LoRA(rank=4, alpha=8), seed=1)
     rng = np.random.default_rng(0)
     samples = [supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60))) for _ in range(9)]
     batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=96, multiple_of=layout.row_multiple)

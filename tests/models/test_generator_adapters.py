@@ -60,7 +60,7 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
     loads = [("base", publish(transport, "model", 0, engine.export()), [None, "a"])]
     expected = {}
     for seed, (name, lora) in enumerate(loras.items(), 1):
-        engine.add_adapter(name, lora, seed)
+        engine.adapters.add(name, lora, seed)
         learn(name, seed)
         loads.append((name, publish(transport, name, 1, engine.export(name), (name, lora)), [None, *list(loras)[:seed]]))
     first = {name: {s.name: s.data.clone() for s in engine.export(name)} for name in loras}

@@ -49,14 +49,14 @@ def peft_dir(model_dir, tmp_path, request):
 
 
 def adapter_gradients(engine, name):
-    return {n: p.grad for n, p in engine._adapters[name][0].parameters.items()}
+    return {n: p.grad for n, p in engine.adapters[name].parameters.items()}
 
 
 @pytest.mark.parametrize("peft_dir", TARGETS, indirect=True)
 def test_outputs_and_gradients_equal_pefts(make, peft_dir):
     path, reference = peft_dir
     engine = make()
-    engine.load_adapter("a", path)
+    engine.adapters.load("a", path)
     logits = reference(torch.from_numpy(ROW)[None]).logits[0]
     logp = logits[4:-1].log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
     assert np.abs(engine.forward(BATCH, "a")[0] - logp.detach().numpy()).max() < 1e-5
@@ -73,8 +73,8 @@ def test_outputs_and_gradients_equal_pefts(make, peft_dir):
 @pytest.mark.parametrize("peft_dir", ["all"], indirect=True)
 def test_the_base_and_a_fresh_adapter_compute_what_the_model_computes(make, model_dir, peft_dir):
     engine = make()
-    engine.add_adapter("fresh", LoRA(4))
-    engine.load_adapter("other", peft_dir[0])
+    engine.adapters.add("fresh", LoRA(4))
+    engine.adapters.load("other", peft_dir[0])
     plain = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logp = plain(torch.from_numpy(ROW)[None]).logits[0, 4:-1].log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
@@ -92,8 +92,8 @@ def test_adapters_learn_apart_and_the_base_stays(make):
 
     together, alone = make(), {name: make() for name in "ab"}
     for seed, name in enumerate("ab"):
-        together.add_adapter(name, LoRA(4), seed)
-        alone[name].add_adapter(name, LoRA(4), seed)
+        together.adapters.add(name, LoRA(4), seed)
+        alone[name].adapters.add(name, LoRA(4), seed)
     base = {s.name: s.data.clone() for s in together.export()}
     for step in range(3):
         for name in "ab":
@@ -109,7 +109,7 @@ def test_adapters_learn_apart_and_the_base_stays(make):
 @pytest.mark.parametrize("peft_dir", ["all"], indirect=True)
 def test_peft_reads_what_is_saved_and_the_merged_model_equals_base_plus_adapter(make, model_dir, peft_dir, tmp_path):
     engine = make()
-    engine.load_adapter("a", peft_dir[0])
+    engine.adapters.load("a", peft_dir[0])
     engine.forward_backward(BATCH, CrossEntropy(), "a")
     engine.optim_step(OptimParams(1e-2), "a")
     engine.save_adapter("a", tmp_path / "saved")
@@ -129,13 +129,13 @@ def test_peft_reads_what_is_saved_and_the_merged_model_equals_base_plus_adapter(
 def test_a_checkpoint_brings_adapters_back(make, tmp_path):
     engine = make()
     for name, rank in (("a", 4), ("b", 2)):
-        engine.add_adapter(name, LoRA(rank), seed=rank)
+        engine.adapters.add(name, LoRA(rank), seed=rank)
         engine.forward_backward(BATCH, CrossEntropy(), name)
         engine.optim_step(OptimParams(1e-2), name)
     engine.save(tmp_path / "step-1")
     again = make()
-    again.add_adapter("c", LoRA(4))
-    again.add_adapter("a", LoRA(8))
+    again.adapters.add("c", LoRA(4))
+    again.adapters.add("a", LoRA(8))
     again.load(tmp_path / "step-1")
     assert sorted(again.adapters) == ["a", "b"]
     for e in (engine, again):
@@ -147,22 +147,22 @@ def test_a_checkpoint_brings_adapters_back(make, tmp_path):
 
 def test_bf16_keeps_the_base_in_bf16_and_what_learns_in_fp32(make):
     engine = make(dtype="bfloat16")
-    engine.add_adapter("a", LoRA(4))
+    engine.adapters.add("a", LoRA(4))
     engine.forward_backward(BATCH, CrossEntropy(), "a")
     assert engine.optim_step(OptimParams(1e-2), "a")["grad_norm"] > 0
     assert {p.dtype for p in engine._model.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in engine._adapters["a"][0].parameters.values()} == {torch.float32}
+    assert {p.dtype for p in engine.adapters["a"].parameters.values()} == {torch.float32}
     assert all(s.data.dtype == torch.bfloat16 for s in engine.export("a"))
 
 
 def test_rank_alpha_and_targets_act(make):
     engine = make()
     for name, lora in (("r4", LoRA(4)), ("r8", LoRA(8)), ("q", LoRA(4, targets=("q_proj",))), ("loud", LoRA(4, alpha=64.0))):
-        engine.add_adapter(name, lora)
+        engine.adapters.add(name, lora)
         engine.forward_backward(BATCH, CrossEntropy(), name)
     norms = {name: engine.optim_step(OptimParams(1e-3), name)["grad_norm"] for name in engine.adapters}
-    assert {p.shape[0] for n, p in engine._adapters["r8"][0].parameters.items() if "lora_A" in n} == {8}
-    assert all("q_proj" in n for n in engine._adapters["q"][0].parameters)
+    assert {p.shape[0] for n, p in engine.adapters["r8"].parameters.items() if "lora_A" in n} == {8}
+    assert all("q_proj" in n for n in engine.adapters["q"].parameters)
     assert norms["loud"] == pytest.approx(2 * norms["r4"], rel=1e-4)
     assert norms["q"] < norms["r4"]
 
@@ -174,16 +174,16 @@ def test_what_cannot_be_is_named(make, model_dir, tmp_path):
     with pytest.raises(RunError, match="there is no adapter 'x'; there are none"):
         engine.forward(BATCH, "x")
     with pytest.raises(ConfigError, match=r"lora.targets names \['wq'\].*use some of \['down_proj'"):
-        engine.add_adapter("a", LoRA(4, targets=("wq",)))
-    engine.add_adapter("a", LoRA(4))
+        engine.adapters.add("a", LoRA(4, targets=("wq",)))
+    engine.adapters.add("a", LoRA(4))
     with pytest.raises(ConfigError, match="there is an adapter 'a' already"):
-        engine.add_adapter("a", LoRA(4))
+        engine.adapters.add("a", LoRA(4))
     with pytest.raises(ConfigError, match="is not an adapter: it needs adapter_config.json"):
-        engine.load_adapter("b", tmp_path)
+        engine.adapters.load("b", tmp_path)
     engine.save_adapter("a", tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ConfigError, match="has use_dora=True, which is not supported"):
-        engine.load_adapter("b", tmp_path / "a")
+        engine.adapters.load("b", tmp_path / "a")
     with pytest.raises(ConfigError, match="this engine's own weights learn"):
-        ENGINES["titan"](model_dir).add_adapter("a", LoRA(4))
+        ENGINES["titan"](model_dir).adapters.add("a", LoRA(4))

@@ -1,0 +1,118 @@
+"""Adapters: the LoRA adapters that learn on one frozen model, each with an optimizer of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl.errors import ConfigError, RunError
+from rl.models.layout import Layout
+from rl.models.learner import Learner, whole
+from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
+from rl.types import LoRA
+
+
+class Adapters:
+    """By name. Every rank calls every method, in the same order."""
+
+    def __init__(self, frozen: bool, sites: list[Site], tp_mesh: Any, layout: Layout, device: torch.device):
+        """frozen: whether the model is, as it must be for adapters. sites: where they can be attached."""
+        self._frozen = frozen
+        self._sites = sites
+        self._tp_mesh = tp_mesh
+        self._device = device
+        self._members: dict[str, tuple[Adapter, Learner]] = {}
+        self._same_weights = _ranks_with_the_same_weights(layout) if frozen else None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __getitem__(self, name: str) -> Adapter:
+        return self._member(name)[0]
+
+    def learner(self, name: str) -> Learner:
+        return self._member(name)[1]
+
+    def _member(self, name: str) -> tuple[Adapter, Learner]:
+        if name not in self._members:
+            raise RunError(f"there is no adapter {name!r}; there are {list(self) or 'none'}: add it with adapters.add")
+        return self._members[name]
+
+    def add(self, name: str, lora: LoRA, seed: int = 0) -> None:
+        """A new adapter, which changes nothing until it learns (B is 0); `seed` draws its A.
+
+        Raises ConfigError where the model itself learns, the name is taken or the targets do not exist.
+        """
+        if not self._frozen:
+            raise ConfigError("this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters")
+        if name in self._members:
+            raise ConfigError(f"there is an adapter {name!r} already; choose another name or remove it")
+        adapter = Adapter(lora, self._sites, seed, self._tp_mesh, self._device)
+        self._members[name] = adapter, Learner(adapter.parameters, self._same_weights)
+
+    def load(self, name: str, path: str | Path) -> None:
+        """Add an adapter from a directory that PEFT or `save` wrote."""
+        lora, tensors = read_adapter(path)
+        self.add(name, lora)
+        try:
+            self[name].load(tensors)
+        except ConfigError:
+            self.remove(name)
+            raise
+
+    def save(self, name: str, out_dir: str | Path, base_model: str) -> None:
+        """Write an adapter in PEFT's format. base_model: what adapter_config.json says that it belongs to."""
+        tensors = {n: whole(p.detach()).cpu() for n, p in self[name].parameters.items()}
+        if dist.get_rank() == 0:
+            write_adapter(Path(out_dir), self[name].lora, base_model, tensors)
+        dist.barrier()
+
+    def remove(self, name: str) -> None:
+        self._member(name)
+        del self._members[name]
+
+    @contextmanager
+    def attached(self, name: str | None) -> Iterator[None]:
+        """The model computes with this adapter within the context; None is the model alone."""
+        if name is not None:
+            self[name].attach()
+        try:
+            yield
+        finally:
+            detach_all(self._sites)
+
+    def record(self) -> dict[str, Any]:
+        """Plain data from which `match` makes the same adapters."""
+        return {name: asdict(adapter.lora) for name, (adapter, _) in self._members.items()}
+
+    def match(self, record: dict[str, Any]) -> None:
+        """Be the adapters of a record, whose weights are then loaded into them."""
+        for name in [n for n in self if n not in record]:
+            self.remove(name)
+        for name, fields in record.items():
+            lora = LoRA(**(fields | {"targets": tuple(fields["targets"])}))
+            if name in self._members and self[name].lora != lora:
+                self.remove(name)
+            if name not in self._members:
+                self.add(name, lora)
+
+    def learners(self) -> dict[str, Learner]:
+        return {name: learner for name, (_, learner) in self._members.items()}
+
+    def move_parameters(self, device: torch.device) -> None:
+        self._device = device
+        for learner in self.learners().values():
+            learner.move_parameters(device)
+
+
+def _ranks_with_the_same_weights(layout: Layout) -> dist.ProcessGroup | None:
+    """Adapters are whole on each rank but for tensor parallelism: those ranks add their gradients in optim_step."""
+    stride, world = layout.tensor_parallel, dist.get_world_size()
+    if stride == world:
+        return None
+    groups = [dist.new_group(range(first, world, stride)) for first in range(stride)]
+    return groups[dist.get_rank() % stride]

@@ -1,0 +1,60 @@
+"""Weights, out of an engine: this rank's shards for weight sync, or whole tensors one at a time for a directory."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl.models.layout import Layout
+from rl.models.learner import local, whole
+from rl.models.lora import Adapter
+from rl.weight_sync.manifest import LocalShard
+
+Split = Callable[[str, int], list[str] | None]
+"""(name, size of the first dimension) -> the names of the tensors stacked along it; None for the usual, one tensor."""
+
+
+def shards(
+    tensors: Mapping[str, nn.Parameter], dtype: torch.dtype, layout: Layout, split: Split, merge: Adapter | None = None
+) -> Iterator[LocalShard]:
+    """Every replica's shard is yielded by one rank; `merge` is added on the way."""
+    for name, param in tensors.items():
+        shape, offsets = tuple(param.shape), (0,) * param.ndim
+        if isinstance(param, DTensor):
+            shape, offsets = map(tuple, compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements))
+        data = local(param.detach())
+        delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
+        if not data.numel() or not _speaks_for(param, layout):
+            continue
+        data = (data if delta is None else data.float() + delta).to(dtype)
+        names = split(name, param.shape[0])
+        if names is None:
+            yield LocalShard(name, tuple(param.shape), offsets, data)
+        else:
+            for i, part in enumerate(data, offsets[0]):
+                yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part)
+
+
+def whole_tensors(
+    tensors: Mapping[str, nn.Parameter], dtype: torch.dtype, split: Split, merge: Adapter | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """On the host; gathers one tensor at a time, on every rank."""
+    for name, param in tensors.items():
+        full = whole(param.detach())
+        delta = merge.delta(name, (0,) * full.ndim, tuple(full.shape)) if merge else None
+        full = (full if delta is None else full.float() + delta).to(dtype).cpu().contiguous()
+        names = split(name, len(full))
+        yield from [(name, full)] if names is None else zip(names, full.clone().unbind(), strict=True)
+
+
+def _speaks_for(param: torch.Tensor, layout: Layout) -> bool:
+    """Whether this rank is the one of those with the same shard that exports it."""
+    if not isinstance(param, DTensor):
+        return dist.get_rank() == 0
+    coordinate = param.device_mesh.get_coordinate()
+    first = all(coordinate[axis] == 0 for axis, p in enumerate(param.placements) if p.is_replicate())
+    # An adapter's mesh is its tensor-parallel group; there is one for each data-parallel rank.
+    return first and (param.device_mesh.size() == dist.get_world_size() or dist.get_rank() < layout.tensor_parallel)
