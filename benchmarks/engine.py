@@ -1,8 +1,8 @@
 """What a training step costs: TitanEngine and HFEngine against a bare loop and against transformers' padded rows.
 
-`python -m benchmarks.engine` prints a table; with `--write` it goes to docs/engine_benchmark.md. Each variant runs in a process
-of its own, in turns, `--rounds` times: the machine's noise meets all of them. Ratios are medians over rounds of the ratio within
-one round. The model is SmolLM2-135M's shape with random weights, in bf16 with fp32 master weights; the batch is 2,048 tokens in
+`python -m benchmarks.engine` prints a table; with `--write` it goes to docs/engine_benchmark.md. All variants take a step in turns,
+`--rounds` times, in one process: the machine's noise meets all of them. A ratio is the median over rounds of the ratio within one
+round. Peak memory is that of a process of each variant's own. The model is SmolLM2-135M's shape with random weights, in bf16 with fp32 master weights; the batch is 2,048 tokens in
 sequences of unequal length, of which all but the first 16 tokens are trained on; the optimizer is fused AdamW.
 """
 
@@ -140,17 +140,32 @@ VARIANTS: dict[str, Callable[[Path], Callable[[], float]]] = {
 }
 
 
-# ---- one process
+# ---- what is measured
 
 
-def measure(variant: str, model_dir: Path, num_steps: int) -> dict[str, float]:
+def times(model_dir: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, variants in turns."""
+    steps = {name: build(model_dir) for name, build in VARIANTS.items()}
+    first = {name: step() for name, step in steps.items()}  # warms up
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    last = {}
+    for i in range(rounds):
+        names = list(steps)
+        for name in names[i % len(names) :] + names[: i % len(names)]:  # nobody always follows the same one
+            started = time.perf_counter()
+            last[name] = steps[name]()
+            seconds[name].append(time.perf_counter() - started)
+    assert all(last[name] < first[name] for name in steps), (first, last)  # each one trains
+    assert abs(first["TitanEngine"] - first["bare loop"]) < 1e-5, first  # and these two compute the same
+    return seconds
+
+
+def peak_gib(variant: str, model_dir: Path) -> float:
+    """Of this process, libraries included."""
     step = VARIANTS[variant](model_dir)
-    losses = [step()]  # warms up
-    started = time.perf_counter()
-    losses += [step() for _ in range(num_steps)]
-    seconds = (time.perf_counter() - started) / num_steps
-    assert losses[-1] < losses[0], losses  # it trains
-    return {"seconds": seconds, "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "loss": losses[0]}
+    step()
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def matmul_peak() -> float:
@@ -180,61 +195,54 @@ def step_flops() -> float:
 # ---- all of them
 
 
-def run_all(rounds: int, num_steps: int) -> str:
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    peaks = []
+def run_all(rounds: int) -> str:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
-        for _ in range(rounds):
-            peaks.append(float(_child("--peak")))
-            for name in VARIANTS:
-                results[name].append(json.loads(_child("--variant", name, "--model_dir", directory, "--steps", str(num_steps))))
-                print(name, results[name][-1], file=sys.stderr, flush=True)
-    peak, rows = max(peaks), samples()
+        memory = {name: _child(directory, "--memory_of", name) for name in VARIANTS}
+        measured = _child(directory, "--times", "--rounds", str(rounds))
+    peak, rows = measured["peak"], samples()
     padded = len(rows) * max(map(len, rows))
     lines = [
         "| | s a step | tokens/s | share of bf16 peak | TitanEngine is faster by | peak memory, GiB |",
         "|---|---|---|---|---|---|",
     ]
-    for name, runs in results.items():
-        seconds = statistics.median(run["seconds"] for run in runs)
-        ratios = [run["seconds"] / titan["seconds"] for run, titan in zip(runs, results["TitanEngine"], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        share = step_flops() / seconds / peak
-        memory = max(run["peak_gib"] for run in runs)
-        lines.append(f"| {name} | {seconds:.2f} | {NUM_TOKENS / seconds:.0f} | {share:.0%} | {spread} | {memory:.1f} |")
+    for name, seconds in measured["seconds"].items():
+        middle = statistics.median(seconds)
+        ratios = sorted(other / titan for other, titan in zip(seconds, measured["seconds"]["TitanEngine"], strict=True))
+        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        lines.append(
+            f"| {name} | {middle:.2f} | {NUM_TOKENS / middle:.0f} | {step_flops() / middle / peak:.0%} | {spread} | {memory[name]:.1f} |"
+        )
     facts = (
         f"{os.cpu_count()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of {min(map(len, rows))} to {max(map(len, rows))} "
-        f"tokens, {padded} when padded; {step_flops() / 1e12:.2f} TFLOP a step; median of {rounds} rounds of {num_steps} steps."
+        f"tokens, {padded} tokens when padded; {step_flops() / 1e12:.2f} TFLOP a step without padding; {rounds} rounds."
     )
     return "\n".join([*lines, "", facts])
 
 
-def _child(*arguments: str) -> str:
-    threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine", *arguments], env=os.environ | threads, capture_output=True, text=True, timeout=600
-    )
+def _child(model_dir: str, *arguments: str) -> Any:
+    command = [sys.executable, "-m", "benchmarks.engine", "--model_dir", model_dir, *arguments]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    return done.stdout.splitlines()[-1]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--write", action="store_true", help="write docs/engine_benchmark.md")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--model_dir", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--memory_of", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.peak:
-        print(matmul_peak())
-    elif arguments.variant:
-        print(json.dumps(measure(arguments.variant, arguments.model_dir, arguments.steps)))
+    if arguments.memory_of:
+        print(json.dumps(peak_gib(arguments.memory_of, arguments.model_dir)))
+    elif arguments.times:
+        peak = matmul_peak()
+        print(json.dumps({"seconds": times(arguments.model_dir, arguments.rounds), "peak": max(peak, matmul_peak())}))
     else:
-        table = run_all(arguments.rounds, arguments.steps)
+        table = run_all(arguments.rounds)
         print(table)
         if arguments.write:
             text = f"# What a training step costs\n\nMade by `python -m benchmarks.engine --write`; what it measures is told at its head.\n\n{table}\n"

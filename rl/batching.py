@@ -33,7 +33,7 @@ def supervised_sample(prompt: Sequence[int], target: Sequence[int]) -> Sample:
 def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1) -> Batch:
     """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
 
-    Longest first, each into the emptiest bin. Every rank gets the same number of micro-batches, because they meet in
+    Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same time, are alike. Every rank gets the same number of micro-batches, because they meet in
     collectives; one without a sequence holds filler only. Rows are filled up to `multiple_of` tokens.
     """
     longest = max((len(s) for s in samples), default=0)
@@ -44,6 +44,7 @@ def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 819
     rounds = max(1, math.ceil(sum(map(len, samples)) / (num_ranks * max_tokens)))
     while (bins := _fill(samples, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
+    bins.sort(key=lambda ids: -sum(len(samples[i]) for i in ids))
     rows = [_micro_batch(samples, ids, multiple_of) for ids in bins]
     return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)))
 

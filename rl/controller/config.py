@@ -271,6 +271,8 @@ def _engine(config: RunConfig) -> list[str]:
         found.append(f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less")
     if not lora.rank and lora != LoRA():
         found.append("trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank")
+    if lora.rank and not lora.alpha:
+        found.append("trainer.lora.alpha=0 silences the adapter; use more")
     if lora.rank and not lora.targets:
         found.append("trainer.lora.targets is empty; name the layers that get an adapter")
     if config.keep_checkpoints and not config.save_every:

@@ -37,11 +37,15 @@ class Checkpoints:
         """
         self.wait()
         partial = path.with_name(path.name + ".partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / _RECORD).write_text(json.dumps(record))
-        dist.barrier()
+        failure = None
+        try:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                (partial / _RECORD).write_text(json.dumps(record))
+        except OSError as error:
+            failure = error
+        self._agree(failure)
         written = dcp.async_save(tensors, storage_writer=FileSystemWriter(partial), process_group=self._group)
         self._writing = finished = Future()
         written.add_done_callback(lambda done: self._finish(done, partial, path, keep_last, finished))
@@ -63,11 +67,19 @@ class Checkpoints:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
+        failure = None
         try:
             writing.result(self._timeout)
         except (Exception, CheckpointException) as error:
-            raise RunError(f"a checkpoint could not be written: {_cause(error)!r}; the one before it is still there") from error
-        dist.barrier(self._group)
+            failure = _cause(error)
+        self._agree(failure)
+
+    def _agree(self, failure: BaseException | None) -> None:
+        """Every rank raises what any of them met, so that none waits for another."""
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure and repr(failure), group=self._group)
+        if first := next(filter(None, failures), None):
+            raise RunError(f"a checkpoint could not be written: {first}; the one before it is still there") from failure
 
     def load(self, path: Path, tensors: dict[str, Any]) -> None:
         """Read into `tensors` in place, whatever layout they were saved under."""

@@ -198,6 +198,7 @@ class Engine(ABC):
             if self._on[part] == device:
                 continue
             if part == "model":
+                self._reshard()  # what is gathered does not move
                 self._model.to(device)
                 self.adapters.move_parameters(device)
             else:
@@ -292,6 +293,9 @@ class Engine(ABC):
         """
         path = Path(path)
         record = read_record(path)
+        if bool(record["adapters"]) != self.config.adapters:
+            holds = "adapters" if record["adapters"] else "a model's weights"
+            raise RunError(f"{path} holds {holds}, which is not what learns here; set EngineConfig.adapters (trainer.lora.rank) as it was")
         self.adapters.match(record["adapters"])
         random, saved = rng_state(self.device), tensor_names(path)
         same_world = {n for n in saved if n.startswith("rng.")} == {

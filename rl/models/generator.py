@@ -122,15 +122,26 @@ class GeneratorEngine:
         """
         async with self._lock:
             if manifest.adapter is None:
+                self._fail_requests_with_adapters()
                 await asyncio.to_thread(self._load_model, fetched)
                 self._adapters.clear()
                 self._versions = {None: manifest.version}
             else:
                 name, lora = manifest.adapter
                 if name not in self._adapters and len(self._adapters) >= self._max_adapters:
-                    raise RunError(f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; raise max_adapters")
+                    raise RunError(
+                        f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; raise max_adapters"
+                    )
                 await asyncio.to_thread(self._load_adapter, name, lora, fetched)
                 self._versions[name] = manifest.version
+
+    def _fail_requests_with_adapters(self) -> None:
+        """Their adapters belong to the model that is about to go."""
+        dropped = [(request_id, request) for request_id, (request, _) in self._running.items() if request.adapter]
+        for request_id, request in dropped:
+            del self._running[request_id]
+            _resolve(request, RunError(f"adapter {request.adapter!r} was dropped while it was sampled with: another model was loaded"))
+        self._engine.abort_request([request_id for request_id, _ in dropped])
 
     def _load_model(self, fetched: Fetched) -> None:
         self._engine.collective_rpc("start_weight_update")
