@@ -144,6 +144,10 @@ class Batch:
         return sum(len(micro.scored) for rank in self.ranks for micro in rank)
 
 
+POLICY = "policy"
+"""The name of the adapter that learns in place of the model, in trainer, generators and checkpoints."""
+
+
 @dataclass(frozen=True)
 class LoRA:
     """An adapter (arXiv 2106.09685): output = W x + alpha / rank * B A x, of which A and B learn."""

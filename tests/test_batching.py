@@ -49,6 +49,17 @@ def test_every_rank_gets_equally_many_micro_batches_and_a_balanced_load():
     assert max(loads) <= 1.05 * sum(lengths) / 4
 
 
+def test_no_rank_waits_for_another_ranks_long_row():
+    """Ranks meet after each micro-batch: those that run at the same time are of like size, whatever the order of the samples."""
+    lengths = [90, 10, 85, 12, 20, 15, 80, 25]
+    batch = pack([sample(n) for n in lengths], num_ranks=2, max_tokens=100)
+    sizes = [[len(m.tokens) for m in rank] for rank in batch.ranks]
+    waits = sum(abs(a - b) for a, b in zip(*sizes, strict=True))
+    flat = sorted((n for rank in sizes for n in rank), reverse=True)
+    assert waits == sum(a - b for a, b in zip(flat[::2], flat[1::2], strict=True))  # no other order waits less
+    assert len(sizes[0]) == 2
+
+
 def test_a_rank_without_a_sequence_gets_filler_that_is_never_scored():
     batch = pack([sample(4)], num_ranks=3, multiple_of=2)
     assert [len(rank[0].scored) for rank in batch.ranks] == [3, 0, 0]

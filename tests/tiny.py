@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "cohere": "CohereForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "falcon": "FalconForCausalLM",
     "mamba": "MambaForCausalLM",
 }

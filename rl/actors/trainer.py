@@ -9,11 +9,9 @@ from monarch.actor import Actor, endpoint
 from rl.actors.remote import call
 from rl.interfaces import Loss, Transport
 from rl.models.layout import Layout
-from rl.types import Batch, LoRA, OptimParams, PolicyVersion
+from rl.types import POLICY, Batch, LoRA, OptimParams, PolicyVersion
 from rl.weight_sync.manifest import Manifest, Shard
 
-POLICY = "policy"
-"""The name of the adapter that learns in place of the model, in trainer and generators."""
 _MODEL = "model"
 _KEPT_VERSIONS = 2
 

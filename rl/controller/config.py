@@ -16,11 +16,11 @@ from rl.envs.base import Env
 from rl.errors import ConfigError
 from rl.loss.credit import GroupMean
 from rl.loss.policy import Clip
-from rl.models.checkpoint import is_complete
-from rl.models.hf import check_supported
-from rl.models.layout import Layout
+from rl.models.checkpoint_dir import is_complete, read_record
+from rl.models.hf import check_supported, max_positions
+from rl.models.layout import Layout, row_multiple
 from rl.models.sources import ModelSource
-from rl.types import LoRA
+from rl.types import POLICY, LoRA
 
 MAX_LORA_RANK = 512
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
@@ -38,7 +38,7 @@ class TrainerConfig:
     float8: bool = False
     """Linear layers in float8: real on GPUs, emulated on a CPU."""
     compile: bool = False
-    """torch.compile each layer; GPUs only."""
+    """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
     max_tokens: int = 8192
@@ -55,6 +55,10 @@ class TrainerConfig:
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
+
+    @property
+    def row_multiple(self) -> int:
+        return row_multiple(self.layout, self.float8)
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,8 @@ def problems(config: RunConfig) -> list[str]:
         found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
     elif config.resume_from and not is_complete(config.resume_from):
         found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
+    elif config.resume_from and (reason := _other_adapter(config)):
+        found.append(reason)
     elif config.resume_from and step >= config.steps:
         found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
     if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
@@ -176,6 +182,15 @@ def resume_step(config: RunConfig) -> int | None:
     """The step whose checkpoint the run goes on from."""
     match = re.fullmatch(r"step-(\d+)", Path(config.resume_from).name)
     return int(match[1]) if match else None
+
+
+def _other_adapter(config: RunConfig) -> str:
+    """Why the checkpoint is not one of what learns in this run; empty where it is."""
+    saved = read_record(Path(config.resume_from))["adapters"].get(POLICY, dataclasses.asdict(LoRA()))
+    saved = LoRA(**(saved | {"targets": tuple(saved["targets"])}))
+    if saved == config.trainer.lora:
+        return ""
+    return f"resume_from={config.resume_from!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was"
 
 
 _AT_LEAST_ONE = (
@@ -248,7 +263,7 @@ def _model_against_layout(config: RunConfig) -> list[str]:
             found.append(
                 f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
             )
-    limit = min(hf["max_position_embeddings"], config.trainer.max_tokens)
+    limit = min(max_positions(hf), config.trainer.max_tokens)
     if config.env.max_new_tokens >= limit:
         found.append(
             f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
@@ -265,6 +280,8 @@ def _engine(config: RunConfig) -> list[str]:
             found.append("trainer.layout.tensor_parallel and context_parallel need trainer.engine=titan; use trainer.layout.shard")
     if trainer.compile and not torch.cuda.is_available():
         found.append("trainer.compile=True needs a GPU; set it to False")
+    elif trainer.compile and (config.dtype != "bfloat16" or trainer.layout.context_parallel > 1):
+        found.append("trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False")
     if trainer.float8 and importlib.util.find_spec("torchao") is None:
         found.append("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")
     if lora.rank > MAX_LORA_RANK:

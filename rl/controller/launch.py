@@ -19,13 +19,14 @@ import torch
 from rl.actors.generator import Generator, GeneratorPool
 from rl.actors.remote import call
 from rl.actors.reward import RewardPool, RewardWorker
-from rl.actors.trainer import POLICY, PolicyTrainer, TrainerHandle
+from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.controller.config import RunConfig
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
 from rl.models.generator_env import generator_environment
+from rl.models.hf import max_positions
 from rl.processes import adopt_orphans
-from rl.types import PolicyVersion
+from rl.types import POLICY, PolicyVersion
 from rl.weight_sync.shared_memory import SharedMemory
 
 _STOP_SECONDS = 4.0
@@ -134,7 +135,7 @@ def generator_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
     return {
         "model_dir": str(model_dir),
         "dtype": config.dtype,
-        "max_model_len": min(config.model.config()["max_position_embeddings"], config.trainer.max_tokens),
+        "max_model_len": min(max_positions(config.model.config()), config.trainer.max_tokens),
         "max_num_seqs": config.generator.max_num_seqs,
         "kv_cache_gib": config.generator.kv_cache_gib,
         "compile": config.generator.compile,

@@ -104,7 +104,7 @@ class Run:
             samples,
             num_ranks=trainer.layout.data_parallel,
             max_tokens=trainer.max_tokens,
-            multiple_of=trainer.layout.row_multiple,
+            multiple_of=trainer.row_multiple,
         )
 
     def optim_params(self, step: int, num_tokens: int) -> OptimParams:

@@ -10,23 +10,24 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import ConfigError, RunError
-from rl.models.layout import Layout
+from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner, whole
 from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
+from rl.models.platform import fail_together, new_group
 from rl.types import LoRA
 
 
 class Adapters:
     """By name. Every rank calls every method, in the same order."""
 
-    def __init__(self, frozen: bool, sites: list[Site], tp_mesh: Any, layout: Layout, device: torch.device):
-        """frozen: whether the model is, as it must be for adapters. sites: where they can be attached."""
-        self._frozen = frozen
+    def __init__(self, config: EngineConfig, sites: list[Site], tp_mesh: Any, device: torch.device):
+        """sites: where adapters can be attached."""
+        self._frozen = config.adapters
         self._sites = sites
         self._tp_mesh = tp_mesh
         self._device = device
         self._members: dict[str, tuple[Adapter, Learner]] = {}
-        self._same_weights = _ranks_with_the_same_weights(layout) if frozen else None
+        self._same_weights = _ranks_with_the_same_weights(config) if self._frozen else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)
@@ -67,9 +68,13 @@ class Adapters:
     def save(self, name: str, out_dir: str | Path, base_model: str) -> None:
         """Write an adapter in PEFT's format. base_model: what adapter_config.json says that it belongs to."""
         tensors = {n: whole(p.detach()).cpu() for n, p in self[name].parameters.items()}
-        if dist.get_rank() == 0:
-            write_adapter(Path(out_dir), self[name].lora, base_model, tensors)
-        dist.barrier()
+        failure = None
+        try:
+            if dist.get_rank() == 0:
+                write_adapter(Path(out_dir), self[name].lora, base_model, tensors)
+        except OSError as error:
+            failure = RunError(f"{out_dir} could not be written: {error}")
+        fail_together(failure)
 
     def remove(self, name: str) -> None:
         self._member(name)
@@ -109,10 +114,10 @@ class Adapters:
             learner.move_parameters(device)
 
 
-def _ranks_with_the_same_weights(layout: Layout) -> dist.ProcessGroup | None:
+def _ranks_with_the_same_weights(config: EngineConfig) -> dist.ProcessGroup | None:
     """Adapters are whole on each rank but for tensor parallelism: those ranks add their gradients in optim_step."""
-    stride, world = layout.tensor_parallel, dist.get_world_size()
+    stride, world = config.layout.tensor_parallel, dist.get_world_size()
     if stride == world:
         return None
-    groups = [dist.new_group(range(first, world, stride)) for first in range(stride)]
+    groups = [new_group(config.timeout_seconds, range(first, world, stride)) for first in range(stride)]
     return groups[dist.get_rank() % stride]

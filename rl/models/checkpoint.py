@@ -1,7 +1,6 @@
 """Checkpoints by torch.distributed.checkpoint: written in the background, complete or not there, readable by any layout."""
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -12,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from rl.errors import RunError
-
-_RECORD = "record.json"
+from rl.models.checkpoint_dir import RECORD, prune, rename
+from rl.models.platform import fail_together, new_group
 
 
 class Checkpoints:
@@ -26,7 +25,7 @@ class Checkpoints:
         """timeout_seconds: longest that writing one may take."""
         self._timeout = timeout_seconds
         # The writing thread's collectives must not meet those of the training thread.
-        self._group = dist.new_group(backend="gloo")
+        self._group = new_group(timeout_seconds, backend="gloo")
         self._writing: Future[None] | None = None
 
     def save(self, path: Path, tensors: dict[str, Any], record: Mapping[str, Any], keep_last: int) -> None:
@@ -42,7 +41,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                (partial / _RECORD).write_text(json.dumps(record))
+                (partial / RECORD).write_text(json.dumps(record))
         except OSError as error:
             failure = error
         self._agree(failure)
@@ -56,8 +55,8 @@ class Checkpoints:
         try:
             written.result()
             if dist.get_rank() == 0:
-                _rename(partial, path)
-                _prune(path, keep_last)
+                rename(partial, path)
+                prune(path, keep_last)
             finished.set_result(None)
         except BaseException as error:  # handed to whoever waits
             finished.set_exception(error)
@@ -70,16 +69,15 @@ class Checkpoints:
         failure = None
         try:
             writing.result(self._timeout)
+        except TimeoutError as error:
+            self._writing, failure = writing, error  # it may still write: no other may start
         except (Exception, CheckpointException) as error:
             failure = _cause(error)
         self._agree(failure)
 
     def _agree(self, failure: BaseException | None) -> None:
-        """Every rank raises what any of them met, so that none waits for another."""
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure and repr(failure), group=self._group)
-        if first := next(filter(None, failures), None):
-            raise RunError(f"a checkpoint could not be written: {first}; the one before it is still there") from failure
+        reason = failure and RunError(f"a checkpoint could not be written: {failure!r}; the one before it is still there")
+        fail_together(reason, self._group)
 
     def load(self, path: Path, tensors: dict[str, Any]) -> None:
         """Read into `tensors` in place, whatever layout they were saved under."""
@@ -93,51 +91,6 @@ class Checkpoints:
 def _cause(error: BaseException) -> BaseException:
     """What went wrong on the first rank where something did."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint. Raises RunError where there is no complete checkpoint."""
-    if not is_complete(path):
-        raise RunError(f"{path} is not a complete checkpoint; give a directory that save_checkpoint wrote")
-    return json.loads((path / _RECORD).read_text())
-
-
-def tensor_names(path: Path) -> set[str]:
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
-
-
-def is_complete(path: str | Path) -> bool:
-    path = Path(path)
-    return not path.name.endswith(".partial") and (path / ".metadata").is_file() and (path / _RECORD).is_file()
-
-
-def latest(directory: str | Path) -> Path | None:
-    """The complete checkpoint with the highest number at the end of its name."""
-    complete = [path for path in Path(directory).glob("*") if _number(path) is not None and is_complete(path)]
-    return max(complete, key=_number, default=None)
-
-
-def _number(path: Path) -> int | None:
-    match = re.fullmatch(r".*?(\d+)", path.name)
-    return int(match[1]) if match else None
-
-
-def _rename(partial: Path, path: Path) -> None:
-    old = path.with_name(path.name + ".old.partial")
-    if path.exists():
-        path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _prune(path: Path, keep_last: int) -> None:
-    if not keep_last or _number(path) is None:
-        return
-    kind = path.name.rstrip("0123456789")
-    same_kind = [p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit()]
-    for old in sorted(same_kind, key=_number)[:-keep_last]:
-        # Under another name first: a directory is whole or does not look like a checkpoint.
-        shutil.rmtree(old.rename(old.with_name(old.name + ".old.partial")))
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

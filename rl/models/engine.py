@@ -30,12 +30,13 @@ from rl.interfaces import Loss
 from rl.loss.policy import TokenInputs
 from rl.models import hf
 from rl.models.adapters import Adapters
-from rl.models.checkpoint import Checkpoints, read_record, rng_state, set_rng_state, tensor_names
+from rl.models.checkpoint import Checkpoints, rng_state, set_rng_state
+from rl.models.checkpoint_dir import read_record, tensor_names
 from rl.models.engine_config import EngineConfig
 from rl.models.export import shards, whole_tensors
 from rl.models.learner import Learner
 from rl.models.lora import Site
-from rl.models.platform import init_process_group
+from rl.models.platform import fail_together, init_process_group
 from rl.types import Batch, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
 
@@ -52,8 +53,6 @@ class Engine(ABC):
         self.device = init_process_group(config.timeout_seconds)
         if config.layout.num_procs != dist.get_world_size():
             raise ConfigError(f"{config.layout} needs {config.layout.num_procs} processes but {dist.get_world_size()} run; start as many")
-        if config.compile and self.device.type == "cpu":
-            raise ConfigError("compile=True needs a GPU: on a CPU, torch.compile does not take packed sequences; set it to False")
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._model_dir = Path(model_dir)
         self._hf_config = hf.read_config(model_dir)
@@ -64,7 +63,7 @@ class Engine(ABC):
         parameters = {self._name(n): p for n, p in self._model.named_parameters()}
         self._base = None if config.adapters else Learner(parameters)
         self._tensors = parameters
-        self.adapters = Adapters(config.adapters, self._sites, self._tp_mesh, config.layout, self.device)
+        self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
         self._checkpoints = Checkpoints(config.timeout_seconds)
         self._mode: Literal["train", "eval"] | None = None
         self._on = {"model": self.device, "optimizer": self.device}
@@ -72,8 +71,7 @@ class Engine(ABC):
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
-        config = self._hf_config
-        limit = config.get("max_position_embeddings") or config.get("n_positions") or 2**62  # state-space models have none
+        limit = hf.max_positions(self._hf_config)
         return min(limit, self.config.max_seq_len or limit)
 
     # ---- what a kind of engine provides
@@ -101,27 +99,25 @@ class Engine(ABC):
         """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats. Without dropout."""
         self._require("forward", model=True)
         logprobs: dict[int, np.ndarray] = {}
-        with self.adapters.attached(adapter):
+        with self._computing(adapter):
             self._model.eval()
             for micro in self._micro_batches(batch):
                 scores = self._run(micro, with_targets=True)[0].cpu().numpy()
                 for sample in np.unique(micro.sample_ids):
                     logprobs[int(sample)] = scores[micro.sample_ids == sample]
-        self._reshard()
         return logprobs
 
     def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
         """Add the gradient of `loss`, a sum over the batch's scored tokens, to what has accumulated since `optim_step`.
 
         Returns this rank's share of the metrics, named `name:sum` or `name:max`; data-parallel ranks are combined by the
-        caller. Raises RunError where the loss is not finite, before it can reach the weights.
+        caller. Raises RunError on every rank where the loss is not finite on one, and drops all that has accumulated.
         """
         self._require("forward_backward", model=True)
         if self._mode == "eval":
             raise RunError("forward_backward inside eval_mode; use train_mode")
-        self._learner(adapter)
-        totals: dict[str, float] = {}
-        with self.adapters.attached(adapter):
+        learner, totals = self._learner(adapter), {}
+        with self._computing(adapter, learner):
             self._model.train()
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
@@ -129,9 +125,7 @@ class Engine(ABC):
                     *(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids))
                 )
                 output = loss(logprobs, inputs)
-                if not torch.isfinite(output.loss):
-                    bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs).cpu().numpy()].tolist()))
-                    raise RunError(f"the loss is {output.loss.item()}; samples with a non-finite logprob: {bad or 'none'}")
+                _check_finite(output.loss, logprobs, micro)
                 output.loss.backward()
                 measured = _parity(logprobs.detach(), inputs.generator_logprobs) | output.metrics
                 measured |= {"loss:sum": output.loss.detach(), "entropy:sum": entropy.sum(), "tokens:sum": len(micro.scored)}
@@ -154,11 +148,23 @@ class Engine(ABC):
     def logits(self, batch: Batch, adapter: str | None = None) -> list[torch.Tensor]:
         """This rank's [M, V] logits that predict its scored tokens, for each micro-batch: for inspection."""
         self._require("logits", model=True)
-        with self.adapters.attached(adapter):
+        with self._computing(adapter):
             self._model.eval()
-            logits = [self._run(micro, with_targets=False) for micro in self._micro_batches(batch)]
-        self._reshard()
-        return logits
+            return [self._run(micro, with_targets=False) for micro in self._micro_batches(batch)]
+
+    @contextmanager
+    def _computing(self, adapter: str | None, learner: Learner | None = None) -> Iterator[None]:
+        """Whatever happens, nothing gathered is left behind; a failure leaves no half of a gradient in `learner`."""
+        try:
+            with self.adapters.attached(adapter):
+                yield
+        except BaseException:
+            if learner is not None:
+                learner.clear()
+            self._reshard()
+            raise
+        if learner is None:  # backward reshards by itself
+            self._reshard()
 
     # ---- where it is
 
@@ -249,13 +255,15 @@ class Engine(ABC):
 
         Gathers one tensor at a time.
         """
-        tensors = self._whole_tensors(adapter)
-        if dist.get_rank() == 0:
-            self._write_hf(Path(out_dir), tensors)
-        else:
-            for _ in tensors:  # take part in the gathers
-                pass
-        dist.barrier()
+        tensors, failure = self._whole_tensors(adapter), None
+        try:
+            if dist.get_rank() == 0:
+                self._write_hf(Path(out_dir), tensors)
+        except OSError as error:
+            failure = RunError(f"{out_dir} could not be written: {error}")
+        for _ in tensors:  # every rank takes part in every gather, whatever happens on the first
+            pass
+        fail_together(failure)
 
     def _whole_tensors(self, adapter: str | None) -> Iterator[tuple[str, torch.Tensor]]:
         return whole_tensors(self._tensors, self._dtype, self._split, self.adapters[adapter] if adapter else None)
@@ -304,6 +312,8 @@ class Engine(ABC):
         random = random if same_world else {}
         self._checkpoints.load(path, self._state() | random)
         set_rng_state(random, self.device)
+        for learner in self._learners().values():
+            learner.clear()
         return record["state"]
 
     def _state(self) -> dict[str, Any]:
@@ -343,6 +353,21 @@ class Engine(ABC):
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _check_finite(loss: torch.Tensor, logprobs: torch.Tensor, micro: MicroBatch) -> None:
+    failure = None
+    if not (finite := torch.isfinite(loss.detach())):
+        bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs.detach()).cpu().numpy()].tolist()))
+        failure = RunError(f"the loss is {loss.item()}; samples with a non-finite logprob: {bad or 'none'}")
+    if dist.get_world_size() > 1:
+        good = finite.float()
+        dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        if good:
+            return
+        fail_together(failure)
+    elif failure:
+        raise failure
 
 
 def _parity(logprobs: torch.Tensor, generator_logprobs: torch.Tensor) -> dict[str, torch.Tensor | float]:

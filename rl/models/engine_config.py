@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.models.layout import Layout
+from rl.models.layout import Layout, row_multiple
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,21 @@ class EngineConfig:
     """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
 
     adapters: bool = False
-    """Freeze the model; adapters learn (see `add_adapter`)."""
+    """Freeze the model; adapters learn (see Adapters.add)."""
 
     float8: bool = False
     """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""
 
     compile: bool = False
-    """torch.compile each layer; GPUs only."""
+    """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
 
     seed: int | None = None
     """Draw random weights instead of loading the directory's: the same ones under every layout."""
 
     timeout_seconds: float = 600
     """Longest that a collective may wait for another rank."""
+
+    @property
+    def row_multiple(self) -> int:
+        """What to `pack` with: a row's number of tokens must be a multiple of it."""
+        return row_multiple(self.layout, self.float8)

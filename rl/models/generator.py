@@ -137,11 +137,12 @@ class GeneratorEngine:
 
     def _fail_requests_with_adapters(self) -> None:
         """Their adapters belong to the model that is about to go."""
-        dropped = [(request_id, request) for request_id, (request, _) in self._running.items() if request.adapter]
-        for request_id, request in dropped:
-            del self._running[request_id]
+        running = [request_id for request_id, (request, _) in self._running.items() if request.adapter]
+        dropped = [self._running.pop(request_id)[0] for request_id in running] + [r for r in self._waiting if r.adapter]
+        self._waiting = deque(r for r in self._waiting if not r.adapter)
+        for request in dropped:
             _resolve(request, RunError(f"adapter {request.adapter!r} was dropped while it was sampled with: another model was loaded"))
-        self._engine.abort_request([request_id for request_id, _ in dropped])
+        self._engine.abort_request(running)
 
     def _load_model(self, fetched: Fetched) -> None:
         self._engine.collective_rpc("start_weight_update")
@@ -189,13 +190,14 @@ class GeneratorEngine:
             request_id = str(self._num_requests)
             self._num_requests += 1
             try:
+                admitted = request, self._versions[request.adapter]
                 self._engine.add_request(
                     request_id, {"prompt_token_ids": request.prompt}, request.params, lora_request=self._adapters.get(request.adapter)
                 )
             except Exception as error:  # costs this request alone
                 rejected.append((request, error))
             else:
-                self._running[request_id] = request, self._versions[request.adapter]
+                self._running[request_id] = admitted
         return rejected, self._engine.step()
 
     def _finish(self, output: RequestOutput) -> None:

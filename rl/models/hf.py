@@ -62,6 +62,11 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON ({error}); fetch it again") from error
 
 
+def max_positions(config: dict[str, Any]) -> int:
+    """Longest sequence of a config.json, in tokens; state-space models name none."""
+    return config.get("max_position_embeddings") or config.get("n_positions") or 2**62
+
+
 def check_supported(config: dict[str, Any]) -> None:
     """Raises ConfigError for a config.json that asks for what the decoders do not compute."""
     architecture = (config.get("architectures") or ["none"])[0]

@@ -1,7 +1,7 @@
 """HFEngine: any architecture of transformers' AutoModelForCausalLM, under FSDP2.
 
 Sequences are packed where the architecture's attention can be told of it; where it cannot (state-space layers, soft-capped
-attention), they are padded rows. Which of the two is right, and that logits are computed as transformers computes them, is
+attention), they are padded rows: of n sequences, n times the longest, whatever the packed row's length. Which of the two is right, and that logits are computed as transformers computes them, is
 checked against transformers' own forward when the engine is built.
 B rows (1 where packed), T tokens of a row, D hidden size, M scored tokens, V vocabulary, N heads, H head size.
 """
@@ -113,6 +113,8 @@ class HFEngine(Engine):
         for packed in (True, False):
             self._model.use(packed)
             try:
+                if packed and (reason := self._model.hides_windows()):
+                    raise NotImplementedError(reason)
                 logits = self._forward(np.concatenate(rows), positions, np.arange(len(positions)), None)
             except NotImplementedError as reason:
                 differences[packed] = str(reason)
@@ -177,6 +179,22 @@ class _Scorer(nn.Module):
         self.packed = packed
         self.lm.set_attn_implementation(_PACKED if packed else "eager")
 
+    def hides_windows(self) -> str:
+        """Why the config's sliding windows do not reach attention as `sliding_window`, as some architectures put them into the
+        mask alone, which packing replaces; empty where they do. The check's rows are shorter than most windows."""
+        config = self.lm.config.get_text_config()
+        types = list(getattr(config, "layer_types", None) or [])
+        if getattr(config, "attention_chunk_size", None) or set(types) - {"full_attention", "sliding_attention"}:
+            return "its layers do not all attend to the whole sequence or to a window of it"
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        expected = types.count("sliding_attention") if types else config.num_hidden_layers if window else 0
+        seen: list[int | None] = []
+        tokens = torch.zeros(1, 1, dtype=torch.long, device=next(self.parameters()).device)
+        documents = pack_documents(np.zeros(1, int), tokens.device)
+        self(tokens, tokens, documents, tokens[0], None, seen)
+        got = sum(window is not None for window in seen)
+        return "" if got == expected else f"{expected} of its layers have a sliding window, but {got} tell attention"
+
     def reference(self, tokens: torch.Tensor) -> torch.Tensor:
         """transformers' own logits [1, T, V]."""
         self.lm.set_attn_implementation("eager")
@@ -189,10 +207,11 @@ class _Scorer(nn.Module):
         documents: PackedDocuments | None,
         predictors: torch.Tensor | None,  # [M] indices into B * T; None for transformers' own forward
         targets: torch.Tensor | None,  # [M]
+        windows: list[int | None] | None = None,  # takes the sliding window of each layer's attention, for inspection
     ) -> Any:
         if predictors is None:
             return self.lm(input_ids=tokens, use_cache=False).logits
-        packing = {"packed_documents": documents} if documents is not None else {}
+        packing = {"packed_documents": documents, "packed_windows": windows} if documents is not None else {}
         h_BTD = self.lm.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **packing)[0]
         return score(self._logits, self.vocab_size, h_BTD.flatten(0, 1).index_select(0, predictors), targets)
 
@@ -219,6 +238,7 @@ def _packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     packed_documents: PackedDocuments | None = None,
+    packed_windows: list[int | None] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -232,6 +252,8 @@ def _packed_attention(
             raise NotImplementedError(f"its attention uses {name}")
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise NotImplementedError("its attention is not plainly causal")
+    if packed_windows is not None:
+        packed_windows.append(sliding_window)
     outputs = []
     for index, valid in zip(packed_documents.queries, packed_documents.valid, strict=True):
         q, k, v = (t[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1) for t in (query, key, value))

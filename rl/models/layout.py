@@ -33,8 +33,8 @@ class Layout:
         """Neighbouring ranks that work on the same sequences."""
         return self.context_parallel * self.tensor_parallel
 
-    @property
-    def row_multiple(self) -> int:
-        """What a row's number of tokens must be a multiple of."""
-        halves = 2 if self.context_parallel > 1 else 1  # each process takes a piece from the front and one from the back
-        return self.context_parallel * self.tensor_parallel * halves
+
+def row_multiple(layout: Layout, float8: bool = False) -> int:
+    """What a row's number of tokens must be a multiple of."""
+    halves = 2 if layout.context_parallel > 1 else 1  # each process takes a piece from the front and one from the back
+    return layout.procs_per_row * halves * (16 if float8 else 1)  # GPUs multiply float8 matrices in blocks of 16

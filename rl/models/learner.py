@@ -26,6 +26,10 @@ class Learner:
     def reset(self) -> None:
         """Forget the moments and the accumulated gradient."""
         self._optimizer = torch.optim.AdamW(self.parameters.values(), fused=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the accumulated gradient."""
         self._optimizer.zero_grad()
 
     def step(self, params: OptimParams) -> dict[str, float]:
@@ -44,7 +48,7 @@ class Learner:
             _sum_over(gradients, self._reduce_over)
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)) * params.grad_scale
         if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
+            self.clear()
             raise RunError(
                 f"the gradient norm is {norm.item()}; the step was not applied. Look at the loss before it, and lower trainer.lr"
             )
@@ -53,7 +57,7 @@ class Learner:
         for group in self._optimizer.param_groups:
             group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.clear()
         return {"grad_norm": norm.item()}
 
     def state(self) -> dict[str, Any]:
@@ -73,10 +77,8 @@ class Learner:
                 state[name] = tensor.to(device)
 
     def move_parameters(self, device: torch.device) -> None:
-        for p in self.parameters.values():
-            grad, p.grad = p.grad, None
-            p.data = p.data.to(device)
-            p.grad = grad.to(device) if grad is not None else None
+        """Gradients too; the parameters stay the same objects."""
+        nn.ParameterList(self.parameters.values()).to(device)
 
 
 def _sum_over(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -4,6 +4,7 @@ Import this module before any other part of torchtitan.
 """
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +62,19 @@ def init_process_group(timeout_seconds: float) -> torch.device:
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
     return device
+
+
+def new_group(timeout_seconds: float, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group whose collectives do not wait for longer than this; torch's default is up to half an hour."""
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
+
+
+def fail_together(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank what any of them met, so that none waits for another. A collective."""
+    failures: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure, group=group)
+    if first := next((f for f in failures if f is not None), None):
+        raise failure or first
 
 
 def sum_gradients_over_ranks(model: torch.nn.Module, num_ranks: int) -> None:

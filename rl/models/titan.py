@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 from rl.models import hf
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import pack_documents, row_pieces
@@ -31,6 +31,8 @@ class TitanEngine(Engine):
         self._hf_config["max_position_embeddings"] = self.max_seq_len  # each layer keeps a RoPE table of that length
         # torchtitan's varlen attention is for GPUs, computes in bf16 whatever it is given and knows no context parallelism.
         self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
+        if config.compile and self._packed_sdpa:
+            raise ConfigError("compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False")
         parallelism = ParallelismConfig(
             data_parallel_replicate_degree=layout.replicate,
             data_parallel_shard_degree=layout.shard,
@@ -105,6 +107,9 @@ class TitanEngine(Engine):
         return tensors.__getitem__
 
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
+        if len(micro.tokens) % self.config.row_multiple:
+            raise RunError(f"a row of {len(micro.tokens)} tokens is not a multiple of {self.config.row_multiple}; pack with "
+                           f"multiple_of=config.row_multiple")  # fmt: skip
         if self._context_group is not None:
             return self._run_context_parallel(micro, with_targets)
         tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.scored))
@@ -120,9 +125,6 @@ class TitanEngine(Engine):
         The loss is the same on every rank of the group, and each takes the gradient of its own scores.
         """
         layout = self.config.layout
-        if len(micro.tokens) % layout.row_multiple:
-            raise ConfigError(f"a row of {len(micro.tokens)} tokens is not a multiple of {layout.row_multiple}, as {layout} needs; "
-                              f"pack with multiple_of=layout.row_multiple")  # fmt: skip
         pieces = row_pieces(len(micro.tokens), layout.context_parallel)
         here = pieces[self._context_rank]
         mine = np.flatnonzero(np.isin(micro.scored - 1, here))  # which of the scored tokens

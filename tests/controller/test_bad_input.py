@@ -5,6 +5,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 
 from rl import cli
 from rl.controller.settings import setting_names
@@ -140,7 +141,9 @@ def test_a_checkpoint_that_cannot_be_gone_on_from(one_line, tmp_path):
     (tmp_path / "step-7").mkdir()
     assert "is not a complete checkpoint" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7")
     (tmp_path / "step-7" / ".metadata").touch()
-    (tmp_path / "step-7" / "record.json").touch()
+    (tmp_path / "step-7" / "record.json").write_text('{"state": {"step": 7}, "adapters": {}}')
+    resume = ["--resume_from", tmp_path / "step-7", "--trainer.lora.rank", "8"]
+    assert "was saved with trainer.lora LoRA(rank=0" in one_line("train", "quickstart", *resume)
     assert "has done all of steps=7; raise steps" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7", "--steps", "7")
 
 
@@ -202,3 +205,25 @@ def test_more_processes_than_the_machine_can_hold(one_line):
 def test_a_run_directory_that_is_taken(one_line, tmp_path):
     (tmp_path / "something").touch()
     assert "exists and is not empty" in one_line("train", "quickstart", "--run_dir", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trainer.lora.alpha", "8"], "trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0"),
+        (["--trainer.lora.rank", "8", "--trainer.lora.alpha", "0"], "trainer.lora.alpha=0 silences the adapter"),
+        (["--trainer.lora.rank", "513"], "trainer.lora.rank=513 is over 512, the most that vLLM serves"),
+        (["--trainer.engine", "hf", "--trainer.layout.tensor_parallel", "2"], "context_parallel need trainer.engine=titan"),
+        (["--trainer.engine", "hf", "--trainer.float8", "True"], "trainer.float8=True needs trainer.engine=titan"),
+        (["--keep_checkpoints", "2"], "keep_checkpoints=2 has no effect with save_every=0"),
+        (["--lora_rank", "8"], "unknown setting --lora_rank; it is called --trainer.lora.rank here"),
+        (["--save_total_limit", "2"], "it is called --keep_checkpoints here"),
+    ],
+)
+def test_settings_without_effect_or_of_another_engine_are_named(capsys, monkeypatch, arguments, words):
+    assert any(words in line for line in run(capsys, monkeypatch, "train", "quickstart", *arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without a GPU")
+def test_compile_is_refused_without_a_gpu(one_line):
+    assert "trainer.compile=True needs a GPU" in one_line("train", "quickstart", "--trainer.compile", "True")

@@ -61,7 +61,7 @@ def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
             return [self.scores[i % len(self.scores)] for i in range(len(rollouts))]
 
     def rollout(*scores):
-        fleet = SimpleNamespace(generators=Generators(), rewards=Rewards(*scores))
+        fleet = SimpleNamespace(adapter=None, generators=Generators(), rewards=Rewards(*scores))
         return asyncio.run(Run(config, fleet, tokenizer, None).rollout(config.env.eval_problems()[:2], 0))
 
     assert len(rollout(Score(0.0, "ValueError: x"), Score(1.0))) == 2

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from rl.batching import pack, supervised_sample
 from rl.loss.policy import CrossEntropy
-from rl.models.checkpoint import latest
+from rl.models.checkpoint_dir import latest
 from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout
 from rl.models.titan import TitanEngine
@@ -55,7 +55,7 @@ def learn(engine: TitanEngine, step: int, adapter: str | None) -> float:
     rng = np.random.default_rng(step)
     samples = [supervised_sample(rng.integers(0, 128, 4), rng.integers(0, 128, rng.integers(1, 40))) for _ in range(6)]
     layout = engine.config.layout
-    batch = pack(samples, num_ranks=layout.data_parallel, multiple_of=layout.row_multiple)
+    batch = pack(samples, num_ranks=layout.data_parallel, multiple_of=engine.config.row_multiple)
     loss = torch.tensor(engine.forward_backward(batch, CrossEntropy(), adapter)["loss:sum"], dtype=torch.float64) / layout.procs_per_row
     dist.all_reduce(loss)
     engine.optim_step(OptimParams(lr=1e-3, grad_scale=1 / batch.num_scored_tokens), adapter)

@@ -76,7 +76,7 @@ CASES = [
     *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
     *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
     *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
-    *_titan("Qwen3", ["FSDP2 x 2"], 1.0, float8=True),
+    *_titan("Qwen3", ["FSDP2 x 2"], 0.2, float8=True),
     *_titan("Qwen3", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x TP2", "HSDP 2 x 2"], adapters=True),
     *_titan("Llama", ["FSDP2 x 2", "TP2", "FSDP2 x TP2", "CP2 x TP2"]),
     *_hf("Qwen3", ["FSDP2 x 2", "HSDP 2 x 2"]),
@@ -111,7 +111,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         engine.adapters.add(adapter, LoRA(rank=4, alpha=8), seed=1)
     rng = np.random.default_rng(0)
     samples = [supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60))) for _ in range(9)]
-    batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=96, multiple_of=layout.row_multiple)
+    batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=96, multiple_of=engine.config.row_multiple)
     scale = 1 / batch.num_scored_tokens
     result: dict[str, Any] = {"losses": [], "initial": _published(engine, adapter), "logits": _gather_rows(engine, batch, adapter)}
 
@@ -194,20 +194,21 @@ def run(directory: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
 
 
 def differences(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest absolute differences; tensors that are not the same set are an error."""
+    """Largest absolute differences, gradients' and norms' in proportion to the largest; other tensors than expected are an error."""
     assert got["initial"].keys() == expected["initial"].keys()
     assert got["logits"].keys() == expected["logits"].keys() == got["logprobs"].keys()
 
     def worst(key: str) -> float:
         return max(float(np.abs(np.asarray(got[key][n]) - np.asarray(expected[key][n])).max()) for n in expected[key])
 
+    largest = max(float(np.abs(np.asarray(g)).max()) for g in expected["gradients"].values())
     return {
         "initial": worst("initial"),  # random weights do not depend on the layout
         "logits": worst("logits"),
         "loss": abs(got["losses"][0] - expected["losses"][0]),
-        "gradients": worst("gradients"),
+        "gradients": worst("gradients") / largest,
         "3 steps": float(np.abs(np.subtract(got["losses"], expected["losses"])).max()),
-        "norms": float(np.abs(np.subtract(got["norms"], expected["norms"])).max()),
+        "norms": float(np.abs(np.divide(got["norms"], expected["norms"]) - 1).max()),
         "logprobs": worst("logprobs"),
     }
 
@@ -218,10 +219,10 @@ def write_table(path: Path) -> None:
     lines = [
         "# Conformance of the engines",
         "",
-        "Each engine under each layout against the same engine in one process, from the same random weights: largest absolute differences of",
-        "the logits, the loss, the gradients (read off the weights after one step, so their reduction over ranks is included) and the losses of",
-        "three AdamW steps. fp32 where nothing else is said; 9 packed sequences of unequal length, tiny models. A test holds them under the limit.",
-        "float8 scales each rank's activations by their own maximum, so its numbers depend on how tokens are split.",
+        "Each engine under each layout against the same engine in one process, from the same random weights: largest differences of the logits,",
+        "the loss, the gradients (in proportion to the largest; read off the weights after one step, so their reduction over ranks is included) and",
+        "the losses of three AdamW steps. fp32 where nothing else is said; 9 packed sequences of unequal length, tiny models. A test holds all but",
+        "float8's logits under the limit: float8 scales each rank's activations by their own maximum, so they depend on how tokens are split.",
         "",
         "Made by `python -m tests.models.conformance` on a CPU.",
         "",

@@ -14,7 +14,7 @@ from rl.errors import RunError
 from rl.loss.policy import CrossEntropy
 from rl.models import checkpoint
 from rl.models.build import ENGINES
-from rl.models.checkpoint import is_complete, latest
+from rl.models.checkpoint_dir import is_complete, latest
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine

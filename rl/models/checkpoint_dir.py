@@ -1,0 +1,68 @@
+"""Directories of checkpoints: which are complete, which is the latest, which go. Free of torchtitan: the controller reads them."""
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from rl.errors import RunError
+
+RECORD = "record.json"
+_log = logging.getLogger(__name__)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The plain data of a checkpoint. Raises RunError where there is no complete checkpoint."""
+    if not is_complete(path):
+        raise RunError(f"{path} is not a complete checkpoint; give a directory that save_checkpoint wrote")
+    return json.loads((path / RECORD).read_text())
+
+
+def tensor_names(path: Path) -> set[str]:
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def is_complete(path: str | Path) -> bool:
+    path = Path(path)
+    return not path.name.endswith(".partial") and (path / ".metadata").is_file() and (path / RECORD).is_file()
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The complete checkpoint with the highest number at the end of its name."""
+    complete = [path for path in Path(directory).glob("*") if _number(path) is not None and is_complete(path)]
+    return max(complete, key=_number, default=None)
+
+
+def _number(path: Path) -> int | None:
+    match = re.fullmatch(r".*?(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def rename(partial: Path, path: Path) -> None:
+    """Give a complete checkpoint its name, in the place of one that has it."""
+    old = path.with_name(path.name + ".old.partial")
+    shutil.rmtree(old, ignore_errors=True)  # of a process that died here
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def prune(path: Path, keep_last: int) -> None:
+    """Keep `path` and the newest others of its kind, `keep_last` in all; 0 keeps all."""
+    if not keep_last or _number(path) is None:
+        return
+    kind = path.name.rstrip("0123456789")
+    same_kind = [p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit()]
+    others = sorted((p for p in same_kind if p != path), key=_number)
+    for old in others[: max(0, len(others) - (keep_last - 1))]:
+        # Under another name first: a directory is whole or does not look like a checkpoint.
+        gone = old.with_name(old.name + ".old.partial")
+        try:
+            shutil.rmtree(old.rename(gone))
+        except OSError as error:
+            _log.warning("the old checkpoint %s could not be removed: %s", old, error)
