@@ -60,9 +60,8 @@ class Engine(ABC):
         self._sites: list[Site] = []  # where adapters can be attached; the subclass fills it
         self._tp_mesh: Any = None
         self._model = self._build()
-        parameters = {self._name(n): p for n, p in self._model.named_parameters()}
-        self._base = None if config.adapters else Learner(parameters)
-        self._tensors = parameters
+        self._tensors = {self._name(n): p for n, p in self._model.named_parameters()}
+        self._base = None if config.adapters else Learner(self._tensors)
         self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
         self._checkpoints = Checkpoints(config.timeout_seconds)
         self._mode: Literal["train", "eval"] | None = None
@@ -116,7 +115,8 @@ class Engine(ABC):
         self._require("forward_backward", model=True)
         if self._mode == "eval":
             raise RunError("forward_backward inside eval_mode; use train_mode")
-        learner, totals = self._learner(adapter), {}
+        learner = self._learner(adapter)
+        totals: dict[str, torch.Tensor] = {}
         with self._computing(adapter, learner):
             self._model.train()
             for micro in self._micro_batches(batch):
@@ -130,7 +130,7 @@ class Engine(ABC):
                 measured = _parity(logprobs.detach(), inputs.generator_logprobs) | output.metrics
                 measured |= {"loss:sum": output.loss.detach(), "entropy:sum": entropy.sum(), "tokens:sum": len(micro.scored)}
                 _accumulate(totals, measured)
-        return totals
+        return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))  # one copy to the host
 
     def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
         """Scale, clip and apply the accumulated gradient, then clear it. Returns `grad_norm`, before clipping.
@@ -381,7 +381,10 @@ def _parity(logprobs: torch.Tensor, generator_logprobs: torch.Tensor) -> dict[st
     }
 
 
-def _accumulate(totals: dict[str, float], measured: dict[str, Any]) -> None:
+def _accumulate(totals: dict[str, torch.Tensor], measured: dict[str, Any]) -> None:
+    device = measured["loss:sum"].device
     for name, value in measured.items():
-        value = float(value)
-        totals[name] = max(totals.get(name, value), value) if name.endswith(":max") else totals.get(name, 0.0) + value
+        value = torch.as_tensor(value, dtype=torch.float32, device=device)
+        if name in totals:
+            value = torch.maximum(totals[name], value) if name.endswith(":max") else totals[name] + value
+        totals[name] = value

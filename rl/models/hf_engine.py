@@ -1,8 +1,9 @@
 """HFEngine: any architecture of transformers' AutoModelForCausalLM, under FSDP2.
 
 Sequences are packed where the architecture's attention can be told of it; where it cannot (state-space layers, soft-capped
-attention), they are padded rows: of n sequences, n times the longest, whatever the packed row's length. Which of the two is right, and that logits are computed as transformers computes them, is
-checked against transformers' own forward when the engine is built.
+attention, windows that are in the mask alone), they are padded rows: of n sequences, n times the longest, whatever the packed
+row's length. Which of the two is right, and that logits are computed as transformers computes them, is checked against
+transformers' own forward when the engine is built.
 B rows (1 where packed), T tokens of a row, D hidden size, M scored tokens, V vocabulary, N heads, H head size.
 """
 

@@ -1,6 +1,6 @@
 """Run in the environment of a generator: samples with what was published, and prints tokens and logprobs as JSON.
 
-usage: generator_worker.py JOB, a pickle of {model_dir, transport, max_lora_rank, loads: [(label, manifest)], prompt, ask}
+usage: generator_worker.py JOB, a pickle of {model_dir, transport, max_lora_rank, loads: [(label, manifest, adapters to ask)], prompt}
 """
 
 import asyncio
