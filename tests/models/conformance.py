@@ -76,7 +76,7 @@ CASES = [
     *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
     *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
     *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
-    *_titan("Qwen3", ["FSDP2 x 2"], 0.2, float8=True),
+    *_titan("Qwen3", ["FSDP2 x 2"], 0.4, float8=True),  # in one process float8's gradients differ from fp32's by 0.25
     *_titan("Qwen3", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x TP2", "HSDP 2 x 2"], adapters=True),
     *_titan("Llama", ["FSDP2 x 2", "TP2", "FSDP2 x TP2", "CP2 x TP2"]),
     *_hf("Qwen3", ["FSDP2 x 2", "HSDP 2 x 2"]),
@@ -120,12 +120,15 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         parts = _everyone(metrics["loss:sum"])[:: layout.procs_per_row]
         return sum(parts) * scale
 
-    # With eps far over the gradient AdamW moves each weight by lr / eps times its gradient: this reads the gradient off.
+    # With eps far over the gradient AdamW moves each weight by lr / eps times its gradient: this reads the gradient off, scaled
+    # up so far that the weights, and the rounding of what is published, do not blur it.
+    checkpoint = directory / f"{case.name}-initial"
+    engine.save(checkpoint)
     result["losses"].append(loss())
-    engine.optim_step(OptimParams(lr=1e4, eps=1e4, betas=(0.0, 0.0), grad_scale=scale, max_grad_norm=0), adapter)
+    engine.optim_step(OptimParams(lr=1e8, eps=1e4, betas=(0.0, 0.0), grad_scale=scale, max_grad_norm=0), adapter)
     after = _published(engine, adapter)
-    result["gradients"] = {name: result["initial"][name] - after[name] for name in after}
-    engine.reset_optimizer(adapter)
+    result["gradients"] = {name: (result["initial"][name] - after[name]) / 1e4 for name in after}
+    engine.load(checkpoint)
     for _ in range(3):
         result["losses"].append(loss())
         result.setdefault("norms", []).append(engine.optim_step(OptimParams(lr=1e-3, grad_scale=scale), adapter)["grad_norm"])
@@ -194,19 +197,24 @@ def run(directory: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
 
 
 def differences(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest absolute differences, gradients' and norms' in proportion to the largest; other tensors than expected are an error."""
+    """Largest absolute differences; of gradients: the norm of a tensor's difference in proportion to the norm of that gradient,
+    and at least to a ten-thousandth of the whole gradient's. Other tensors than expected are an error."""
     assert got["initial"].keys() == expected["initial"].keys()
     assert got["logits"].keys() == expected["logits"].keys() == got["logprobs"].keys()
 
     def worst(key: str) -> float:
         return max(float(np.abs(np.asarray(got[key][n]) - np.asarray(expected[key][n])).max()) for n in expected[key])
 
-    largest = max(float(np.abs(np.asarray(g)).max()) for g in expected["gradients"].values())
+    def norm(gradients: Any) -> float:
+        return float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in gradients)))
+
+    whole = norm(expected["gradients"].values())
+    apart = [norm([got["gradients"][n] - g]) / max(norm([g]), 1e-4 * whole) for n, g in expected["gradients"].items()]
     return {
         "initial": worst("initial"),  # random weights do not depend on the layout
         "logits": worst("logits"),
         "loss": abs(got["losses"][0] - expected["losses"][0]),
-        "gradients": worst("gradients") / largest,
+        "gradients": max(apart),
         "3 steps": float(np.abs(np.subtract(got["losses"], expected["losses"])).max()),
         "norms": float(np.abs(np.divide(got["norms"], expected["norms"]) - 1).max()),
         "logprobs": worst("logprobs"),
@@ -220,9 +228,10 @@ def write_table(path: Path) -> None:
         "# Conformance of the engines",
         "",
         "Each engine under each layout against the same engine in one process, from the same random weights: largest differences of the logits,",
-        "the loss, the gradients (in proportion to the largest; read off the weights after one step, so their reduction over ranks is included) and",
-        "the losses of three AdamW steps. fp32 where nothing else is said; 9 packed sequences of unequal length, tiny models. A test holds all but",
-        "float8's logits under the limit: float8 scales each rank's activations by their own maximum, so they depend on how tokens are split.",
+        "the loss, the gradients (the norm of each tensor's difference in proportion to that tensor's gradient; read off the weights after one step,",
+        "so their reduction over ranks is included) and the losses of three AdamW steps. fp32 where nothing else is said; 9 packed sequences of",
+        "unequal length, tiny models. A test holds all but float8's logits under",
+        "the limit: float8 scales each rank's activations by their own maximum, so they depend on how tokens are split.",
         "",
         "Made by `python -m tests.models.conformance` on a CPU.",
         "",
