@@ -45,7 +45,7 @@ def samples() -> list[Any]:
 
 def engine_step(kind: str, model_dir: Path) -> Callable[[], float]:
     from rl.batching import pack
-    from rl.loss.policy import CrossEntropy
+    from rl.loss.cross_entropy import CrossEntropy
     from rl.models.build import ENGINES
     from rl.models.engine_config import EngineConfig
     from rl.types import OptimParams

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from rl.batching import pack, supervised_sample
-from rl.loss.policy import CrossEntropy
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout
 from rl.models.sources import TinyQwen3

@@ -9,60 +9,68 @@ from rl.errors import RunError
 from rl.types import Batch, MicroBatch, Rollout, Sample
 
 
-def to_sample(rollout: Rollout, advantage: float) -> Sample:
-    """One advantage for every sampled token of the rollout; weight 1 each."""
+def to_sample(rollout: Rollout, advantages: float | np.ndarray = 0.0, id: str = "") -> Sample:
+    """advantages: [M] of its sampled tokens, or one for all of them. Weight 1 each."""
     sampled = [np.full(len(s.tokens), s.sampled) for s in rollout.segments]
     loss_mask = np.concatenate(sampled)
+    spread = np.zeros(len(loss_mask), np.float32)
+    spread[loss_mask] = advantages
     return Sample(
         tokens=np.concatenate([np.asarray(s.tokens, np.int64) for s in rollout.segments]),
         loss_mask=loss_mask,
         generator_logprobs=np.concatenate([np.asarray(s.logprobs, np.float32) for s in rollout.segments]),
-        advantages=np.where(loss_mask, advantage, 0.0).astype(np.float32),
+        advantages=spread,
         weights=loss_mask.astype(np.float32),
+        id=id,
     )
 
 
-def supervised_sample(prompt: Sequence[int], target: Sequence[int]) -> Sample:
+def supervised_sample(prompt: Sequence[int], target: Sequence[int], id: str = "") -> Sample:
     """A sequence whose `target` tokens are taught by cross entropy."""
     tokens = np.asarray([*prompt, *target], np.int64)
     loss_mask = np.arange(len(tokens)) >= len(prompt)
     zeros = np.zeros(len(tokens), np.float32)
-    return Sample(tokens, loss_mask, zeros, zeros, loss_mask.astype(np.float32))
+    return Sample(tokens, loss_mask, zeros, zeros, loss_mask.astype(np.float32), id=id)
 
 
-def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1) -> Batch:
+def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1, together: int = 1) -> Batch:
     """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
 
-    Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same time, are alike. Every rank gets the same number of micro-batches, because they meet in
-    collectives; one without a sequence holds filler only. Rows are filled up to `multiple_of` tokens.
+    Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same time, are alike.
+    Every rank gets the same number of micro-batches, because they meet in collectives; one without a sequence holds filler
+    only. Rows are filled up to `multiple_of` tokens. Each `together` consecutive samples share a micro-batch.
     """
-    longest = max((len(s) for s in samples), default=0)
+    units = [list(range(i, i + together)) for i in range(0, len(samples), together)]
+    lengths = [sum(len(samples[i]) for i in unit) for unit in units]
+    longest = max(lengths, default=0)
     if longest > max_tokens:
+        what = "a sequence" if together == 1 else f"{together} sequences that belong together,"
         raise RunError(
-            f"a sequence of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens or lower env.max_new_tokens"
+            f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens or lower env.max_new_tokens"
         )
-    rounds = max(1, math.ceil(sum(map(len, samples)) / (num_ranks * max_tokens)))
-    while (bins := _fill(samples, num_ranks * rounds, max_tokens)) is None:
+    rounds = max(1, math.ceil(sum(lengths) / (num_ranks * max_tokens)))
+    while (bins := _fill(lengths, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
-    bins.sort(key=lambda ids: -sum(len(samples[i]) for i in ids))
-    rows = [_micro_batch(samples, ids, multiple_of) for ids in bins]
+    bins.sort(key=lambda bin: -sum(lengths[u] for u in bin))
+    columns = set.intersection(*(set(s.columns) for s in samples)) if samples else set()
+    rows = [_micro_batch(samples, [i for u in bin for i in units[u]], multiple_of, sorted(columns)) for bin in bins]
     return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)))
 
 
-def _fill(samples: Sequence[Sample], num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Indices for each bin, or None where some sequence fits into none."""
+def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Indices for each bin, or None where some length fits into none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     used = [0] * num_bins
-    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i])):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         emptiest = min(range(num_bins), key=used.__getitem__)
-        if used[emptiest] + len(samples[i]) > max_tokens:
+        if used[emptiest] + lengths[i] > max_tokens:
             return None
         bins[emptiest].append(i)
-        used[emptiest] += len(samples[i])
+        used[emptiest] += lengths[i]
     return bins
 
 
-def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int) -> MicroBatch:
+def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int, columns: Sequence[str]) -> MicroBatch:
     lengths = [len(samples[i]) for i in ids]
     filler = max(-sum(lengths) % multiple_of, 0 if ids else multiple_of)
     starts = np.cumsum([0, *lengths])[:-1]
@@ -70,8 +78,7 @@ def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int) ->
     def join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
-    # A sequence's first token has no context to be scored in.
-    masks = [samples[i].loss_mask & (np.arange(n) > 0) for i, n in zip(ids, lengths, strict=True)]
+    masks = [samples[i].scored for i in ids]
     return MicroBatch(
         tokens=join([*(samples[i].tokens for i in ids), np.zeros(filler)], np.int64),
         positions=join([*(np.arange(n) for n in lengths), np.arange(filler)], np.int64),
@@ -80,4 +87,5 @@ def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int) ->
         generator_logprobs=join([samples[i].generator_logprobs[m] for i, m in zip(ids, masks, strict=True)], np.float32),
         advantages=join([samples[i].advantages[m] for i, m in zip(ids, masks, strict=True)], np.float32),
         weights=join([samples[i].weights[m] for i, m in zip(ids, masks, strict=True)], np.float32),
+        columns={c: join([samples[i].columns[c][m] for i, m in zip(ids, masks, strict=True)], np.float32) for c in columns},
     )

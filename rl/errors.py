@@ -7,3 +7,17 @@ class ConfigError(Exception):
 
 class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
+
+
+class NotFinite(RunError):
+    """A loss or a gradient that is not a number. `metric` says which."""
+
+    def __init__(self, message: str, metric: str):
+        super().__init__(message, metric)  # both, for pickling
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+    @property
+    def metric(self) -> str:
+        return self.args[1]

@@ -8,22 +8,31 @@ from typing import TYPE_CHECKING, Protocol
 from rl.types import Completion, PolicyVersion, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    from rl.loss.policy import LossOutput, TokenInputs
+    from rl.loss.base import LossOutput, TokenInputs
+    from rl.loss.credit.base import Groups
     from rl.weight_sync.manifest import LocalShard, Manifest, Shard
 
 
 class Loss(Protocol):
-    """A frozen, picklable callable: logprobs [M] with gradient -> a sum over tokens, and metrics."""
+    """A picklable callable: logprobs [M] with gradient -> a sum over tokens, and metrics.
+
+    Attributes it may have: `needs_reference = True` asks for the column ref_logprobs; `drops_zero_advantages = True` says that
+    a sequence of advantages 0 has no gradient, and need not be computed; `needs_rewards = False` that advantages are not read.
+    """
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput: ...
 
 
 class Credit(Protocol):
-    """Rewards of one group [G] -> advantages [G]."""
+    """A picklable callable: the step's groups of trajectories -> for each trajectory its advantages [M], or one for all tokens.
 
-    def __call__(self, rewards: Sequence[float]) -> list[float]: ...
+    Attributes it may have: `needs_critic = True`, with a method `returns(groups)`, what the critic learns to say.
+    """
+
+    def __call__(self, groups: Groups) -> Sequence[Sequence[float | np.ndarray]]: ...
 
 
 class Sampler(Protocol):

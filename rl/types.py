@@ -4,7 +4,8 @@ Axes: T tokens of one sequence, M scored tokens of one micro-batch.
 A token at index t is *scored* when the policy sampled it (or is taught it): its logprob is log p(token t | tokens < t).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -88,11 +89,20 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewards:
+    """What a reward function may return in place of one number; one of the two."""
+
+    turns: tuple[float, ...] = ()  # for each run of sampled tokens
+    tokens: tuple[float, ...] = ()  # for each sampled token
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """A verifier's verdict. `error` holds the cause when the reward function raised or ran out of time."""
 
-    reward: float
+    reward: float  # in all
     error: str | None = None
+    parts: Rewards = Rewards()  # how it is spread over the rollout; empty for one reward at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +115,33 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training sequence. The four arrays are [T]; the last three count only where `loss_mask` is True."""
+    """One training sequence. All arrays are [T]; those after `loss_mask` count only where it is True."""
 
     tokens: np.ndarray  # int64
     loss_mask: np.ndarray  # bool
     generator_logprobs: np.ndarray  # float32, nats
     advantages: np.ndarray  # float32
     weights: np.ndarray  # float32, the token's share in the loss
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32, what else a loss reads: ref_logprobs, values, ...
+    id: str = ""  # for people
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def scored(self) -> np.ndarray:
+        """[T] bool: the tokens that can be learnt. A sequence's first token has no context to be scored in."""
+        return self.loss_mask & (np.arange(len(self)) > 0)
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """[M] values of the scored tokens -> [T], 0 elsewhere."""
+        spread = np.zeros(len(self), np.float32)
+        spread[self.scored] = values
+        return spread
+
+    def but(self, **columns: np.ndarray) -> "Sample":
+        """With more columns [T]."""
+        return replace(self, columns={**self.columns, **columns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +158,7 @@ class MicroBatch:
     generator_logprobs: np.ndarray  # [M] float32
     advantages: np.ndarray  # [M] float32
     weights: np.ndarray  # [M] float32
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # [M] float32 each: those that every sample has
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +174,9 @@ class Batch:
 
 POLICY = "policy"
 """The name of the adapter that learns in place of the model, in trainer, generators and checkpoints."""
+
+REFERENCE = "reference"
+"""The name of the adapter that stays where the policy was, where the policy is an adapter."""
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from rl.actors.engine import EngineActor, EngineHandle
 from rl.actors.generator import Generator, GeneratorPool
+from rl.actors.reference import Reference, ReferenceAdapter, ReferenceMesh
 from rl.actors.remote import call
 from rl.actors.reward import RewardPool, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
@@ -40,11 +42,53 @@ class Fleet:
     trainer: TrainerHandle
     generators: GeneratorPool
     rewards: RewardPool
+    reference: Reference | None  # where the loss or the KL penalty asks for one
+    critic: EngineHandle | None  # where the credit asks for one
     adapter: str | None  # what the policy is sampled with: its LoRA adapter, where it has one
 
     async def publish(self, version: PolicyVersion) -> None:
         """Every generator switches to the trainer's weights; returns when all have."""
         await self.generators.load_weights(await self.trainer.push_weights(version))
+
+    async def begin_at_policy(self, run_dir: Path, *, teacher: bool) -> None:
+        """Critic and reference, unless it is a teacher, take over the policy's weights."""
+        if self.reference is not None and not teacher:
+            await self.reference.refresh(0)
+        if self.critic is not None:
+            path = run_dir / "reference" / "step-0"
+            if not path.exists():
+                await self.trainer.save_hf(str(path))
+            await self.critic.load_weights(str(path))
+
+    async def save_checkpoint(self, path: Path, step: int, keep_last: int) -> None:
+        """The critic's first: where the policy's is complete, so is the critic's."""
+        if self.critic is not None:
+            await self.critic.save_checkpoint(str(_critic_path(path)), {}, keep_last, wait=True)
+        state = {"step": step, "reference": self.reference.weights if self.reference else None}
+        await self.trainer.save_checkpoint(str(path), state, keep_last)
+
+    async def load_checkpoint(self, path: str) -> int:
+        """Policy, critic and reference as they were when it was written. Returns its step."""
+        state = await self.trainer.load_checkpoint(path)
+        if self.critic is not None:
+            await self.critic.load_checkpoint(str(_critic_path(Path(path))))
+        if self.reference is not None:
+            await self.reference.restore(state["reference"])
+        return state["step"]
+
+
+def _critic_path(path: Path) -> Path:
+    return path.parent.with_name("critic_checkpoints") / path.name
+
+
+def processes(config: RunConfig) -> dict[str, int]:
+    """Role -> number of processes, in the order in which devices are dealt out; reward processes get none."""
+    roles = {"trainer": config.trainer.layout.num_procs, "generator": config.generator.num_replicas}
+    if config.needs_critic:
+        roles["critic"] = config.critic.layout.num_procs
+    if config.needs_reference and not config.reference_is_adapter:
+        roles["reference"] = config.reference.layout.num_procs
+    return roles | {"reward": config.reward.num_procs}
 
 
 @asynccontextmanager
@@ -77,39 +121,55 @@ async def launch(config: RunConfig, model_dir: Path, run_dir: Path) -> AsyncIter
 async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path, meshes: list[Any]) -> Fleet:
     from monarch.spmd import setup_torch_elastic_env_async
 
-    layout, replicas, deadline = config.trainer.layout, config.generator.num_replicas, config.launch.deadline_seconds
-    threads = {"trainer": _threads(layout.num_procs), "generator": _threads(replicas)}
-    logs = run_dir / "logs"
-
-    def spawn(name: str, num_procs: int, env: dict[str, str], first_device: int | None) -> Any:
-        mesh = _spawn_procs(name, num_procs, env, first_device, logs)
-        meshes.append(mesh)
-        return mesh
-
-    trainer_procs = spawn("trainer", layout.num_procs, {"OMP_NUM_THREADS": str(threads["trainer"])}, 0)
-    generator_procs = spawn("generator", replicas, generator_environment(threads["generator"], config.generator.compile), layout.num_procs)
-    reward_procs = spawn("reward", config.reward.num_procs, {"OMP_NUM_THREADS": "1"}, None)
+    replicas, deadline = config.generator.num_replicas, config.launch.deadline_seconds
+    procs: dict[str, Any] = {}
+    first_device = 0
+    for role, count in processes(config).items():
+        env = {"OMP_NUM_THREADS": "1" if role == "reward" else str(_threads(count))}
+        if role == "generator":
+            env = generator_environment(_threads(count), config.generator.compile)
+        procs[role] = _spawn_procs(role, count, env, None if role == "reward" else first_device, run_dir / "logs")
+        meshes.append(procs[role])
+        first_device += count
 
     transport: Transport = SharedMemory(str(shared))
     if config.weight_sync.transport == "torchstore":
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
-        store = spawn("store", 1, {"OMP_NUM_THREADS": "1"}, None)
-        transport = await call(TorchStore.create(store), "torchstore", deadline)
-    # One host: a free port of the loopback interface.
-    address = ("localhost", _free_port())
-    await call(setup_torch_elastic_env_async(trainer_procs, *address), "trainer start", deadline)
-    engine = (config.trainer.engine, str(model_dir), engine_config(config), config.trainer.lora, config.seed)
-    trainer = trainer_procs.spawn("trainer", PolicyTrainer, *engine, transport)
-    generators = generator_procs.spawn("generator", Generator, generator_args(config, model_dir), transport)
-    rewards = reward_procs.spawn("reward", RewardWorker, config.env, config.reward.limit_seconds)
+        meshes.append(_spawn_procs("store", 1, {"OMP_NUM_THREADS": "1"}, None, run_dir / "logs"))
+        transport = await call(TorchStore.create(meshes[-1]), "torchstore", deadline)
+    for role in ("trainer", "critic", "reference"):
+        if role in procs:  # one host: a free port of the loopback interface
+            await call(setup_torch_elastic_env_async(procs[role], "localhost", _free_port()), f"{role} start", deadline)
+    policy, kind = engine_config(config), config.trainer.engine
+    engine = (kind, str(model_dir), policy, config.trainer.lora, config.reference_is_adapter, config.seed)
+    trainer = TrainerHandle(procs["trainer"].spawn("trainer", PolicyTrainer, *engine, transport), policy, config.trainer.lora, deadline)
+    generators = procs["generator"].spawn("generator", Generator, generator_args(config, model_dir), transport)
+    rewards = procs["reward"].spawn("reward", RewardWorker, config.env, config.reward.limit_seconds)
+    critic: EngineHandle | None = None
+    if "critic" in procs:
+        settings = replace(policy, layout=config.critic.layout, adapters=False, head="value")
+        actors = procs["critic"].spawn("critic", EngineActor, kind, str(model_dir), settings)
+        critic = EngineHandle("critic", actors, settings, deadline)
+    reference: Reference | None = ReferenceAdapter(trainer) if config.reference_is_adapter else None
+    if "reference" in procs:
+        # With `adapters`, of which it gets none, nothing learns: the weights are there once, in the compute dtype.
+        source = config.reference.model or config.model
+        directory = model_dir if config.reference.model is None else source.materialize(run_dir / "teacher")
+        settings = replace(policy, layout=config.reference.layout, adapters=True, seed=config.seed if source.random_weights else None)
+        actors = procs["reference"].spawn("reference", EngineActor, kind, str(directory), settings)
+        reference = ReferenceMesh(EngineHandle("reference", actors, settings, deadline), trainer, run_dir / "reference")
     fleet = Fleet(
-        TrainerHandle(trainer, layout, config.trainer.lora, deadline),
+        trainer,
         GeneratorPool(generators, replicas, deadline),
         RewardPool(rewards, config.reward.num_procs, deadline),
+        reference,
+        critic,
         POLICY if config.trainer.lora.rank else None,
     )
-    await asyncio.gather(fleet.trainer.ready(), fleet.generators.ready(), fleet.rewards.ready())
+    await asyncio.gather(
+        *(part.ready() for part in (fleet.trainer, fleet.generators, fleet.rewards, reference, critic) if part is not None)
+    )
     if config.trainer.lora.rank:  # the model never changes: it is sent once, and only its adapter afterwards
         await fleet.generators.load_weights(await fleet.trainer.push_base())
         await fleet.trainer.release_base()

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from rl.controller.config import RunConfig, problems, to_json
-from rl.controller.launch import launch
+from rl.controller.config import RunConfig, to_json
+from rl.controller.launch import launch, processes
 from rl.controller.loop import Run
+from rl.controller.problems import problems
 from rl.errors import ConfigError
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
@@ -53,22 +54,24 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
 async def train(recipe: str, config: RunConfig, run_dir: Path) -> None:
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
-    print(f"run directory: {run_dir}\nstarting {config.trainer.layout.num_procs} trainer, {config.generator.num_replicas} "
-          f"generator and {config.reward.num_procs} reward processes ...", flush=True)  # fmt: skip
+    started = ", ".join(f"{count} {role}" for role, count in processes(config).items())
+    print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     with Recorder(run_dir, config.steps) as recorder:
         async with launch(config, model_dir, run_dir) as fleet:
-            first_step = 1
-            if config.resume_from:
-                first_step = (await fleet.trainer.load_checkpoint(config.resume_from))["step"] + 1
-            await Run(config, fleet, tokenizer, recorder).train(first_step)
+            await Run(config, fleet, tokenizer, recorder).train()
             await fleet.trainer.save_hf(str(run_dir / "hf"))
-        curve = recorder.draw_curve(f"{recipe}: GRPO, {config.prompts_per_step} prompts x {config.group_size} samples a step")
+        curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
+
+
+def _title(recipe: str, config: RunConfig) -> str:
+    what = {"rollouts": f"prompts x {config.group_size} samples", "demonstrations": "demonstrations", "preferences": "pairs"}[config.data]
+    return f"{recipe}: {config.prompts_per_step} {what} a step"
 
 
 def _summary(accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path) -> str:
     (first, before), *_, (last, after) = accuracies.items()
-    start = "before GRPO" if first == 0 else f"at step {first}"
+    start = "before training" if first == 0 else f"at step {first}"
     return (
         f"\nheld-out accuracy {start}: {before[0]:.3f} +- {before[1]:.3f}"
         f"\nheld-out accuracy after {last} steps: {after[0]:.3f} +- {after[1]:.3f}  ({num_problems} problems, greedy; +- standard error)"

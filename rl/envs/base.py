@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from rl.errors import ConfigError
 from rl.interfaces import Sampler, Tokenizer
-from rl.types import Problem, Prompt, Rollout, SamplingParams, Segment, StopReason
+from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason
 
 
 def derive_seed(*parts: object) -> int:
@@ -36,16 +36,23 @@ class Env:
         """A problem that depends on `seed` alone."""
         raise NotImplementedError
 
-    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
-        """Verify a response. Time-limited; may raise. 1 is success: accuracy counts the rewards of at least 1."""
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float | Rewards:
+        """Verify a response. Time-limited; may raise. 1 is success: accuracy counts the rewards of at least 1.
+
+        Rewards spreads it over the response: `turns`, one for each run of sampled tokens, or `tokens`, one for each.
+        """
         raise NotImplementedError
 
     def prepare(self) -> None:
         """Import what `reward` needs: called once in its process, before any time limit runs."""
 
     def demonstration(self, problem: Problem, seed: int) -> str:
-        """The text a supervised warm-up teaches for this problem."""
+        """The text that supervised learning teaches for this problem."""
         raise ConfigError(f"{type(self).__name__} has no demonstrations; set warmup.steps=0 or implement demonstration()")
+
+    def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
+        """Two responses: the better one, then the worse."""
+        raise ConfigError(f"{type(self).__name__} has no preferences; implement preference()")
 
     def problems(self) -> list[str]:
         """What is wrong with this configuration, one line each."""

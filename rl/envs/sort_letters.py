@@ -32,11 +32,14 @@ class SortLetters(Env):
 
     def demonstration(self, problem: Problem, seed: int) -> str:
         rng = random.Random(seed)
-        if rng.random() >= self.corruption:
-            return problem.answer
-        echo = problem.question.removesuffix(">")
-        drop = rng.randrange(len(problem.answer))
-        return rng.choice([echo, problem.answer[::-1], problem.answer[:drop] + problem.answer[drop + 1 :]])
+        return problem.answer if rng.random() >= self.corruption else _wrong(problem, rng)
+
+    def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
+        """The answer, and one of the mistakes that the demonstrations teach."""
+        rng = random.Random(seed)
+        while (rejected := _wrong(problem, rng)) == problem.answer:
+            pass
+        return problem.answer, rejected
 
     def problems(self) -> list[str]:
         if not 0 <= self.corruption <= 1:
@@ -48,3 +51,10 @@ class SortLetters(Env):
                 f"env.max_new_tokens={self.max_new_tokens} leaves no room for {self.max_letters} letters and EOS; use {self.max_letters + 1}"
             ]
         return []
+
+
+def _wrong(problem: Problem, rng: random.Random) -> str:
+    """The letters as they came, in reverse, or with one left out: wrong, but for letters that came in order."""
+    echo = problem.question.removesuffix(">")
+    drop = rng.randrange(len(problem.answer))
+    return rng.choice([echo, problem.answer[::-1], problem.answer[:drop] + problem.answer[drop + 1 :]])

@@ -22,7 +22,7 @@ import cloudpickle
 from rl.envs.base import Env
 from rl.errors import RunError
 from rl.processes import end_with_parent
-from rl.types import Rollout, Score
+from rl.types import Rewards, Rollout, Score
 
 _START_SECONDS = 60.0  # to start Python and import what the Env needs
 
@@ -49,7 +49,7 @@ class Verifier:
             self._child = self._start()
         try:
             _write(self._child.stdin.fileno(), cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop)))
-            return pickle.loads(_read(self._child.stdout.fileno(), self._limit))
+            return _check_parts(pickle.loads(_read(self._child.stdout.fileno(), self._limit)), rollout)
         except TimeoutError:
             self.close()
             return Score(0.0, f"the reward function took over {self._limit:g} s (reward.limit_seconds)")
@@ -99,6 +99,26 @@ def _read(fd: int, limit_seconds: float | None = None) -> bytes:
     return exactly(struct.unpack("<Q", exactly(8))[0])
 
 
+def _score_of(reward: float | Rewards) -> Score:
+    parts = reward if isinstance(reward, Rewards) else Rewards()
+    parts = Rewards(tuple(map(float, parts.turns)), tuple(map(float, parts.tokens)))
+    total = float(sum(parts.turns) + sum(parts.tokens)) if isinstance(reward, Rewards) else float(reward)
+    if not math.isfinite(total):
+        return Score(0.0, f"the reward is {reward}")
+    if bool(parts.turns) == bool(parts.tokens) and isinstance(reward, Rewards):
+        return Score(0.0, f"{reward} has to have turns or tokens")
+    return Score(total, None, parts)
+
+
+def _check_parts(score: Score, rollout: Rollout) -> Score:
+    """One reward for each turn or token, or a failure that says so."""
+    turns = [len(s.tokens) for s in rollout.segments if s.sampled]
+    for name, given, expected in (("turns", score.parts.turns, len(turns)), ("tokens", score.parts.tokens, sum(turns))):
+        if given and len(given) != expected:
+            return Score(0.0, f"the reward function gave {len(given)} rewards for {expected} {name}")
+    return score
+
+
 def _serve() -> None:
     requests, answers = os.dup(0), os.dup(1)
     # What a reward function reads or prints must not mix with requests and answers.
@@ -111,8 +131,7 @@ def _serve() -> None:
     while True:
         problem, response, stop = pickle.loads(_read(requests))
         try:
-            reward = float(env.reward(problem, response, stop))
-            score = Score(reward) if math.isfinite(reward) else Score(0.0, f"the reward is {reward}")
+            score = _score_of(env.reward(problem, response, stop))
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]

@@ -76,6 +76,13 @@ class Adapters:
             failure = RunError(f"{out_dir} could not be written: {error}")
         fail_together(failure)
 
+    @torch.no_grad()
+    def copy(self, source: str, target: str) -> None:
+        """Give one adapter the weights of another of the same shape; its optimizer is left as it is."""
+        theirs = self[source].parameters
+        for name, parameter in self[target].parameters.items():
+            parameter.copy_(theirs[name])
+
     def remove(self, name: str) -> None:
         self._member(name)
         del self._members[name]

@@ -11,7 +11,7 @@ form of RoPE (torchtitan's own Llama3 takes the complex form, whose q and k rows
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 from rl.models.attention import PackedDocuments, PackedSDPA
 from rl.models.hf import check_supported, rope_parameters
-from rl.models.scoring import score
+from rl.models.scoring import score, value_scores
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
@@ -70,6 +70,22 @@ class ScoringHead(Linear):
         return F.linear(h, self.weight).redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
+class ValueHead(Linear):
+    """One number for each chosen token: the value before it. Takes the lm_head's place and arguments."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, h_BTD: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor | None) -> Any:
+        """-> (values [M] with gradient, zeros [M]), fp32; without targets the values [M, 1]."""
+        h_TD = (h_BTD.to_local(grad_placements=[Replicate()]) if isinstance(h_BTD, DTensor) else h_BTD)[0]
+        weight = self.weight
+        if isinstance(weight, DTensor):  # whole on every rank, each of which computes the same
+            weight = weight.to_local(grad_placements=[Replicate()])
+        return value_scores(F.linear(h_TD.index_select(0, predictors).float(), weight.float()), targets)
+
+
 def _scoring_forward(
     self: Decoder,
     tokens: torch.Tensor,  # [1, T]
@@ -95,10 +111,9 @@ def _parallelize(self: Decoder, dims: ParallelDims) -> None:
 
 
 def _share_head(config: Decoder.Config) -> None:
-    # The head handles its own activations; only its weight follows torchtitan's tensor-parallel plan.
-    config.lm_head.sharding_config = ShardingConfig(
-        state_shardings={"weight": config.tok_embeddings.sharding_config.state_shardings["weight"]}
-    )
+    # The head handles its own activations; only its weight follows torchtitan's tensor-parallel plan, and a value head's is whole.
+    like = config.norm if isinstance(config.lm_head, ValueHead.Config) else config.tok_embeddings
+    config.lm_head.sharding_config = ShardingConfig(state_shardings={"weight": like.sharding_config.state_shardings["weight"]})
 
 
 class Experts(GroupedExperts):
@@ -179,7 +194,7 @@ class Llama3RoPE(CosSinRoPE):
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def model_spec(hf: dict[str, Any], *, packed_sdpa: bool) -> ModelSpec:
+def model_spec(hf: dict[str, Any], *, packed_sdpa: bool, head: Literal["tokens", "value"] = "tokens") -> ModelSpec:
     """hf: the contents of config.json. `packed_sdpa` chooses PackedSDPA over torchtitan's varlen attention.
 
     Raises ConfigError as `check_supported` does.
@@ -189,7 +204,7 @@ def model_spec(hf: dict[str, Any], *, packed_sdpa: bool) -> ModelSpec:
     return ModelSpec(
         name="llama3" if is_llama else "qwen3",
         flavor="from_hf",
-        model=_decoder_config(hf, is_llama, PackedSDPA.Config() if packed_sdpa else VarlenAttention.Config()),
+        model=_decoder_config(hf, is_llama, PackedSDPA.Config() if packed_sdpa else VarlenAttention.Config(), head),
         parallelize_fn=parallelize_llama if is_llama else parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,  # torchtitan's hook moves biases of experts, which Hugging Face's models do not have
@@ -197,11 +212,14 @@ def model_spec(hf: dict[str, Any], *, packed_sdpa: bool) -> ModelSpec:
     )
 
 
-def _decoder_config(hf: dict[str, Any], is_llama: bool, attention: Any) -> Decoder.Config:
+def _decoder_config(hf: dict[str, Any], is_llama: bool, attention: Any, head: str) -> Decoder.Config:
     dim, vocab_size = hf["hidden_size"], hf["vocab_size"]
     head_dim = hf.get("head_dim") or dim // hf["num_attention_heads"]
     normal = _normal(hf)
-    tied = hf.get("tie_word_embeddings", False)
+    tied = hf.get("tie_word_embeddings", False) and head == "tokens"
+    lm_head = ScoringHead.Config(in_features=dim, out_features=vocab_size, param_init=normal)
+    if head == "value":
+        lm_head = ValueHead.Config(in_features=dim, out_features=1, param_init={"weight": nn.init.zeros_})
     block = Llama3TransformerBlock if is_llama else Qwen3TransformerBlock
     layers = [
         block.Config(
@@ -232,7 +250,7 @@ def _decoder_config(hf: dict[str, Any], is_llama: bool, attention: Any) -> Decod
             embedding_dim=dim,
             param_init={"weight": skip_param_init} if tied else normal,
         ),
-        lm_head=ScoringHead.Config(in_features=dim, out_features=vocab_size, param_init=normal),
+        lm_head=lm_head,
         layers=layers,
     )
 

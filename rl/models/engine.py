@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError, NotFinite, RunError
 from rl.interfaces import Loss
-from rl.loss.policy import TokenInputs
+from rl.loss.base import TokenInputs
 from rl.models import hf
 from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints, rng_state, set_rng_state
@@ -39,6 +39,8 @@ from rl.models.lora import Site
 from rl.models.platform import fail_together, init_process_group
 from rl.types import Batch, MicroBatch, OptimParams
 from rl.weight_sync.manifest import LocalShard
+
+VALUE_HEAD = "value_head.weight"
 
 
 class Engine(ABC):
@@ -81,7 +83,10 @@ class Engine(ABC):
 
     @abstractmethod
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
-        """(logprobs [M] with gradient, entropy [M] without), fp32 nats; without targets the logits [M, V]."""
+        """(logprobs [M] with gradient, entropy [M] without), fp32 nats; without targets the logits [M, V].
+
+        With a value head: (values [M] with gradient, zeros).
+        """
 
     def _name(self, parameter: str) -> str:
         """A parameter's name in checkpoints: Hugging Face's, where it is one of Hugging Face's tensors."""
@@ -95,7 +100,10 @@ class Engine(ABC):
 
     @torch.no_grad()
     def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
-        """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats. Without dropout."""
+        """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats. Without dropout.
+
+        With a value head: the value before each of them.
+        """
         self._require("forward", model=True)
         logprobs: dict[int, np.ndarray] = {}
         with self._computing(adapter):
@@ -110,7 +118,7 @@ class Engine(ABC):
         """Add the gradient of `loss`, a sum over the batch's scored tokens, to what has accumulated since `optim_step`.
 
         Returns this rank's share of the metrics, named `name:sum` or `name:max`; data-parallel ranks are combined by the
-        caller. Raises RunError on every rank where the loss is not finite on one, and drops all that has accumulated.
+        caller. Raises NotFinite on every rank where the loss is not finite on one, and drops all that has accumulated.
         """
         self._require("forward_backward", model=True)
         if self._mode == "eval":
@@ -122,20 +130,22 @@ class Engine(ABC):
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
                 inputs = TokenInputs(
-                    *(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids))
+                    *(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)),
+                    columns={name: self._tensor(column) for name, column in micro.columns.items()},
                 )
                 output = loss(logprobs, inputs)
-                _check_finite(output.loss, logprobs, micro)
+                _check_finite(output.loss)
                 output.loss.backward()
-                measured = _parity(logprobs.detach(), inputs.generator_logprobs) | output.metrics
-                measured |= {"loss:sum": output.loss.detach(), "entropy:sum": entropy.sum(), "tokens:sum": len(micro.scored)}
+                measured = {**output.metrics, "loss:sum": output.loss.detach(), "tokens:sum": len(micro.scored)}
+                if self.config.head == "tokens":
+                    measured |= _parity(logprobs.detach(), inputs.generator_logprobs) | {"entropy:sum": entropy.sum()}
                 _accumulate(totals, measured)
         return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))  # one copy to the host
 
     def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
         """Scale, clip and apply the accumulated gradient, then clear it. Returns `grad_norm`, before clipping.
 
-        Raises RunError, with the weights untouched, where there is no gradient or it is not finite.
+        Raises RunError where there is no gradient and NotFinite where it is not finite, with the weights untouched.
         """
         self._require("optim_step", model=True, optimizer=True)
         return self._learner(adapter).step(params)
@@ -276,6 +286,14 @@ class Engine(ABC):
         """Write an adapter in PEFT's format."""
         self.adapters.save(adapter, out_dir, str(self._model_dir))
 
+    @torch.no_grad()
+    def load_weights(self, model_dir: str | Path) -> None:
+        """Take over the weights of a directory that `save_hf` wrote; a value head, which it does not have, becomes 0.
+
+        Raises ConfigError where it is of another model.
+        """
+        self._load_tensors(self._model, hf.HFWeights(model_dir))
+
     # ---- checkpoints
 
     def save(self, path: str | Path, state: dict[str, Any] | None = None, *, keep_last: int = 0, wait: bool = True) -> None:
@@ -338,6 +356,9 @@ class Engine(ABC):
         for parameter, param in model.named_parameters():
             name = self._name(parameter)
             names = self._split(name, param.shape[0])
+            if name == VALUE_HEAD:
+                param.data.zero_()
+                continue
             full = (read(name) if names is None else torch.stack([read(n) for n in names])).to(self.device, param.dtype)
             if full.shape != param.shape:
                 raise RunError(f"{name} has shape {tuple(full.shape)} in the weights but {tuple(param.shape)} by config.json")
@@ -355,11 +376,10 @@ class Engine(ABC):
         return torch.from_numpy(array).to(self.device)
 
 
-def _check_finite(loss: torch.Tensor, logprobs: torch.Tensor, micro: MicroBatch) -> None:
+def _check_finite(loss: torch.Tensor) -> None:
     failure = None
     if not (finite := torch.isfinite(loss.detach())):
-        bad = sorted(set(micro.sample_ids[~torch.isfinite(logprobs.detach()).cpu().numpy()].tolist()))
-        failure = RunError(f"the loss is {loss.item()}; samples with a non-finite logprob: {bad or 'none'}")
+        failure = NotFinite(f"the loss is {loss.item()}", "loss")
     if dist.get_world_size() > 1:
         good = finite.float()
         dist.all_reduce(good, op=dist.ReduceOp.MIN)

@@ -21,8 +21,11 @@ class EngineConfig:
     max_seq_len: int | None = None
     """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
 
+    head: Literal["tokens", "value"] = "tokens"
+    """tokens: logprobs, by the model's own head. value: one number before each token, by a new head that starts at 0."""
+
     adapters: bool = False
-    """Freeze the model; adapters learn (see Adapters.add)."""
+    """Freeze the model; adapters learn (see Adapters.add), or nothing does."""
 
     float8: bool = False
     """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""

@@ -27,7 +27,7 @@ from rl.models.attention import PackedDocuments, document_rows, pack_documents
 from rl.models.engine import Engine
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
-from rl.models.scoring import score
+from rl.models.scoring import score, value_scores
 from rl.types import MicroBatch
 from rl.weight_sync.manifest import LocalShard
 
@@ -47,7 +47,7 @@ class HFEngine(Engine):
                 raise ConfigError(f"HFEngine has no {name}; use TitanEngine, or set {name} to False")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed or 0)
-            scorer = _Scorer(self._causal_lm())
+            scorer = _Scorer(self._causal_lm(), with_value_head=config.head == "value")
         if config.adapters:
             freeze(scorer, self._dtype)
             layers = [(n, m) for n, layer in scorer.layers().items() for n, m in _named_linears(n, layer)]
@@ -155,9 +155,13 @@ def _named_linears(prefix: str, layer: nn.Module) -> list[tuple[str, nn.Linear]]
 class _Scorer(nn.Module):
     """A causal language model whose forward scores chosen tokens: FSDP's root, so that its own parameters are gathered."""
 
-    def __init__(self, lm: transformers.PreTrainedModel):
+    def __init__(self, lm: transformers.PreTrainedModel, with_value_head: bool):
         super().__init__()
         self.lm = lm
+        self.value_head = None
+        if with_value_head:
+            self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False)
+            nn.init.zeros_(self.value_head.weight)
         self.packed = True
         self.vocab_size: int = lm.config.get_text_config().vocab_size
         self._after_head = _after_head(lm.config.get_text_config())
@@ -214,7 +218,10 @@ class _Scorer(nn.Module):
             return self.lm(input_ids=tokens, use_cache=False).logits
         packing = {"packed_documents": documents, "packed_windows": windows} if documents is not None else {}
         h_BTD = self.lm.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **packing)[0]
-        return score(self._logits, self.vocab_size, h_BTD.flatten(0, 1).index_select(0, predictors), targets)
+        h_MD = h_BTD.flatten(0, 1).index_select(0, predictors)
+        if self.value_head is not None and targets is not None:
+            return value_scores(F.linear(h_MD.float(), self.value_head.weight.float()), targets)
+        return score(self._logits, self.vocab_size, h_MD, targets)
 
     def _logits(self, h_MD: torch.Tensor) -> torch.Tensor:
         return self._after_head(self.lm.get_output_embeddings()(h_MD))

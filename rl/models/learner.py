@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl.errors import RunError
+from rl.errors import NotFinite, RunError
 from rl.types import OptimParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +35,7 @@ class Learner:
     def step(self, params: OptimParams) -> dict[str, float]:
         """Scale, clip and apply the accumulated gradient, then clear it. Returns `grad_norm`, before clipping.
 
-        Raises RunError, with the parameters untouched, where there is no gradient or it is not finite.
+        Raises RunError where there is no gradient and NotFinite where it is not finite, with the parameters untouched.
         """
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         if not parameters:
@@ -49,9 +49,7 @@ class Learner:
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)) * params.grad_scale
         if not torch.isfinite(norm):
             self.clear()
-            raise RunError(
-                f"the gradient norm is {norm.item()}; the step was not applied. Look at the loss before it, and lower trainer.lr"
-            )
+            raise NotFinite(f"the gradient norm is {norm.item()}; the step was not applied", "grad_norm")
         clip = (params.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if params.max_grad_norm else 1.0
         torch._foreach_mul_(gradients, params.grad_scale * clip)
         for group in self._optimizer.param_groups:

@@ -30,3 +30,8 @@ def score(logits_of: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, h_
     chunks = zip(h_MD.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
     logprobs, entropy = zip(*(checkpoint(chunk_scores, h, t, use_reentrant=False) for h, t in chunks), strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
+
+
+def value_scores(values_M1: torch.Tensor, targets: torch.Tensor | None) -> Any:
+    """What `score` returns, of a value head's output [M, 1]: the values in the place of logprobs, and no entropy."""
+    return values_M1 if targets is None else (values_M1[:, 0], torch.zeros_like(values_M1[:, 0]))

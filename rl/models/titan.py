@@ -13,7 +13,7 @@ from rl.models import hf
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import pack_documents, row_pieces
 from rl.models.decoder import model_spec
-from rl.models.engine import Engine
+from rl.models.engine import VALUE_HEAD, Engine
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
 from rl.types import MicroBatch
@@ -42,7 +42,7 @@ class TitanEngine(Engine):
             fsdp_reshard_after_forward="never" if layout.shard * layout.context_parallel == 1 else "default",
             spmd_backend="partial_dtensor",
         )
-        spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa)
+        spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa, head=config.head)
         for converter in self._converters():
             spec.model = converter.convert(spec.model)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -87,7 +87,8 @@ class TitanEngine(Engine):
             raise ConfigError(f"float8=True: {error} (torchao: pip install torchao==0.18.0)") from error
 
     def _name(self, parameter: str) -> str:
-        return hf.hf_name(super()._name(parameter))
+        name = hf.hf_name(super()._name(parameter))
+        return VALUE_HEAD if name == "lm_head.weight" and self.config.head == "value" else name
 
     def _split(self, name: str, num_experts: int) -> list[str] | None:
         return hf.expert_names(name, num_experts)

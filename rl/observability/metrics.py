@@ -4,28 +4,55 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from rl.types import Batch, Group, StopReason
+from rl.types import Group, StopReason
 
 
-def step_metrics(groups: Sequence[Group], batch: Batch, learned: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-    """learned: what `forward_backward` returned. num_tokens: the loss's denominator.
+def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> dict[str, float]:
+    """updates: for each optimizer step what `forward_backward` and `optim_step` returned, and its `denominator`.
 
-    `logprob_diff/*` and `ratio_outside` compare trainer and generator on the tokens that were trained on.
+    Sums become means over the tokens that were trained on, `loss` and `grad_norm` means over the updates. Where the generator
+    `sampled` the tokens, `logprob_diff/*` and `ratio_outside` compare it with the trainer, on the first update's tokens: after
+    that they are not the same policy.
     """
-    tokens = learned["tokens:sum"] or math.nan
-    return group_metrics(groups) | {
-        "loss": learned["loss:sum"] / num_tokens,
-        "entropy": learned["entropy:sum"] / tokens,
-        "clip_fraction": learned["clip_fraction:sum"] / tokens,
-        "logprob_diff/mean": learned["logprob_diff:sum"] / tokens,
-        "logprob_diff/max": learned["logprob_diff:max"],
-        "logprob_diff/ratio_outside": learned["ratio_outside:sum"] / tokens,
-        "tokens/sampled": num_tokens,
-        "tokens/trained": batch.num_scored_tokens,
-    }
+    first = updates[0]
+    metrics = _means(updates, skip=("logprob_diff", "ratio_outside", "pairs", "preferred", "margin"))
+    metrics |= {"tokens/trained": sum(u["tokens:sum"] for u in updates), "updates": len(updates)}
+    tokens = first["tokens:sum"] or math.nan
+    if sampled:
+        metrics |= {
+            "logprob_diff/mean": first["logprob_diff:sum"] / tokens,
+            "logprob_diff/max": first["logprob_diff:max"],
+            "logprob_diff/ratio_outside": first["ratio_outside:sum"] / tokens,
+        }
+    if "pairs:sum" in first:  # DPO
+        pairs = first["pairs:sum"]
+        metrics |= {"dpo/accuracy": first["preferred:sum"] / pairs, "dpo/margin": first["margin:sum"] / pairs}
+    return metrics
+
+
+def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`critic/explained`: share of the returns' variance that the values before the first update explain."""
+    first = updates[0]
+    n = first["tokens:sum"] or math.nan
+    variance = first["return_squared:sum"] / n - (first["return:sum"] / n) ** 2
+    means = _means(updates, skip=("error", "return", "return_squared"))
+    explained = 1 - first["error:sum"] / n / variance if variance > 0 else math.nan
+    return {f"critic/{name}": value for name, value in means.items()} | {"critic/explained": explained}
+
+
+def _means(updates: Sequence[Mapping[str, float]], skip: Sequence[str]) -> dict[str, float]:
+    tokens = sum(u["tokens:sum"] for u in updates) or math.nan
+    names = [n.removesuffix(":sum") for n in dict.fromkeys(n for u in updates for n in u) if n.endswith(":sum")]
+    means = {n: sum(u.get(f"{n}:sum", 0.0) for u in updates) / tokens for n in names if n not in ("tokens", "loss", *skip)}
+    means["loss"] = statistics.fmean(u["loss:sum"] / u["denominator"] for u in updates)
+    means["grad_norm"] = statistics.fmean(u["grad_norm"] for u in updates)
+    return means
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of what was sampled; nothing where nothing was."""
+    if not groups:
+        return {}
     scores = [score for group in groups for score in group.scores]
     rewards = [score.reward for score in scores if score.error is None]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -35,6 +62,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/errors": len(scores) - len(rewards),
         "group/with_signal": statistics.fmean(len({s.reward for s in group.scores if s.error is None}) > 1 for group in groups),
+        "tokens/sampled": sum(lengths),
         "rollout/length": statistics.fmean(lengths),
         "rollout/truncated": statistics.fmean(rollout.stop == StopReason.LENGTH for rollout in rollouts),
     }

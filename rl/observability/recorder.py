@@ -76,7 +76,8 @@ class Recorder:
         seconds = now - self._step_started
         self._step_started = now
         self._step_seconds.append(seconds)
-        self.rewards[step] = metrics["reward/mean"]
+        if "reward/mean" in metrics:
+            self.rewards[step] = metrics["reward/mean"]
         timings = {f"time/{name}": value for name, value in self._durations.items() if name != "eval"}
         self._record(step, {**metrics, **timings, "time/step": seconds})
         self._durations.clear()
@@ -84,12 +85,15 @@ class Recorder:
         recent = self._step_seconds[-20:]
         eta = (self._num_steps - step) * sum(recent) / len(recent)
         accuracy = f"  held-out {list(self.accuracies.values())[-1][0]:.3f}" if self.accuracies else ""
+        if groups:
+            shown = f"reward {metrics['reward/mean']:.3f}{accuracy}  gap {metrics['logprob_diff/mean']:.1e}"
+        else:
+            shown = f"loss {metrics['loss']:.4f}{accuracy}"
         self._line(
-            f"step {step}/{self._num_steps}  reward {metrics['reward/mean']:.3f}{accuracy}  "
-            f"gap {metrics['logprob_diff/mean']:.1e}  {seconds:.2f} s/step  ETA {int(eta // 60)}:{int(eta % 60):02d}",
+            f"step {step}/{self._num_steps}  {shown}  {seconds:.2f} s/step  ETA {int(eta // 60)}:{int(eta % 60):02d}",
             keep=step in (1, self._num_steps) or step % 10 == 0 or now - self._last_kept > _SILENCE_SECONDS,
         )
-        if not metrics["group/with_signal"] and not self._said_no_signal:
+        if groups and not metrics["group/with_signal"] and not self._said_no_signal:
             self._said_no_signal = True
             self._line(f"step {step}: in no group did the rewards differ, so nothing was learnt from it; is the task too hard?", keep=True)
 

@@ -6,7 +6,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.controller.loop import Run, assign_credit
 from rl.errors import RunError
-from rl.loss.credit import GroupMean
+from rl.loss.credit.group_mean import GroupMean
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.types import Completion, Group, Problem, Rollout, Score, Segment, StopReason, VersionRange

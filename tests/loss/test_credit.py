@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from rl.loss.credit import GroupMean
+from rl.loss.credit.group_mean import GroupMean
 
 
 def test_worked_by_hand():

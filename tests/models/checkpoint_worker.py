@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from rl.batching import pack, supervised_sample
-from rl.loss.policy import CrossEntropy
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models.checkpoint_dir import latest
 from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout

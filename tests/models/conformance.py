@@ -97,7 +97,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     import torch
 
     from rl.batching import pack, supervised_sample
-    from rl.loss.policy import CrossEntropy
+    from rl.loss.cross_entropy import CrossEntropy
     from rl.models.build import ENGINES
     from rl.models.engine_config import EngineConfig
     from rl.types import LoRA, OptimParams

@@ -11,7 +11,7 @@ import torch
 
 from rl.batching import pack, supervised_sample
 from rl.errors import RunError
-from rl.loss.policy import CrossEntropy
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models import checkpoint
 from rl.models.build import ENGINES
 from rl.models.checkpoint_dir import is_complete, latest

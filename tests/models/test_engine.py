@@ -6,7 +6,8 @@ import torch
 
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
-from rl.loss.policy import Clip, CrossEntropy
+from rl.loss.clip import Clip
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models import scoring
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig

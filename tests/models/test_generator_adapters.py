@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from rl.batching import pack, supervised_sample
-from rl.loss.policy import CrossEntropy
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models.engine_config import EngineConfig
 from rl.models.generator_env import generator_environment
 from rl.models.titan import TitanEngine

@@ -104,7 +104,7 @@ def test_an_exported_directory_loads_in_transformers_with_the_same_weights(tmp_p
     engine = TitanEngine(tmp_path / "in")
     row = list(range(5, 40))
     batch = pack([supervised_sample(row[:1], row[1:])])
-    from rl.loss.policy import CrossEntropy
+    from rl.loss.cross_entropy import CrossEntropy
 
     engine.forward_backward(batch, CrossEntropy())
     engine.optim_step(OptimParams(lr=1e-2))

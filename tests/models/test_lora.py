@@ -10,7 +10,7 @@ import transformers
 
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
-from rl.loss.policy import CrossEntropy
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.types import LoRA, OptimParams

@@ -1,0 +1,78 @@
+"""The reference policy: where the KL penalty pulls to, a teacher, or DPO's starting point. Two ways to have one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rl.actors.engine import EngineHandle
+from rl.actors.trainer import TrainerHandle
+from rl.types import REFERENCE, Sample
+
+
+class Reference(Protocol):
+    async def ready(self) -> object: ...
+
+    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Logprobs of each sample, [T], 0 where a token is not scored."""
+        ...
+
+    async def refresh(self, step: int) -> None:
+        """Become what the policy is now, after `step`."""
+        ...
+
+    async def restore(self, weights: str) -> None:
+        """Become again what it was when a checkpoint noted `weights`."""
+        ...
+
+    @property
+    def weights(self) -> str:
+        """Plain data for a checkpoint."""
+        ...
+
+
+class ReferenceMesh:
+    """A frozen engine in processes of its own. It is refreshed by way of a Hugging Face directory, which a resumed run finds again."""
+
+    def __init__(self, engine: EngineHandle, trainer: TrainerHandle, directory: Path):
+        self._engine = engine
+        self._trainer = trainer
+        self._directory = directory
+        self.weights = ""  # the model's own, as the mesh was started
+
+    async def ready(self) -> list[str]:
+        return await self._engine.ready()
+
+    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return await self._engine.scores(samples)
+
+    async def refresh(self, step: int) -> None:
+        path = str(self._directory / f"step-{step}")
+        await self._trainer.save_hf(path)
+        await self.restore(path)
+
+    async def restore(self, weights: str) -> None:
+        if weights:
+            await self._engine.load_weights(weights)
+        self.weights = weights
+
+
+class ReferenceAdapter:
+    """Where the policy is an adapter: a second one in the trainer itself. The base weights exist once, and checkpoints hold both."""
+
+    def __init__(self, trainer: TrainerHandle):
+        self._trainer = trainer
+        self.weights = ""
+
+    async def ready(self) -> list[str]:
+        return await self._trainer.ready()
+
+    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return await self._trainer.scores(samples, REFERENCE)
+
+    async def refresh(self, step: int) -> None:
+        await self._trainer.keep_reference()
+
+    async def restore(self, weights: str) -> None:
+        pass  # came with the trainer's checkpoint

@@ -1,0 +1,306 @@
+"""What keeps a run from starting: everything that is wrong with its settings, or that this machine cannot do."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from operator import attrgetter
+from pathlib import Path
+
+import psutil
+import torch
+
+from rl.controller.config import RunConfig
+from rl.controller.launch import processes
+from rl.errors import ConfigError
+from rl.loss.credit.group_mean import GroupMean
+from rl.loss.credit.rloo import RLOO
+from rl.loss.cross_entropy import CrossEntropy
+from rl.loss.distillation import Distillation
+from rl.loss.dpo import DPO
+from rl.models.checkpoint_dir import is_complete, read_record
+from rl.models.hf import check_supported, max_positions
+from rl.types import POLICY, LoRA
+
+MAX_LORA_RANK = 512
+_GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
+_PROCESSES_PER_CORE = 4
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
+    found = _out_of_range(config)
+    found += config.env.problems() or _env_at_work(config)
+    found += _algorithm(config) + _without_effect(config)
+    found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(not 0 <= b < 1 for b in config.trainer.betas)
+    model_problems = config.model.problems()
+    found += model_problems
+    if not model_problems:
+        found += _model_against_layout(config)
+        if config.env.chat and not config.model.has_chat_template:
+            found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
+    found += _engine(config) + _machine(config)
+    if config.resume_from and (step := resume_step(config)) is None:
+        found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
+    elif config.resume_from and not is_complete(config.resume_from):
+        found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
+    elif config.resume_from and (reason := _other_adapter(config)):
+        found.append(reason)
+    elif config.resume_from and step >= config.steps:
+        found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
+    if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
+        found.append(f"run_dir={config.run_dir!r} exists and is not empty; give another directory")
+    return found
+
+
+def resume_step(config: RunConfig) -> int | None:
+    """The step whose checkpoint the run goes on from."""
+    match = re.fullmatch(r"step-(\d+)", Path(config.resume_from).name)
+    return int(match[1]) if match else None
+
+
+def _other_adapter(config: RunConfig) -> str:
+    """Why the checkpoint is not one of what learns in this run; empty where it is."""
+    record = read_record(Path(config.resume_from))
+    saved = record["adapters"].get(POLICY, dataclasses.asdict(LoRA()))
+    saved = LoRA(**(saved | {"targets": tuple(saved["targets"])}))
+    if config.needs_reference and record["state"].get("reference") is None:
+        return f"resume_from={config.resume_from!r} was saved without a reference policy; set kl and loss as they were"
+    if config.needs_critic and not is_complete(
+        Path(config.resume_from).parent.with_name("critic_checkpoints") / Path(config.resume_from).name
+    ):
+        return f"resume_from={config.resume_from!r} was saved without a critic; set credit as it was"
+    if saved == config.trainer.lora:
+        return ""
+    return f"resume_from={config.resume_from!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was"
+
+
+_AT_LEAST_ONE = (
+    "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "eval_every", "generator.num_replicas", "generator.max_num_seqs", "reward.num_procs",
+    "trainer.max_tokens", "env.max_new_tokens", "env.num_eval", "warmup.batch_size",
+    *(f"{role}.layout.{axis}" for role in ("trainer", "critic", "reference")
+      for axis in ("replicate", "shard", "context_parallel", "tensor_parallel")),
+)  # fmt: skip
+_AT_LEAST_ZERO = (
+    "trainer.lr",
+    "trainer.eps",
+    "trainer.weight_decay",
+    "warmup.lr",
+    "seed",
+    "trainer.lr_warmup_steps",
+    "trainer.max_grad_norm",
+    "warmup.steps",
+    "save_every",
+    "keep_checkpoints",
+    "trainer.lora.rank",
+    "trainer.lora.alpha",
+    "resampling_rounds",
+    "kl.coef",
+    "correction.tis_clip",
+    "correction.mask_low",
+    "correction.mask_high",
+    "reference.refresh_every",
+    "critic.lr",
+    "critic.value_clip",
+    "critic.max_grad_norm",
+    "shaping.overlong_tokens",
+    "shaping.overlong_penalty",
+    "shaping.length_coef",
+)
+_POSITIVE = ("generator.kv_cache_gib", "reward.limit_seconds", "launch.deadline_seconds")
+
+
+def _out_of_range(config: RunConfig) -> list[str]:
+    bounds = [
+        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
+        (_POSITIVE, lambda v: v > 0, "over 0"),
+    ]
+    return [
+        f"{name}={attrgetter(name)(config)} must be {words}"
+        for names, holds, words in bounds
+        for name in names
+        if not holds(attrgetter(name)(config))
+    ]
+
+
+# Of losses and credits, which differ from run to run: the bounds of a field of this name, whatever its owner.
+_FIELD_BOUNDS = {
+    "low": (0, 1), "high": (0, math.inf), "eps": (0, math.inf), "beta": (0, math.inf), "label_smoothing": (0, 0.5),
+    "discount": (0, 1), "lam": (0, 1),
+}  # fmt: skip
+
+
+def _algorithm(config: RunConfig) -> list[str]:
+    """Parts of the algorithm that do not go together, and values out of range."""
+    found = []
+    for part in ("loss", "credit"):
+        chosen = getattr(config, part)
+        if not callable(chosen) or isinstance(chosen, type):
+            found.append(f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function")
+        for field in dataclasses.fields(chosen) if dataclasses.is_dataclass(chosen) else ():
+            value, (least, most) = getattr(chosen, field.name), _FIELD_BOUNDS.get(field.name, (-math.inf, math.inf))
+            if isinstance(value, int | float) and not least <= value <= most:
+                found.append(f"{part}.{field.name}={value} must be at least {least}" + (f" and at most {most}" if most < math.inf else ""))
+    if 0 < getattr(config.loss, "dual", 0) <= 1 or getattr(config.loss, "dual", 0) < 0:
+        found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
+    if config.prompts_per_step % config.minibatches:
+        found.append(f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; use a divisor")
+    wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
+    if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:
+        found.append(f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them")
+    if config.data == "rollouts" and config.group_size < 2 and isinstance(config.credit, GroupMean | RLOO):
+        found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
+    if config.correction.tis_clip and config.correction.old_logprobs == "generator":
+        found.append(f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it")
+    if 0 < config.correction.mask_high < config.correction.mask_low:
+        found.append(
+            f"correction.mask_high={config.correction.mask_high} is under correction.mask_low={config.correction.mask_low}; swap them"
+        )
+    if config.shaping.overlong_tokens > config.env.max_new_tokens:
+        found.append(
+            f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over env.max_new_tokens={config.env.max_new_tokens}; use less"
+        )
+    if config.reference.refresh_every and config.reference.model is not None:
+        found.append("reference.refresh_every would replace the teacher of reference.model by the policy; set one of them")
+    if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
+        found.append("loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))")
+    if config.reference.model is not None:
+        found += config.reference.model.problems() or _vocabularies(config)
+    return found
+
+
+def _vocabularies(config: RunConfig) -> list[str]:
+    """A teacher scores the student's tokens: they must mean the same to it."""
+    if config.model.problems():
+        return []
+    theirs, ours = config.reference.model.config()["vocab_size"], config.model.config()["vocab_size"]
+    return [f"reference.model has a vocabulary of {theirs} tokens, the model one of {ours}; use a teacher of the same tokenizer"] * (
+        theirs != ours
+    )
+
+
+def _without_effect(config: RunConfig) -> list[str]:
+    """Settings that were changed and that nothing reads."""
+    rollouts = config.data == "rollouts"
+    unread = [
+        ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
+        ("kl", not rollouts, f"data={config.data}"),
+        ("reference", not config.needs_reference, "neither kl.coef nor the loss asking for a reference; set kl.coef"),
+        ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
+        ("critic", not config.needs_critic, "a credit that asks for no critic; use GAE"),
+        ("shaping", not rollouts, f"data={config.data}"),
+        ("credit", not rollouts or not getattr(config.loss, "needs_rewards", True), "nothing that reads rewards"),
+        ("shaping", not getattr(config.loss, "needs_rewards", True), "nothing that reads rewards"),
+        ("group_size", not rollouts, f"data={config.data}"),
+        ("resampling_rounds", not rollouts or not getattr(config.loss, "needs_rewards", True), "nothing that reads rewards"),
+        ("correction", not rollouts, f"data={config.data}"),
+        ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
+    ]
+    defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+    found = []
+    for name, ineffective, reason in unread:
+        section, _, leaf = name.partition(".")
+        default, value = defaults[section], getattr(config, section)
+        if leaf:
+            default, value = getattr(default, leaf), getattr(value, leaf)
+        if ineffective and value != default:
+            found.append(f"{name}={value} has no effect with {reason}")
+    correction, shaping = config.correction, config.shaping
+    if correction.level == "sequence" and not (correction.tis_clip or correction.mask_low or correction.mask_high):
+        found.append("correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; set one")
+    if shaping.overlong_penalty != 1.0 and not shaping.overlong_tokens:
+        found.append(f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with shaping.overlong_tokens=0; set it")
+    if getattr(config.credit, "baseline", "none") == "group_mean" and getattr(config.credit, "discount", 1.0) != 1.0:
+        found.append(f"credit.discount={config.credit.discount} has no effect with credit.baseline=group_mean; set one of them")
+    if isinstance(config.credit, GroupMean) and config.credit.adv_norm == "none" and config.credit.eps != GroupMean().eps:
+        found.append(f"credit.eps={config.credit.eps} has no effect with credit.adv_norm=none; leave it")
+    return found
+
+
+def _env_at_work(config: RunConfig) -> list[str]:
+    """Ask the environment for what the run will ask it for."""
+    try:
+        held_out = config.env.eval_problems()
+        problem = config.env.train_problem(config.seed)
+        if config.warmup.steps > 0 or config.data == "demonstrations":
+            config.env.demonstration(problem, config.seed)
+        if config.data == "preferences":
+            config.env.preference(problem, config.seed)
+        text = "".join(p.question + p.answer for p in [problem, *held_out])
+        if unknown := config.model.unknown_characters(text):
+            return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
+    except ConfigError as error:
+        return [str(error)]
+    except Exception as error:  # the user's own code: say so, rather than show our stack
+        return [f"env {type(config.env).__name__} failed to make a problem ({error!r}); mend it, or its settings"]
+    return []
+
+
+def _model_against_layout(config: RunConfig) -> list[str]:
+    hf, tensor_parallel = config.model.config(), config.trainer.layout.tensor_parallel
+    found = []
+    if config.trainer.engine == "titan":
+        try:
+            check_supported(hf)
+        except ConfigError as error:
+            found.append(f"{error}, or set --trainer.engine hf")
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            found.append(
+                f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
+            )
+    limit = min(max_positions(hf), config.trainer.max_tokens)
+    if config.env.max_new_tokens >= limit:
+        found.append(
+            f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
+        )
+    return found
+
+
+def _engine(config: RunConfig) -> list[str]:
+    """What the chosen engine, or the machine, does not have; and settings that would be without effect."""
+    trainer, lora, found = config.trainer, config.trainer.lora, []
+    if trainer.engine == "hf":
+        found += [f"trainer.{name}=True needs trainer.engine=titan" for name in ("float8", "compile") if getattr(trainer, name)]
+        if trainer.layout.procs_per_row > 1:
+            found.append("trainer.layout.tensor_parallel and context_parallel need trainer.engine=titan; use trainer.layout.shard")
+    if trainer.compile and not torch.cuda.is_available():
+        found.append("trainer.compile=True needs a GPU; set it to False")
+    elif trainer.compile and (config.dtype != "bfloat16" or trainer.layout.context_parallel > 1):
+        found.append("trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False")
+    if trainer.float8 and importlib.util.find_spec("torchao") is None:
+        found.append("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")
+    if lora.rank > MAX_LORA_RANK:
+        found.append(f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less")
+    if not lora.rank and lora != LoRA():
+        found.append("trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank")
+    if lora.rank and not lora.alpha:
+        found.append("trainer.lora.alpha=0 silences the adapter; use more")
+    if lora.rank and not lora.targets:
+        found.append("trainer.lora.targets is empty; name the layers that get an adapter")
+    if config.keep_checkpoints and not config.save_every:
+        found.append(
+            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the last step alone; set save_every"
+        )
+    return found
+
+
+def _machine(config: RunConfig) -> list[str]:
+    total = sum(processes(config).values())
+    if torch.cuda.is_available():
+        if (model_procs := total - config.reward.num_procs) > (gpus := torch.cuda.device_count()):
+            roles = " + ".join(f"{role} {count}" for role, count in processes(config).items() if role != "reward")
+            return [f"{model_procs} processes ({roles}) need a GPU each but the machine has {gpus}; use fewer"]
+        return []
+    cores = os.cpu_count() or 1
+    free = psutil.virtual_memory().available / 2**30
+    most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
+    if total > most:
+        return [f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"]
+    cache = config.generator.num_replicas * config.generator.kv_cache_gib
+    if cache > free:
+        return [f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} are free; use less"]
+    return []

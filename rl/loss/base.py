@@ -1,0 +1,69 @@
+"""What every loss takes and returns. A loss is a sum over the scored tokens; the controller divides once, in `optim_step`.
+
+M scored tokens of one micro-batch, S sequences. All per-token tensors are [M]; `logprobs` carries the gradient, nats.
+A sequence is never split over micro-batches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from rl.errors import RunError
+
+MAX_LOG_RATIO = 20.0
+"""Nats at which log-ratios are cut, as in verl: e^20 is finite in fp32, and so is its gradient."""
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What a loss may look at beside the trainer's logprobs; all [M]."""
+
+    generator_logprobs: torch.Tensor  # nats, under the policy that sampled the tokens
+    advantages: torch.Tensor
+    weights: torch.Tensor  # the token's share in the loss: 1 for token means
+    sample_ids: torch.Tensor  # which sequence the token belongs to
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else the samples carry, by name
+
+    def column(self, name: str) -> torch.Tensor:
+        """Raises RunError where the samples do not carry it. A batch without samples has every column, empty."""
+        if not len(self.weights):
+            return self.weights
+        if name not in self.columns:
+            raise RunError(f"the loss reads {name!r}, which the samples do not carry (they have {sorted(self.columns) or 'no columns'})")
+        return self.columns[name]
+
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """What ratios are taken against: the generator's logprobs, or the column of that name (see Correction)."""
+        return self.columns.get("old_logprobs", self.generator_logprobs)
+
+    def but(self, **columns: torch.Tensor) -> "TokenInputs":
+        return replace(self, columns={**self.columns, **columns})
+
+
+class LossOutput(NamedTuple):
+    loss: torch.Tensor  # scalar, a sum over tokens
+    metrics: Mapping[str, torch.Tensor | float]  # scalars named `name:reduction`, reduction one of sum, max
+
+
+def log_ratio(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def per_sequence(sample_ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """sample_ids [M] -> S, and for each token the index [M] of its sequence, 0 to S - 1 in ascending order of ids."""
+    ids, index = sample_ids.unique(return_inverse=True)
+    return len(ids), index
+
+
+def sequence_sums(values: torch.Tensor, num: int, index: torch.Tensor) -> torch.Tensor:
+    """[M] -> [S]."""
+    return values.new_zeros(num).index_add(0, index, values)
+
+
+def sequence_means(values: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+    """[M] -> [M]: each token gets the mean of its sequence."""
+    num, index = per_sequence(sample_ids)
+    return (sequence_sums(values, num, index) / sequence_sums(torch.ones_like(values), num, index))[index]

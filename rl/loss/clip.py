@@ -1,0 +1,39 @@
+"""Clip: the surrogate of PPO, GRPO and DAPO, with dual clip."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rl.loss.base import LossOutput, TokenInputs, log_ratio
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with separate bounds (DAPO, arXiv 2503.14476, equation 10).
+
+    loss = -sum_t w_t * min(ratio_t * A_t, clip(ratio_t, 1 - low, 1 + high) * A_t), ratio_t = exp(logp_t - old_t)
+    """
+
+    low: float = 0.2
+    """Lower clip: ratios under 1 - low get no gradient where the advantage is negative."""
+
+    high: float = 0.28
+    """Upper clip: ratios over 1 + high get no gradient where the advantage is positive."""
+
+    dual: float = 0.0
+    """Dual clip (arXiv 1912.09729, equation 5): where the advantage is negative, the term is at least dual * A_t. Over 1; 0 is off."""
+
+    drops_zero_advantages: ClassVar[bool] = True
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        ratio, advantages = log_ratio(logprobs, inputs.old_logprobs).exp(), inputs.advantages
+        unclipped = ratio * advantages
+        clipped = ratio.clamp(1 - self.low, 1 + self.high) * advantages
+        terms = torch.minimum(unclipped, clipped)
+        metrics = {"clip_fraction:sum": (clipped < unclipped).sum()}
+        if self.dual:
+            bounded = torch.where(advantages < 0, torch.maximum(terms, self.dual * advantages), terms)
+            metrics["dual_clip_fraction:sum"] = (bounded > terms).sum()
+            terms = bounded
+        return LossOutput(-(terms * inputs.weights).sum(), metrics)

@@ -1,0 +1,62 @@
+"""Correction: what is done about the gap between the generator that sampled and the trainer that learns."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rl.loss.base import TokenInputs, log_ratio, per_sequence, sequence_sums
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Truncated importance sampling (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025) and masking (IcePop, Ling Team, 2025), for tokens or for sequences.
+
+    gap_t = exp(old_t - generator_t), where old_t is the trainer's logprob before the first update on the batch; of a sequence:
+    the product over its tokens. The weight of a token is multiplied by min(gap_t, tis_clip), and is 0 where the gap lies
+    outside [mask_low, mask_high]. Its tokens still count in the mean.
+    """
+
+    old_logprobs: Literal["generator", "trainer"] = "generator"
+    """Whose logprobs the losses' ratios are taken against. "generator" lets the ratio itself correct the gap (verl calls it
+    bypass); "trainer" keeps to PPO's own ratio, and takes one more forward pass where a batch serves several steps."""
+
+    tis_clip: float = 0.0
+    """Upper bound of the importance weight; 0 is no weight. Needs old_logprobs=trainer."""
+
+    mask_low: float = 0.0
+    """Tokens (sequences) with a smaller gap do not learn."""
+
+    mask_high: float = 0.0
+    """Tokens (sequences) with a larger gap do not learn; 0 is no bound."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Weights and masks for each token, or for whole sequences."""
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
+        """The inputs with their weights changed, and with the column `old_logprobs` where ratios are taken against the trainer's."""
+        trainers = inputs.columns.get("old_logprobs", logprobs.detach())
+        weights, metrics = inputs.weights, {}
+        gap = self._gap(trainers, inputs)
+        if self.tis_clip:
+            weights = weights * gap.clamp(max=self.tis_clip)
+            metrics |= {"tis/weight:sum": gap.clamp(max=self.tis_clip).sum(), "tis/clipped:sum": (gap > self.tis_clip).sum()}
+        if self.mask_low or self.mask_high:
+            outside = gap < self.mask_low
+            if self.mask_high:
+                outside |= gap > self.mask_high
+            weights = weights.masked_fill(outside, 0.0)
+            metrics["gap_masked:sum"] = outside.sum()
+        columns = {name: column for name, column in inputs.columns.items() if name != "old_logprobs"}
+        if self.old_logprobs == "trainer":
+            columns["old_logprobs"] = trainers
+        return TokenInputs(inputs.generator_logprobs, inputs.advantages, weights, inputs.sample_ids, columns), metrics
+
+    def _gap(self, trainers: torch.Tensor, inputs: TokenInputs) -> torch.Tensor:
+        """[M]"""
+        apart = trainers - inputs.generator_logprobs
+        if self.level == "sequence":
+            num, index = per_sequence(inputs.sample_ids)
+            apart = sequence_sums(apart, num, index)[index]
+        return log_ratio(apart, torch.zeros_like(apart)).exp()

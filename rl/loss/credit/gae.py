@@ -1,0 +1,44 @@
+"""GAE: advantages from a critic's values."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from rl.loss.credit.base import Groups, Trajectory, discounted_sums, whiten
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalized advantage estimation (arXiv 1506.02438, equation 16), whitened over the batch.
+
+    delta_t = r_t + discount * V_(t+1) - V_t, with V = 0 after the last token
+    A_t = sum_l (discount * lam)^l * delta_(t+l);  return_t = A_t + V_t
+    """
+
+    discount: float = 1.0
+    """How much a reward counts one token earlier."""
+
+    lam: float = 0.95
+    """0 trusts the critic alone, 1 the rewards alone."""
+
+    whiten: bool = True
+    """Mean 0 and variance 1 over the batch's tokens."""
+
+    eps: float = 1e-8
+    """Added to the variance in whitening."""
+
+    needs_critic: ClassVar[bool] = True
+
+    def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
+        advantages = [[self._advantages(t) for t in group] for group in groups]
+        return whiten(advantages, self.eps) if self.whiten else advantages
+
+    def returns(self, groups: Groups) -> list[list[np.ndarray]]:
+        """[M] of each rollout: what the critic learns to say. The advantages in it are not whitened."""
+        return [[self._advantages(t) + t.values for t in group] for group in groups]
+
+    def _advantages(self, trajectory: Trajectory) -> np.ndarray:
+        values = trajectory.values
+        following = np.append(values[1:], 0.0)
+        return discounted_sums(trajectory.rewards + self.discount * following - values, self.discount * self.lam)

@@ -1,0 +1,31 @@
+"""GroupMean: GRPO's and Dr.GRPO's advantages."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rl.loss.credit.base import Groups, each_group
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """Each rollout's reward less its group's mean (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+
+    A_i = (r_i - mean(r)) / (std(r) + eps); the standard deviation is the sample's (divisor G - 1), as in TRL and verl.
+    """
+
+    adv_norm: Literal["group_std", "none"] = "group_std"
+    """Divide by the group's standard deviation (GRPO), or not (Dr.GRPO, arXiv 2503.20783)."""
+
+    eps: float = 1e-6
+    """Added to the standard deviation."""
+
+    def __call__(self, groups: Groups) -> list[list[float]]:
+        return each_group(groups, self._advantages)
+
+    def _advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        if rewards_G.max() == rewards_G.min():
+            return np.zeros(len(rewards_G))
+        centred = rewards_G - rewards_G.mean()
+        return centred if self.adv_norm == "none" else centred / (rewards_G.std(ddof=1) + self.eps)

@@ -1,0 +1,25 @@
+"""RLOO: leave one out."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl.loss.credit.base import Groups, each_group
+
+
+@dataclass(frozen=True)
+class RLOO:
+    """REINFORCE leave-one-out (arXiv 2402.14740, equation 8): A_i = r_i - mean of the other rollouts' rewards.
+
+    A rollout that is alone in its group gets 0.
+    """
+
+    def __call__(self, groups: Groups) -> list[list[float]]:
+        return each_group(groups, _advantages)
+
+
+def _advantages(rewards_G: np.ndarray) -> np.ndarray:
+    if rewards_G.max() == rewards_G.min():
+        return np.zeros(len(rewards_G))
+    others = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
+    return rewards_G - others

@@ -1,0 +1,39 @@
+"""DPO: preferences between two responses, without rollouts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from rl.errors import RunError
+from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimization (arXiv 2305.18290, equation 7); label smoothing from its "conservative" note.
+
+    Sequences 2i and 2i + 1 are the chosen and the rejected response to one prompt, in one micro-batch.
+    margin_i = beta * (sum_t w_t (logp_t - ref_t) of the chosen, less that of the rejected)
+    loss = -sum_i ((1 - label_smoothing) * log sigmoid(margin_i) + label_smoothing * log sigmoid(-margin_i))
+    """
+
+    beta: float = 0.1
+    """How far the policy may move from the reference: less is further."""
+
+    label_smoothing: float = 0.0
+    """The share of preferences believed to be the wrong way round."""
+
+    needs_reference: ClassVar[bool] = True
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        num, index = per_sequence(inputs.sample_ids)
+        ids = inputs.sample_ids.unique()
+        if num % 2 or not torch.equal(ids[::2] + 1, ids[1::2]) or (ids[::2] % 2).any():
+            raise RunError("DPO needs chosen and rejected side by side; pack pairs with together=2")
+        rewards = self.beta * sequence_sums((logprobs - inputs.column("ref_logprobs")) * inputs.weights, num, index)
+        margin = rewards[::2] - rewards[1::2]
+        loss = -((1 - self.label_smoothing) * F.logsigmoid(margin) + self.label_smoothing * F.logsigmoid(-margin)).sum()
+        metrics = {"pairs:sum": len(margin), "preferred:sum": (margin > 0).sum(), "margin:sum": margin.detach().sum()}
+        return LossOutput(loss, metrics)

@@ -1,0 +1,23 @@
+"""DRO: off-policy learning without ratios."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl.loss.base import LossOutput, TokenInputs
+
+
+@dataclass(frozen=True)
+class DRO:
+    """Direct reward optimisation (arXiv 2405.19107), for tokens as in Tinker's dro.
+
+    loss = -sum_t w_t * (logp_t * A_t - beta / 2 * (logp_t - old_t)^2)
+    """
+
+    beta: float = 0.05
+    """Strength of the pull towards the policy that sampled."""
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        apart = logprobs - inputs.old_logprobs
+        terms = logprobs * inputs.advantages - self.beta / 2 * apart.square()
+        return LossOutput(-(terms * inputs.weights).sum(), {"apart_squared:sum": apart.detach().square().sum()})

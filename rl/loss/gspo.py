@@ -1,0 +1,38 @@
+"""GSPO: ratios of whole sequences."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from rl.loss.base import LossOutput, TokenInputs, log_ratio, sequence_means
+
+
+@dataclass(frozen=True)
+class GSPO:
+    """Group sequence policy optimization (arXiv 2507.18071, equations 5 to 7; token form: 13 and 14).
+
+    s_i = exp(mean_t (logp_t - old_t)) over the tokens of sequence i
+    loss = -sum_t w_t * min(s_i * A_t, clip(s_i, 1 - low, 1 + high) * A_t)
+    In the token form s_i carries no gradient, and each token's own exp(logp_t - stop_gradient(logp_t)) = 1 does.
+    """
+
+    low: float = 3e-4
+    """Lower clip of the sequence's ratio."""
+
+    high: float = 4e-4
+    """Upper clip of the sequence's ratio."""
+
+    level: Literal["sequence", "token"] = "sequence"
+    """Whose gradient: the sequence's ratio, or each token's (they differ where advantages or weights differ within a sequence)."""
+
+    drops_zero_advantages: ClassVar[bool] = True
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        ratio = log_ratio(sequence_means(logprobs - inputs.old_logprobs, inputs.sample_ids), torch.zeros_like(logprobs)).exp()
+        if self.level == "token":
+            ratio = ratio.detach() * (logprobs - logprobs.detach()).exp()
+        unclipped = ratio * inputs.advantages
+        clipped = ratio.clamp(1 - self.low, 1 + self.high) * inputs.advantages
+        loss = -(torch.minimum(unclipped, clipped) * inputs.weights).sum()
+        return LossOutput(loss, {"clip_fraction:sum": (clipped < unclipped).sum()})

@@ -1,0 +1,22 @@
+"""ImportanceSampling: REINFORCE, corrected for the policy that sampled."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rl.loss.base import LossOutput, TokenInputs, log_ratio
+
+
+@dataclass(frozen=True)
+class ImportanceSampling:
+    """REINFORCE with the ratio of each token (Tinker's importance_sampling); on-policy its gradient is REINFORCE's.
+
+    loss = -sum_t w_t * exp(logp_t - old_t) * A_t
+    """
+
+    drops_zero_advantages: ClassVar[bool] = True
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        ratio = log_ratio(logprobs, inputs.old_logprobs).exp()
+        return LossOutput(-(ratio * inputs.advantages * inputs.weights).sum(), {})

@@ -1,0 +1,41 @@
+"""KL: the penalty for leaving the reference policy, and its three estimators."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rl.loss.base import log_ratio
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class KL:
+    """The divergence of policy from reference, estimated at each sampled token (J. Schulman, "Approximating KL divergence", 2020).
+
+    With d_t = logp_t - ref_t:  k1 = d_t,  k2 = d_t^2 / 2,  k3 = exp(-d_t) - 1 + d_t
+    """
+
+    coef: float = 0.0
+    """Weight of the penalty; 0 is none, and no reference is computed."""
+
+    estimator: Estimator = "k3"
+    """k1 is unbiased, and negative at times; k2 and k3 are never negative. In the loss, k2 has the gradient of the KL itself, k3
+    (GRPO's) one that equals it near the reference, and k1 one whose mean is 0: take k1 in the reward alone."""
+
+    into: Literal["loss", "reward"] = "loss"
+    """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before credit is assigned (PPO)."""
+
+
+def estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+    """[M] nats for each token; log-ratios are cut (see base.log_ratio) where they are exponentiated."""
+    apart = logprobs - ref_logprobs
+    if estimator == "k1":
+        return apart
+    if estimator == "k2":
+        return apart.square() / 2
+    if estimator == "k3":
+        inside = log_ratio(logprobs, ref_logprobs)
+        return (-inside).exp() - 1 + inside
+    raise ValueError(f"estimator={estimator!r} is none of k1, k2, k3")

@@ -1,0 +1,29 @@
+"""Objective: what the trainer is given in each step, composed of the run's loss, correction and KL penalty."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl.interfaces import Loss
+from rl.loss.base import LossOutput, TokenInputs
+from rl.loss.correction import Correction
+from rl.loss.kl import KL, estimate
+
+
+@dataclass(frozen=True)
+class Objective:
+    """loss(corrected inputs) + kl.coef * sum_t w_t * kl_t, where the penalty goes into the loss."""
+
+    loss: Loss
+    correction: Correction = Correction()
+    kl: KL = KL()
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        corrected, metrics = self.correction(logprobs, inputs)
+        loss, own = self.loss(logprobs, corrected)
+        metrics |= own
+        if self.kl.coef and self.kl.into == "loss":
+            kl = estimate(logprobs, inputs.column("ref_logprobs"), self.kl.estimator)
+            loss = loss + self.kl.coef * (kl * corrected.weights).sum()
+            metrics["kl:sum"] = kl.detach().sum()
+        return LossOutput(loss, metrics)
