@@ -127,7 +127,7 @@ def _out_of_range(config: RunConfig) -> list[str]:
 
 # Of losses and credits, which differ from run to run: the bounds of a field of this name, whatever its owner.
 _FIELD_BOUNDS = {
-    "low": (0, 1), "high": (0, math.inf), "eps": (0, math.inf), "beta": (0, math.inf), "label_smoothing": (0, 0.5),
+    "low": (0, 1), "high": (0, math.inf), "eps": (0, math.inf), "beta": (0, math.inf), "label_smoothing": (0, 0.5), "nll_coef": (0, math.inf),
     "discount": (0, 1), "lam": (0, 1),
 }  # fmt: skip
 
@@ -150,7 +150,8 @@ def _algorithm(config: RunConfig) -> list[str]:
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
     if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:
         found.append(f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them")
-    if config.data == "rollouts" and config.group_size < 2 and isinstance(config.credit, GroupMean | RLOO):
+    reads_rewards = getattr(config.loss, "needs_rewards", True)
+    if config.data == "rollouts" and reads_rewards and config.group_size < 2 and isinstance(config.credit, GroupMean | RLOO):
         found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
     if config.correction.tis_clip and config.correction.old_logprobs == "generator":
         found.append(f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it")

@@ -16,7 +16,8 @@ class DPO:
 
     Sequences 2i and 2i + 1 are the chosen and the rejected response to one prompt, in one micro-batch.
     margin_i = beta * (sum_t w_t (logp_t - ref_t) of the chosen, less that of the rejected)
-    loss = -sum_i ((1 - label_smoothing) * log sigmoid(margin_i) + label_smoothing * log sigmoid(-margin_i))
+    loss = -sum_i ((1 - label_smoothing) * log sigmoid(margin_i) + label_smoothing * log sigmoid(-margin_i)
+                   + nll_coef * mean_t logp_t of the chosen)
     """
 
     beta: float = 0.1
@@ -24,6 +25,10 @@ class DPO:
 
     label_smoothing: float = 0.0
     """The share of preferences believed to be the wrong way round."""
+
+    nll_coef: float = 0.0
+    """Adds so much of the chosen's negative logprob, averaged over its tokens (arXiv 2404.19733, equation 1): it keeps the
+    chosen from becoming less likely together with the rejected."""
 
     needs_reference: ClassVar[bool] = True
 
@@ -35,5 +40,8 @@ class DPO:
         rewards = self.beta * sequence_sums((logprobs - inputs.column("ref_logprobs")) * inputs.weights, num, index)
         margin = rewards[::2] - rewards[1::2]
         loss = -((1 - self.label_smoothing) * F.logsigmoid(margin) + self.label_smoothing * F.logsigmoid(-margin)).sum()
+        if self.nll_coef:
+            means = sequence_sums(logprobs, num, index) / sequence_sums(torch.ones_like(logprobs), num, index)
+            loss = loss - self.nll_coef * means[::2].sum()
         metrics = {"pairs:sum": len(margin), "preferred:sum": (margin > 0).sum(), "margin:sum": margin.detach().sum()}
         return LossOutput(loss, metrics)

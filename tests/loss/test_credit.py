@@ -1,25 +1,134 @@
+"""Each credit against an implementation that shares no code with it: Python's statistics and plain loops, token by token."""
+
+import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 
+from rl.loss.credit.base import Trajectory
+from rl.loss.credit.gae import GAE
 from rl.loss.credit.group_mean import GroupMean
+from rl.loss.credit.reinforce_pp import ReinforcePP
+from rl.loss.credit.rloo import RLOO
+
+
+def group(*rewards):
+    """Rollouts of two tokens with one reward at the end."""
+    return [Trajectory(np.array([0.0, float(r)])) for r in rewards]
+
+
+def random_groups(rng):
+    """Groups of 1 to 6 rollouts (and an empty one) of 0 to 7 tokens; rewards anywhere, or 0 and 1 at the end; some without variance."""
+    groups = [[]]
+    for _ in range(rng.randint(1, 5)):
+        kind = rng.choice(["dense", "outcome", "same"])
+        members = []
+        for _ in range(rng.randint(1, 6)):
+            n = rng.randint(0, 7)
+            rewards = [rng.gauss(0, 2) if kind == "dense" else 0.0 for _ in range(n)]
+            if n:
+                rewards[-1] += {"dense": 0.0, "outcome": float(rng.random() < 0.5), "same": 0.7}[kind]
+            members.append(Trajectory(np.array(rewards), np.array([rng.gauss(0, 1) for _ in range(n)])))
+        groups.append(members)
+    return groups
+
+
+def expected_group_mean(groups, divide, eps=1e-6):
+    out = []
+    for g in groups:
+        totals = [sum(t.rewards.tolist()) for t in g]
+        varies = bool(totals) and max(totals) > min(totals)
+        mean = statistics.fmean(totals) if totals else 0.0
+        out.append([((r - mean) / ((statistics.stdev(totals) + eps) if divide else 1)) if varies else 0.0 for r in totals])
+    return out
+
+
+def expected_rloo(groups):
+    out = []
+    for g in groups:
+        totals = [sum(t.rewards.tolist()) for t in g]
+        out.append([r - statistics.fmean(totals[:i] + totals[i + 1 :]) if len(totals) > 1 else 0.0 for i, r in enumerate(totals)])
+    return out
+
+
+def expected_whitening(groups, eps):
+    tokens = [x for g in groups for t in g for x in t]
+    if len(tokens) < 2:
+        return groups
+    mean, variance = statistics.fmean(tokens), statistics.variance(tokens)
+    return [[[(x - mean) / math.sqrt(variance + eps) for x in t] for t in g] for g in groups]
+
+
+def expected_returns(rewards, discount):
+    return [sum(discount ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
+
+
+def expected_gae(t, discount, lam):
+    r, v = t.rewards.tolist(), [*t.values.tolist(), 0.0]
+    deltas = [r[i] + discount * v[i + 1] - v[i] for i in range(len(r))]
+    return [sum((discount * lam) ** (s - i) * deltas[s] for s in range(i, len(r))) for i in range(len(r))]
+
+
+def flat(advantages):
+    return [float(x) for g in advantages for t in g for x in np.atleast_1d(t)]
+
+
+def cases(groups):
+    """(credit, its advantages, what they should be)."""
+    yield GroupMean(), expected_group_mean(groups, divide=True)
+    yield GroupMean(eps=1e-2), expected_group_mean(groups, divide=True, eps=1e-2)
+    yield GroupMean(adv_norm="none"), expected_group_mean(groups, divide=False)
+    yield RLOO(), expected_rloo(groups)
+    for discount in (1.0, 0.9):
+        returns = [[expected_returns(t.rewards.tolist(), discount) for t in g] for g in groups]
+        yield ReinforcePP(discount=discount), expected_whitening(returns, 1e-8)
+    centred = []
+    for g in groups:
+        totals = [sum(t.rewards.tolist()) for t in g]
+        centred.append([[total - statistics.fmean(totals)] * len(t.rewards) for total, t in zip(totals, g, strict=True)])
+    yield ReinforcePP(baseline="group_mean", eps=1e-3), expected_whitening(centred, 1e-3)
+    for discount, lam in ((1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (1.0, 1.0)):
+        plain = [[expected_gae(t, discount, lam) for t in g] for g in groups]
+        yield GAE(discount, lam, whiten=False), plain
+        yield GAE(discount, lam), expected_whitening(plain, 1e-8)
+
+
+def test_every_credit_equals_an_independent_implementation():
+    rng = random.Random(0)
+    for _ in range(100):
+        groups = random_groups(rng)
+        for credit, expected in cases(groups):
+            got = credit(groups)
+            assert [len(g) for g in got] == [len(g) for g in groups]
+            # A difference of nearly equal rewards, divided by nearly nothing, keeps fewer digits.
+            assert flat(got) == pytest.approx(flat(expected), rel=1e-6, abs=1e-6), credit
+
+
+def test_gae_returns_are_advantages_plus_values():
+    rng = random.Random(1)
+    for _ in range(20):
+        groups = random_groups(rng)
+        credit = GAE(0.9, 0.8)
+        expected = [[[a + v for a, v in zip(expected_gae(t, 0.9, 0.8), t.values, strict=True)] for t in g] for g in groups]
+        assert flat(credit.returns(groups)) == pytest.approx(flat(expected), abs=1e-9)
+    # With lam 1 the return does not depend on the critic at all.
+    assert flat(GAE(1.0, 1.0).returns([[Trajectory(np.array([1.0, 2.0]), np.array([5.0, -7.0]))]])) == pytest.approx([3.0, 2.0])
 
 
 def test_worked_by_hand():
     # mean 0.25; deviations -0.25 x3, 0.75; sum of squares 0.75; sample std sqrt(0.75 / 3) = 0.5
-    assert GroupMean(eps=0.0)([0, 0, 1, 0]) == pytest.approx([-0.5, -0.5, 1.5, -0.5])
-    assert GroupMean(adv_norm="none")([0, 0, 1, 0]) == pytest.approx([-0.25, -0.25, 0.75, -0.25])
+    assert GroupMean(eps=0.0)([group(0, 0, 1, 0)])[0] == pytest.approx([-0.5, -0.5, 1.5, -0.5])
+    assert GroupMean(adv_norm="none")([group(0, 0, 1, 0)])[0] == pytest.approx([-0.25, -0.25, 0.75, -0.25])
+    assert RLOO()([group(0, 0, 1, 0)])[0] == pytest.approx([-1 / 3, -1 / 3, 1, -1 / 3])
+    # delta = (0 + 0.5 - 0.2, 1 - 0.5) = (0.3, 0.5); A = (0.3 + 0.5 * 0.5, 0.5)
+    one = Trajectory(np.array([0.0, 1.0]), np.array([0.2, 0.5]))
+    assert GAE(1.0, 0.5, whiten=False)([[one]])[0][0] == pytest.approx([0.55, 0.5])
 
 
-def test_equals_an_independent_implementation():
-    rng = random.Random(0)
-    for _ in range(100):
-        rewards = [rng.gauss(0, 3) for _ in range(rng.randint(2, 16))]
-        expected = [(r - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards]
-        assert GroupMean()(rewards) == pytest.approx(expected, abs=1e-9)
-
-
-def test_a_group_without_signal_has_no_advantage():
-    assert GroupMean()([0.1, 0.1, 0.1]) == [0, 0, 0]
-    assert GroupMean()([1.0]) == [0]
+@pytest.mark.parametrize("credit", [GroupMean(), GroupMean(adv_norm="none"), RLOO()])
+def test_a_group_without_signal_has_no_advantage(credit):
+    assert credit([group(0.1, 0.1, 0.1)]) == [[0, 0, 0]]
+    assert credit([group(1.0)]) == [[0]]
+    assert credit([[]]) == [[]]
