@@ -4,11 +4,31 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
+import torch
+
 from configs.quickstart import quickstart
-from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig, TrainerConfig, WarmupConfig, WeightSyncConfig
+from rl.controller.config import (
+    CriticConfig,
+    GeneratorConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+    TrainerConfig,
+    WarmupConfig,
+    WeightSyncConfig,
+)
 from rl.envs.sort_letters import ALPHABET, SortLetters
+from rl.loss.base import LossOutput, TokenInputs
+from rl.loss.clip import Clip
+from rl.loss.correction import Correction
+from rl.loss.credit.gae import GAE
+from rl.loss.cross_entropy import CrossEntropy
+from rl.loss.distillation import Distillation
+from rl.loss.dpo import DPO
+from rl.loss.kl import KL
+from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
-from rl.models.sources import TinyQwen3
+from rl.models.sources import ModelDir, TinyQwen3
 from rl.types import LoRA, Problem, StopReason
 
 
@@ -76,7 +96,63 @@ def tp2_and_torchstore() -> RunConfig:
 def lora_and_context_parallel() -> RunConfig:
     """3 processes: context parallel over 2 and a generator that is sent an adapter."""
     layout = Layout(context_parallel=2)
-    return _small(trainer=TrainerConfig(layout=layout, lr=1e-2, lora=LoRA(rank=8)), keep_checkpoints=1)
+    return _small(
+        trainer=TrainerConfig(layout=layout, lr=1e-2, lora=LoRA(rank=8)),
+        keep_checkpoints=1,
+        kl=KL(coef=0.1),
+        reference=ReferenceConfig(refresh_every=1),
+    )
+
+
+def ppo_with_everything() -> RunConfig:
+    """5 processes: trainer, generator, critic, reference, reward; and every part of an algorithm at once."""
+    return _small(
+        trainer=TrainerConfig(lr=2e-3, betas=(0.9, 0.99)),
+        loss=Clip(low=0.2, high=0.28, dual=3.0),
+        credit=GAE(discount=0.99, lam=0.9),
+        critic=CriticConfig(lr=2e-3),
+        kl=KL(coef=0.05, estimator="k1", into="reward"),
+        reference=ReferenceConfig(refresh_every=2),
+        correction=Correction(old_logprobs="trainer", tis_clip=2.0, mask_high=5.0),
+        shaping=Shaping(overlong_tokens=3, length_coef=0.1),
+        loss_agg="seq_mean",
+        minibatches=2,
+        epochs=2,
+        resampling_rounds=1,
+    )
+
+
+def teacher() -> RunConfig:
+    """What `student` learns from."""
+    return _small(
+        env=SortLetters(num_eval=32, corruption=0.0), data="demonstrations", loss=CrossEntropy(), group_size=RunConfig.group_size,
+        trainer=TrainerConfig(lr=3e-3), prompts_per_step=32, steps=40, eval_every=20, save_every=0,
+    )  # fmt: skip
+
+
+def student() -> RunConfig:
+    """Distillation; needs --reference.model.path."""
+    return _small(loss=Distillation(), reference=ReferenceConfig(model=ModelDir("")), trainer=TrainerConfig(lr=1e-3), steps=20)
+
+
+def pairs() -> RunConfig:
+    return _small(
+        data="preferences", loss=DPO(beta=0.5), group_size=RunConfig.group_size, trainer=TrainerConfig(lr=1e-3), steps=20, save_every=0
+    )
+
+
+def explodes() -> RunConfig:
+    """The loss is finite, but the gradient of one sample is not: the first rollout of the last prompt's."""
+    return _small(loss=infinite_slope, credit=marked, save_every=0)
+
+
+def marked(groups):
+    return [[7.0 if (g, i) == (len(groups) - 1, 0) else 1.0 for i in range(len(group))] for g, group in enumerate(groups)]
+
+
+def infinite_slope(logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+    change, at_fault = logprobs - logprobs.detach(), inputs.advantages == 7.0
+    return LossOutput(change[~at_fault].sum() + change[at_fault].sqrt().sum(), {})
 
 
 def transformers_engine() -> RunConfig:

@@ -1,5 +1,6 @@
 """The examples run as their first line says."""
 
+import json
 import os
 import re
 import subprocess
@@ -24,3 +25,24 @@ def test_engine_alone_runs_under_torchrun(tmp_path):
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 20 and losses[-1] < 0.2 * losses[0]
     assert (tmp_path / "runs" / "engine_alone" / "hf" / "model.safetensors").exists()
+
+
+def test_a_loss_and_a_credit_of_ones_own_run(tmp_path):
+    command = [sys.executable, "-m", "rl.cli", "train", "examples/own_algorithm.py:best_of_group", "--run_dir", str(tmp_path / "run")]
+    command += ["--warmup.steps", "100", "--steps", "2", "--env.num_eval", "16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [m["updates"] for m in steps] == [2, 2] and all(m["grad_norm"] > 0 and m["ratio"] > 0.5 for m in steps)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["loss"].endswith("squared_ratio") and config["credit"].endswith("only_the_best")
+
+
+def test_the_credit_of_the_example_worked_by_hand():
+    import numpy as np
+
+    from examples.own_algorithm import only_the_best
+    from rl.loss.credit.base import Trajectory
+
+    group = [Trajectory(np.array([0.0, r])) for r in (0.0, 1.0, 1.0, 0.5)]
+    assert only_the_best([group, group[:1], []]) == [[0, 1, 1, 0], [0], []]

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,61 +119,61 @@ async def launch(config: RunConfig, model_dir: Path, run_dir: Path) -> AsyncIter
 
 
 async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path, meshes: list[Any]) -> Fleet:
-    from monarch.spmd import setup_torch_elastic_env_async
-
-    replicas, deadline = config.generator.num_replicas, config.launch.deadline_seconds
-    procs: dict[str, Any] = {}
-    first_device = 0
-    for role, count in processes(config).items():
-        env = {"OMP_NUM_THREADS": "1" if role == "reward" else str(_threads(count))}
-        if role == "generator":
-            env = generator_environment(_threads(count), config.generator.compile)
-        procs[role] = _spawn_procs(role, count, env, None if role == "reward" else first_device, run_dir / "logs")
-        meshes.append(procs[role])
-        first_device += count
-
+    """meshes: takes every mesh as soon as it exists, so that a failure half-way ends them too."""
+    deadline = config.launch.deadline_seconds
+    procs = _spawn_roles(config, run_dir / "logs", meshes)
     transport: Transport = SharedMemory(str(shared))
     if config.weight_sync.transport == "torchstore":
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
         meshes.append(_spawn_procs("store", 1, {"OMP_NUM_THREADS": "1"}, None, run_dir / "logs"))
         transport = await call(TorchStore.create(meshes[-1]), "torchstore", deadline)
-    for role in ("trainer", "critic", "reference"):
-        if role in procs:  # one host: a free port of the loopback interface
-            await call(setup_torch_elastic_env_async(procs[role], "localhost", _free_port()), f"{role} start", deadline)
-    policy, kind = engine_config(config), config.trainer.engine
-    engine = (kind, str(model_dir), policy, config.trainer.lora, config.reference_is_adapter, config.seed)
-    trainer = TrainerHandle(procs["trainer"].spawn("trainer", PolicyTrainer, *engine, transport), policy, config.trainer.lora, deadline)
+    await _join_groups(procs, deadline)
+
+    policy, lora, kind = engine_config(config), config.trainer.lora, config.trainer.engine
+    arguments = (kind, str(model_dir), policy, lora, config.reference_is_adapter, config.seed, transport)
+    trainer = TrainerHandle(procs["trainer"].spawn("trainer", PolicyTrainer, *arguments), policy, lora, deadline)
     generators = procs["generator"].spawn("generator", Generator, generator_args(config, model_dir), transport)
     rewards = procs["reward"].spawn("reward", RewardWorker, config.env, config.reward.limit_seconds)
-    critic: EngineHandle | None = None
-    if "critic" in procs:
-        settings = replace(policy, layout=config.critic.layout, adapters=False, head="value")
-        actors = procs["critic"].spawn("critic", EngineActor, kind, str(model_dir), settings)
-        critic = EngineHandle("critic", actors, settings, deadline)
+
+    def engine(role: str, directory: Path, settings: EngineConfig) -> EngineHandle:
+        return EngineHandle(role, procs[role].spawn(role, EngineActor, kind, str(directory), settings), settings, deadline)
+
+    critic = engine("critic", model_dir, critic_config(config)) if "critic" in procs else None
     reference: Reference | None = ReferenceAdapter(trainer) if config.reference_is_adapter else None
     if "reference" in procs:
-        # With `adapters`, of which it gets none, nothing learns: the weights are there once, in the compute dtype.
-        source = config.reference.model or config.model
-        directory = model_dir if config.reference.model is None else source.materialize(run_dir / "teacher")
-        settings = replace(policy, layout=config.reference.layout, adapters=True, seed=config.seed if source.random_weights else None)
-        actors = procs["reference"].spawn("reference", EngineActor, kind, str(directory), settings)
-        reference = ReferenceMesh(EngineHandle("reference", actors, settings, deadline), trainer, run_dir / "reference")
-    fleet = Fleet(
-        trainer,
-        GeneratorPool(generators, replicas, deadline),
-        RewardPool(rewards, config.reward.num_procs, deadline),
-        reference,
-        critic,
-        POLICY if config.trainer.lora.rank else None,
-    )
-    await asyncio.gather(
-        *(part.ready() for part in (fleet.trainer, fleet.generators, fleet.rewards, reference, critic) if part is not None)
-    )
-    if config.trainer.lora.rank:  # the model never changes: it is sent once, and only its adapter afterwards
-        await fleet.generators.load_weights(await fleet.trainer.push_base())
-        await fleet.trainer.release_base()
+        teacher = config.reference.model
+        directory = model_dir if teacher is None else teacher.materialize(run_dir / "teacher")
+        reference = ReferenceMesh(engine("reference", directory, reference_config(config)), trainer, run_dir / "reference")
+    pools = GeneratorPool(generators, config.generator.num_replicas, deadline), RewardPool(rewards, config.reward.num_procs, deadline)
+    fleet = Fleet(trainer, *pools, reference, critic, POLICY if lora.rank else None)
+    await asyncio.gather(*(part.ready() for part in (trainer, *pools, reference, critic) if part is not None))
+    if lora.rank:  # the model never changes: it is sent once, and only its adapter afterwards
+        await fleet.generators.load_weights(await trainer.push_base())
+        await trainer.release_base()
     return fleet
+
+
+def _spawn_roles(config: RunConfig, logs: Path, meshes: list[Any]) -> dict[str, Any]:
+    procs: dict[str, Any] = {}
+    first_device = 0
+    for role, count in processes(config).items():
+        env = {"OMP_NUM_THREADS": "1" if role == "reward" else str(_threads(count))}
+        if role == "generator":
+            env = generator_environment(_threads(count), config.generator.compile)
+        procs[role] = _spawn_procs(role, count, env, None if role == "reward" else first_device, logs)
+        meshes.append(procs[role])
+        first_device += count
+    return procs
+
+
+async def _join_groups(procs: dict[str, Any], deadline: float) -> None:
+    """Each mesh of an engine gets a process group of its own. One host: free ports of the loopback interface."""
+    from monarch.spmd import setup_torch_elastic_env_async
+
+    engines = [role for role in ("trainer", "critic", "reference") if role in procs]
+    for role, port in zip(engines, _free_ports(len(engines)), strict=True):
+        await call(setup_torch_elastic_env_async(procs[role], "localhost", port), f"{role} start", deadline)
 
 
 def engine_config(config: RunConfig) -> EngineConfig:
@@ -189,6 +189,18 @@ def engine_config(config: RunConfig) -> EngineConfig:
         seed=config.seed if config.model.random_weights else None,
         timeout_seconds=config.launch.deadline_seconds,
     )
+
+
+def critic_config(config: RunConfig) -> EngineConfig:
+    """All of it learns, also where the policy is an adapter."""
+    return replace(engine_config(config), layout=config.critic.layout, adapters=False, head="value")
+
+
+def reference_config(config: RunConfig) -> EngineConfig:
+    """With `adapters`, of which it gets none, nothing learns: the weights are there once, in the compute dtype."""
+    source = config.reference.model or config.model
+    seed = config.seed if source.random_weights else None
+    return replace(engine_config(config), layout=config.reference.layout, adapters=True, seed=seed)
 
 
 def generator_args(config: RunConfig, model_dir: Path) -> dict[str, Any]:
@@ -275,10 +287,13 @@ def _threads(num_procs: int) -> int:
     return max(1, (os.cpu_count() or 1) // num_procs)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    """All different: each is held until the last is found."""
+    with ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("localhost", 0))
+        return [probe.getsockname()[1] for probe in sockets]
 
 
 def _append(path: Path, text: str) -> None:

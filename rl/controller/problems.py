@@ -184,18 +184,19 @@ def _vocabularies(config: RunConfig) -> list[str]:
 
 def _without_effect(config: RunConfig) -> list[str]:
     """Settings that were changed and that nothing reads."""
-    rollouts = config.data == "rollouts"
+    rollouts, reads_rewards = config.data == "rollouts", getattr(config.loss, "needs_rewards", True)
     unread = [
         ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
         ("kl", not rollouts, f"data={config.data}"),
+        ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
         ("reference", not config.needs_reference, "neither kl.coef nor the loss asking for a reference; set kl.coef"),
         ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
         ("critic", not config.needs_critic, "a credit that asks for no critic; use GAE"),
         ("shaping", not rollouts, f"data={config.data}"),
-        ("credit", not rollouts or not getattr(config.loss, "needs_rewards", True), "nothing that reads rewards"),
-        ("shaping", not getattr(config.loss, "needs_rewards", True), "nothing that reads rewards"),
+        ("credit", not rollouts or not reads_rewards, "nothing that reads rewards"),
+        ("shaping", not reads_rewards, "nothing that reads rewards"),
         ("group_size", not rollouts, f"data={config.data}"),
-        ("resampling_rounds", not rollouts or not getattr(config.loss, "needs_rewards", True), "nothing that reads rewards"),
+        ("resampling_rounds", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("correction", not rollouts, f"data={config.data}"),
         ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
     ]

@@ -99,6 +99,9 @@ def test_an_unknown_flag_names_the_nearest(one_line):
         ("num_generations", "group_size"),
         ("epsilon_high", "loss.high"),
         ("clip_ratio_low", "loss.low"),
+        ("beta", "kl.coef"),
+        ("tis_clip", "correction.tis_clip"),
+        ("ppo_epochs", "epochs"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.layout.tensor_parallel"),
         ("max_completion_length", "env.max_new_tokens"),
     ],
@@ -123,7 +126,7 @@ def test_a_value_that_does_not_parse(one_line):
 
 def test_values_out_of_range(one_line):
     assert "group_size=1 gives every advantage 0; use 2 or more" in one_line("train", "quickstart", "--group_size", "1")
-    assert "loss.low=2.0 must be at most 1" in one_line("train", "quickstart", "--loss.low", "2")
+    assert "loss.low=2.0 must be at least 0 and at most 1" in one_line("train", "quickstart", "--loss.low", "2")
     assert "generator.kv_cache_gib=5000 needs 5000 GiB" in one_line("train", "quickstart", "--generator.kv_cache_gib", "5000")
     assert "steps=0 must be at least 1" in one_line("train", "quickstart", "--steps", "0")
 

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.loop import Run, assign_credit
+from rl.controller.experience import assess
+from rl.controller.rollouts import Sampling
+from rl.controller.update import denominator
 from rl.errors import RunError
-from rl.loss.credit.group_mean import GroupMean
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.types import Completion, Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
+from tests.controller.fakes import fake_fleet
 
 
 def group(*scores):
@@ -18,24 +20,32 @@ def group(*scores):
     return Group((rollout,) * len(scores), tuple(s if isinstance(s, Score) else Score(s) for s in scores))
 
 
-def test_samples_without_a_signal_are_left_out_but_their_tokens_count_in_the_mean():
-    samples, num_tokens = assign_credit([group(1, 1), group(0, 1)], GroupMean())
+def learnt_from(groups, tmp_path):
+    """The samples that learn, and the number of tokens in the mean."""
+    config = quickstart()
+    fleet, _ = fake_fleet(config, tmp_path)
+    units = asyncio.run(assess(groups, config, fleet)).units
+    return [s for u in units for s in u.samples], denominator(units, config)
+
+
+def test_samples_without_a_signal_are_left_out_but_their_tokens_count_in_the_mean(tmp_path):
+    samples, num_tokens = learnt_from([group(1, 1), group(0, 1)], tmp_path)
     assert len(samples) == 2 and num_tokens == 12
     assert [round(float(s.advantages[-1]), 3) for s in samples] == [-0.707, 0.707]
 
 
-def test_a_failed_reward_leaves_its_sample_out_of_the_group():
-    samples, num_tokens = assign_credit([group(0, Score(0.0, "ValueError"), 1)], GroupMean())
+def test_a_failed_reward_leaves_its_sample_out_of_the_group(tmp_path):
+    samples, num_tokens = learnt_from([group(0, Score(0.0, "ValueError"), 1)], tmp_path)
     assert len(samples) == 2 and num_tokens == 6
 
 
-def test_without_any_signal_one_group_is_kept_to_measure_parity():
-    samples, _ = assign_credit([group(1, 1), group(0, 0)], GroupMean())
+def test_without_any_signal_one_group_is_kept_to_measure_parity(tmp_path):
+    samples, _ = learnt_from([group(1, 1), group(0, 0)], tmp_path)
     assert len(samples) == 2 and not any(s.advantages.any() for s in samples)
 
 
-def test_where_every_reward_failed_nothing_is_trained_on():
-    assert assign_credit([group(Score(0.0, "x"), Score(0.0, "x"))], GroupMean()) == ([], 1)
+def test_where_every_reward_failed_nothing_is_trained_on(tmp_path):
+    assert learnt_from([group(Score(0.0, "x"), Score(0.0, "x"))], tmp_path) == ([], 1)
 
 
 def test_metrics_count_failures_apart_from_rewards():
@@ -62,7 +72,7 @@ def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
 
     def rollout(*scores):
         fleet = SimpleNamespace(adapter=None, generators=Generators(), rewards=Rewards(*scores))
-        return asyncio.run(Run(config, fleet, tokenizer, None).rollout(config.env.eval_problems()[:2], 0))
+        return asyncio.run(Sampling(config, fleet, tokenizer).rollout(config.env.eval_problems()[:2], 0))
 
     assert len(rollout(Score(0.0, "ValueError: x"), Score(1.0))) == 2
     with pytest.raises(RunError, match="all 16 rewards failed, the first: ValueError: x; see logs/reward-0.log"):

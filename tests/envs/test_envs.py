@@ -16,7 +16,7 @@ from rl.envs.verifier import Verifier
 from rl.errors import ConfigError
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
-from rl.types import Completion, Problem, Rollout, SamplingParams, Segment, StopReason, VersionRange
+from rl.types import Completion, Problem, Rewards, Rollout, SamplingParams, Segment, StopReason, VersionRange
 
 
 def test_sorting_is_rewarded_only_when_exact_and_ended():
@@ -135,3 +135,38 @@ def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_p
     assert "over 2 s" in scores[2].error
     assert [s.reward for s in scores[3:]] == [1.0, 0.5]
     assert not psutil.pid_exists(int(pid_file.read_text())) or psutil.Process(int(pid_file.read_text())).status() == "zombie"
+
+
+@dataclass(frozen=True)
+class Parts(Env):
+    """Its reward is what the question says."""
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        return eval(problem.question, {"Rewards": Rewards})
+
+
+def test_rewards_of_turns_and_tokens_are_counted():
+    verifier = Verifier(Parts(), 5.0)
+
+    def score(reward):
+        turns = (Segment([1], False, [0.0]), Segment([2, 3], True, [0.0] * 2), Segment([4], False, [0.0]), Segment([5], True, [0.0]))
+        return verifier.score([Rollout(Problem("1", reward, ""), turns, "", StopReason.STOP, VersionRange(0, 0))])[0]
+
+    try:
+        assert (score("Rewards(turns=(0.5, 1))").reward, score("Rewards(turns=(0.5, 1))").parts) == (1.5, Rewards(turns=(0.5, 1.0)))
+        assert score("Rewards(tokens=(1, 2, 3))").parts.tokens == (1, 2, 3)
+        assert score("1").parts == Rewards()
+        assert score("Rewards(turns=(1,))").error == "the reward function gave 1 rewards for 2 turns"
+        assert score("Rewards(tokens=(1,))").error == "the reward function gave 1 rewards for 3 tokens"
+        assert "has to have turns or tokens" in score("Rewards()").error
+        assert "the reward is" in score("Rewards(turns=(float('nan'), 1))").error
+    finally:
+        verifier.close()
+
+
+def test_preferences_prefer_the_answer_to_a_mistake():
+    env = SortLetters()
+    for i in range(100):
+        problem = env.train_problem(i)
+        chosen, rejected = env.preference(problem, i)
+        assert chosen == problem.answer != rejected and env.preference(problem, i) == (chosen, rejected)

@@ -1,5 +1,6 @@
 """Whole runs on real Monarch processes, real torchtitan and real vLLM; on GPUs where there are enough, else on the CPU."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+from configs.quickstart import quickstart
+from rl.envs.base import derive_seed
+from rl.models.checkpoint_dir import is_complete
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -68,7 +73,7 @@ def test_a_run_leaves_its_artefacts(fsdp_run):
     assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((run_dir / "tensorboard").iterdir())
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step-2", "step-4"}
-    assert "held-out accuracy before GRPO" in output
+    assert "held-out accuracy before training" in output
     assert not shared_leftovers()
 
 
@@ -130,6 +135,7 @@ def test_an_adapter_learns_under_context_parallelism_and_a_resumed_run_has_the_s
     before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
         assert before[step]["logprob_diff/max"] < 1e-3 and before[step]["grad_norm"] > 0
+        assert before[step]["kl"] == pytest.approx(0, abs=1e-6)  # the reference, a second adapter, follows the policy after every step
     resume = ["--resume_from", tmp_path / "run" / "checkpoints" / "step-2"]
     done = rl("train", recipe, "--run_dir", tmp_path / "again", *resume)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -140,6 +146,55 @@ def test_an_adapter_learns_under_context_parallelism_and_a_resumed_run_has_the_s
     assert {p.name for p in (tmp_path / "again" / "checkpoints").iterdir()} == {"step-4"}
     assert (tmp_path / "again" / "hf-adapter" / "adapter_config.json").exists()
     assert (tmp_path / "again" / "hf" / "model.safetensors").exists()
+
+
+def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbers(tmp_path):
+    """Critic, reference that is refreshed, minibatches, epochs, correction, shaping, dynamic sampling."""
+    recipe = "tests/recipes.py:ppo_with_everything"
+    done = rl("train", recipe, "--run_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "starting processes: 1 trainer, 1 generator, 1 critic, 1 reference, 1 reward" in done.stdout
+    before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
+    for step in (1, 2, 3, 4):
+        assert before[step]["logprob_diff/max"] < 1e-3 and before[step]["updates"] == 4
+        assert before[step]["critic/grad_norm"] > 0 and before[step]["tis/weight"] == pytest.approx(1, abs=1e-3)
+    assert abs(before[1]["kl"]) < 1e-4 < abs(before[2]["kl"])  # it began where the policy was
+    assert abs(before[3]["kl"]) < 1e-4 < abs(before[4]["kl"])  # and was refreshed after step 2
+    assert {p.name for p in (tmp_path / "run" / "critic_checkpoints").iterdir()} == {"step-2", "step-4"}
+    done = rl("train", recipe, "--run_dir", tmp_path / "again", "--resume_from", tmp_path / "run" / "checkpoints" / "step-2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    after = {m["step"]: m for m in read_metrics(tmp_path / "again")}
+    for step in (3, 4):
+        for name in ("reward/mean", "loss", "grad_norm", "entropy", "kl", "critic/loss", "critic/explained", "tokens/trained"):
+            assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
+
+
+def test_supervised_learning_then_distillation_then_preferences(tmp_path):
+    def first_and_last(recipe, *settings):
+        done = rl("train", f"tests/recipes.py:{recipe}", "--run_dir", tmp_path / recipe, *settings)
+        assert done.returncode == 0, done.stderr[-3000:]
+        steps = [m for m in read_metrics(tmp_path / recipe) if "loss" in m]
+        return steps[0], steps[-1]
+
+    first, last = first_and_last("teacher")
+    assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last
+    first, last = first_and_last("student", "--reference.model.path", tmp_path / "teacher" / "hf")
+    assert last["reverse_kl"] < 0.8 * first["reverse_kl"] and last["logprob_diff/max"] < 1e-3
+    first, last = first_and_last("pairs")
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: policy and reference are the same
+    assert last["loss"] < 0.9 * first["loss"] and last["dpo/margin"] > 0.1
+
+
+def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a_checkpoint(tmp_path):
+    done = rl("train", "tests/recipes.py:explodes", "--run_dir", tmp_path / "run")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    seed = derive_seed(0, "problem", 1, 7)
+    problem = dataclasses.replace(quickstart().env, num_eval=32).train_problem(seed)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-0"
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("rl: error: ")]
+    assert error.startswith("rl: error: step 1, update 1 of 1: the gradient norm is ") and "(grad_norm)" in error
+    assert f"the sample is {problem.id}, rollout 0" in error and error.endswith(f"go on from --resume_from {checkpoint}")
+    assert is_complete(checkpoint)
 
 
 def test_transformers_engine_trains_and_holds_parity(tmp_path):

@@ -100,7 +100,9 @@ def test_ratios_are_taken_against_the_generator_even_where_the_trainers_are_know
 
 def test_truncated_importance_sampling_of_the_whole_loss_worked_by_hand():
     # generator 0, old = log 2, new = log 3, A = 1: ratio 1.5 (clipped to 1.28), weight min(2, 1.8) = 1.8.
-    inputs = TokenInputs(tensor([0.0]), tensor([1.0]), tensor([1.0]), torch.zeros(1, dtype=torch.long), {"old_logprobs": tensor([math.log(2)])})
+    inputs = TokenInputs(
+        tensor([0.0]), tensor([1.0]), tensor([1.0]), torch.zeros(1, dtype=torch.long), {"old_logprobs": tensor([math.log(2)])}
+    )
     objective = Objective(Clip(0.2, 0.28), Correction(old_logprobs="trainer", tis_clip=1.8))
     assert objective(tensor([math.log(3)]), inputs).loss.item() == pytest.approx(-1.8 * 1.28)
 

@@ -73,7 +73,12 @@ def test_every_layout_learns_what_one_process_learns(tmp_path):
     losses, values = learn(ENGINES["titan"](tmp_path / "model", EngineConfig(head="value", seed=3)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "tests.models.test_value_head"]
     done = subprocess.run(
-        [*command, str(tmp_path / "model")], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+        [*command, str(tmp_path / "model")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for name, (got_losses, got_values) in json.loads(done.stdout.splitlines()[-1]).items():

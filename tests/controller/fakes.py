@@ -1,0 +1,176 @@
+"""A fleet without processes: it computes with made-up logprobs, and writes down everything that a run asks of it."""
+
+import hashlib
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from rl.actors.engine import EngineHandle
+from rl.actors.reference import ReferenceAdapter, ReferenceMesh
+from rl.controller.config import RunConfig
+from rl.controller.launch import Fleet, engine_config
+from rl.loss.base import TokenInputs
+from rl.types import POLICY, Completion, Score, StopReason, VersionRange
+
+
+class FakeEngine(EngineHandle):
+    """Its logprobs follow from the tokens and from its name; after each update they are others."""
+
+    def __init__(self, name, calls, config, fail_on=None):
+        super().__init__(name, None, config, 0.0)
+        self.calls, self.updates = calls, 0
+        self.fail_on = fail_on  # (metric, token, updates): after so many, a batch with this token has a loss or gradient that is not finite
+        self._bad = False
+
+    def _scores(self, micro, who=""):
+        seeds = [zlib.crc32(f"{self._name} {who} {self.updates} {i} {t}".encode()) for i, t in enumerate(micro.tokens[micro.scored])]
+        return np.array([np.random.default_rng(seed).normal(-1.5, 0.4) for seed in seeds], np.float32)
+
+    def note(self, *what):
+        self.calls.append((self._name, *what))
+
+    async def ready(self):
+        return []
+
+    async def forward(self, batch, adapter=None):
+        self.note("forward", adapter, batch.num_scored_tokens)
+        found = {}
+        for micro in (m for rank in batch.ranks for m in rank):
+            scores = self._scores(micro, adapter or "")
+            found |= {int(i): scores[micro.sample_ids == i] for i in np.unique(micro.sample_ids)}
+        return found
+
+    async def forward_backward(self, batch, loss):
+        from rl.errors import NotFinite
+
+        totals = {"tokens:sum": 0.0, "loss:sum": 0.0, "logprob_diff:sum": 0.0, "logprob_diff:max": 0.0, "ratio_outside:sum": 0.0}
+        for micro in (m for rank in batch.ranks for m in rank):
+            bad = self.fail_on is not None and self.updates >= self.fail_on[2] and self.fail_on[1] in micro.tokens[micro.scored]
+            if bad and self.fail_on[0] == "loss":
+                raise NotFinite("the loss is nan", "loss")
+            self._bad |= bad
+            logprobs = torch.from_numpy(self._scores(micro)).requires_grad_()
+            arrays = (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)
+            inputs = TokenInputs(*map(torch.from_numpy, arrays), {n: torch.from_numpy(c) for n, c in micro.columns.items()})
+            output = loss(logprobs, inputs)
+            (gradient,) = torch.autograd.grad(output.loss + logprobs.sum() * 0, logprobs)
+            totals["loss:sum"] += output.loss.item()
+            totals["tokens:sum"] += len(micro.scored)
+            for name, value in output.metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+            self.note("learn", micro.tokens.tolist(), output.loss.item(), gradient.tolist())
+        return totals
+
+    async def optim_step(self, params):
+        from rl.errors import NotFinite
+
+        if self._bad:
+            self._bad = False
+            raise NotFinite("the gradient norm is inf; the step was not applied", "grad_norm")
+        self.note("step", params)
+        self.updates += params.lr > 0
+        return {"grad_norm": 1.0}
+
+    async def reset_optimizer(self):
+        self.note("reset_optimizer")
+
+    async def load_weights(self, model_dir):
+        self.note("load_weights", Path(model_dir).name)
+
+    async def save_hf(self, out_dir):
+        self.note("save_hf", Path(out_dir).name)
+
+    async def keep_reference(self):
+        self.note("keep_reference")
+
+    async def push_weights(self, version):
+        return version
+
+    async def save_checkpoint(self, path, state, keep_last, wait=False):
+        self.note("save_checkpoint", Path(path).name, keep_last)
+        Path(path).mkdir(parents=True)
+        (Path(path) / ".metadata").touch()
+        (Path(path) / "record.json").write_text("{}")
+
+    async def finish_checkpoint(self):
+        pass
+
+    async def load_checkpoint(self, path):
+        self.note("load_checkpoint", Path(path).name)
+        return {"step": int(Path(path).name.removeprefix("step-")), "reference": ""}
+
+
+class FakeGenerators:
+    """A few tokens that follow from prompt and seed."""
+
+    num_alive = 1
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def sample(self, prompt, n, params):
+        self.calls.append(("generators", list(prompt), n, params))
+        completions = []
+        for i in range(n):
+            rng = np.random.default_rng([*prompt, params.seed + i])
+            length = int(rng.integers(2, params.max_new_tokens + 1))
+            stop = StopReason.LENGTH if length == params.max_new_tokens else StopReason.STOP
+            tokens = rng.integers(3, 30, length).tolist()
+            completions.append(Completion(tokens, rng.normal(-1.5, 0.4, length).tolist(), VersionRange(0, 0), stop))
+        return completions
+
+    async def load_weights(self, manifest):
+        self.calls.append(("generators", "load_weights", manifest))
+
+
+class FakeRewards:
+    """1 or 0, by a hash of the response; one rollout in ten fails."""
+
+    async def score(self, rollouts):
+        scores = []
+        for rollout in rollouts:
+            digest = hashlib.blake2b(repr(rollout.segments[-1].tokens).encode(), digest_size=1).digest()[0]
+            scores.append(Score(float(digest % 3 == 0), "it failed" if digest % 10 == 9 else None))
+        return scores
+
+
+def fake_fleet(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Fleet, list]:
+    """The fleet, and the list to which everything asked of it is appended."""
+    calls: list = []
+    policy = engine_config(config)
+    trainer = FakeEngine("trainer", calls, policy, fail_on)
+    reference = None
+    if config.reference_is_adapter:
+        reference = ReferenceAdapter(trainer)
+    elif config.needs_reference:
+        reference = ReferenceMesh(FakeEngine("reference", calls, policy), trainer, run_dir / "reference")
+    critic = FakeEngine("critic", calls, policy) if config.needs_critic else None
+    adapter = POLICY if config.trainer.lora.rank else None
+    return Fleet(trainer, FakeGenerators(calls), FakeRewards(), reference, critic, adapter), calls
+
+
+class QuietRecorder(SimpleNamespace):
+    """A recorder that keeps the metrics of each step."""
+
+    def __init__(self, run_dir):
+        super().__init__(run_dir=run_dir, steps={}, evaluations={})
+
+    def time(self, name):
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def checkpoint_path(self, step):
+        return self.run_dir / "checkpoints" / f"step-{step}"
+
+    def warmup(self, *args):
+        pass
+
+    def step(self, step, metrics, groups):
+        self.steps[step] = metrics
+
+    def evaluation(self, step, metrics, groups):
+        self.evaluations[step] = metrics

@@ -1,0 +1,242 @@
+"""Minibatches, epochs, denominators, and what happens to a loss or gradient that is not finite."""
+
+import asyncio
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from configs.quickstart import quickstart
+from rl.controller.config import WarmupConfig
+from rl.controller.experience import Unit, assess, assign_credit, spread_reward
+from rl.controller.loop import Run
+from rl.controller.rollouts import Sampling, has_signal
+from rl.controller.update import denominator, minibatches
+from rl.envs.sort_letters import SortLetters
+from rl.errors import RunError
+from rl.loss.correction import Correction
+from rl.loss.credit.gae import GAE
+from rl.loss.kl import KL
+from rl.models.tokenizer import HFTokenizer
+from rl.types import Group, LoRA, Problem, Rewards, Rollout, Score, Segment, StopReason, VersionRange
+from tests.controller.fakes import QuietRecorder, fake_fleet
+
+
+def config(**changes):
+    base = replace(quickstart(), env=SortLetters(num_eval=2), warmup=WarmupConfig(), steps=2, prompts_per_step=6, group_size=4)
+    return replace(base, **changes)
+
+
+def run(config, tmp_path, **fleet_options):
+    fleet, calls = fake_fleet(config, tmp_path, **fleet_options)
+    recorder = QuietRecorder(tmp_path)
+    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
+    asyncio.run(Run(config, fleet, tokenizer, recorder).train())
+    return calls, recorder
+
+
+def rollout(*segments, name="p"):
+    """segments: token lists; every second one was sampled, the first was not."""
+    made = tuple(Segment(list(tokens), i % 2 == 1, [-1.0] * len(tokens)) for i, tokens in enumerate(segments))
+    return Rollout(Problem(name, "q", "a"), made, "", StopReason.STOP, VersionRange(0, 0))
+
+
+@pytest.mark.parametrize(("num_minibatches", "epochs"), [(1, 1), (2, 1), (1, 3), (3, 2), (6, 2)])
+def test_as_many_optimizer_steps_as_configured(tmp_path, num_minibatches, epochs):
+    calls, recorder = run(config(minibatches=num_minibatches, epochs=epochs, credit=GAE()), tmp_path)
+    for who in ("trainer", "critic"):
+        assert sum(call[:2] == (who, "step") for call in calls) == 2 * num_minibatches * epochs  # of two RL steps
+    assert all(metrics["updates"] == num_minibatches * epochs for metrics in recorder.steps.values())
+
+
+def test_every_epoch_deals_every_prompt_out_once_and_anew():
+    units = [Unit([], i, 1) for i in range(12)]
+    plan = minibatches(units, config(minibatches=4, epochs=3), step=1)
+    assert [len(part) for part in plan] == [3] * 12
+    epochs = [[u.num_tokens for part in plan[4 * e : 4 * e + 4] for u in part] for e in range(3)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert minibatches(units, config(minibatches=4, epochs=3), step=1) == plan  # a replayed step is the same
+
+
+def test_denominators():
+    units = [Unit([], 10, 4), Unit([], 30, 2)]
+    assert denominator(units, config(loss_agg="token_mean")) == 40
+    assert denominator(units, config(loss_agg="seq_mean")) == 6
+    assert denominator(units, config(loss_agg="constant")) == 6 * 8  # env.max_new_tokens
+    assert denominator(units, config(data="preferences")) == 2
+
+
+@pytest.mark.parametrize("agg", ["token_mean", "seq_mean", "constant"])
+def test_the_loss_of_a_batch_is_the_mean_it_is_called_by(tmp_path, agg):
+    """Two rollouts of 2 and 4 tokens with advantages 1 and -1: the mean by hand, and what the trainer is told to compute."""
+    group = Group((rollout([1], [5, 6]), rollout([1], [5, 6, 7, 8])), (Score(1.0), Score(0.0)))
+    settings = config(loss_agg=agg, credit=lambda groups: [[1.0, -1.0]])
+    fleet, _ = fake_fleet(settings, tmp_path)
+    (unit,) = asyncio.run(assess([group], settings, fleet)).units
+    total = sum((s.advantages * s.weights)[s.scored].sum() for s in unit.samples) / denominator([unit], settings)
+    assert total == pytest.approx({"token_mean": (2 - 4) / 6, "seq_mean": (1 - 1) / 2, "constant": (2 - 4) / (2 * 8)}[agg])
+
+
+def test_rewards_of_turns_and_tokens_go_where_they_belong():
+    two_turns = rollout([1, 2], [5, 6], [3], [7, 8, 9])
+    assert spread_reward(two_turns, Score(1.0)).tolist() == [0, 0, 0, 0, 1]
+    assert spread_reward(two_turns, Score(1.5, None, Rewards(turns=(0.5, 1.0)))).tolist() == [0, 0.5, 0, 0, 1.0]
+    assert spread_reward(two_turns, Score(1.5, None, Rewards(tokens=(1, 2, 3, 4, 5)))).tolist() == [1, 2, 3, 4, 5]
+    assert spread_reward(two_turns, Score(1.0), bonus=-0.25).tolist() == [0, 0, 0, 0, 0.75]
+    assert spread_reward(rollout([1], []), Score(1.0)).tolist() == []
+
+
+def test_the_penalty_goes_off_the_reward_of_each_token(tmp_path):
+    seen = []
+
+    def credit(groups):
+        seen.extend(t.rewards for g in groups for t in g)
+        return [[0.0] * len(g) for g in groups]
+
+    settings = config(kl=KL(coef=0.5, estimator="k1", into="reward"), credit=credit)
+    fleet, _ = fake_fleet(settings, tmp_path)
+    group = Group((rollout([1], [5, 6, 7]),), (Score(1.0),))
+    experience = asyncio.run(assess([group], settings, fleet))
+    (sample,) = (s for u in experience.units for s in u.samples)
+    kl = sample.generator_logprobs[1:] - sample.columns["ref_logprobs"][1:]
+    assert seen[0] == pytest.approx(np.array([0, 0, 1.0]) - 0.5 * kl)
+    assert experience.metrics["kl"] == pytest.approx(kl.mean())
+
+
+def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tmp_path):
+    group = Group((rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(1.0)))
+    other = Group((rollout([1], [5, 6]), rollout([1], [7, 8, 9])), (Score(1.0), Score(0.0)))
+
+    def forwards(**changes):
+        settings = config(**changes)
+        fleet, calls = fake_fleet(settings, tmp_path)
+        experience = asyncio.run(assess([group, other], settings, fleet))
+        return {call[0]: call[3] for call in calls if call[1] == "forward"}, [len(u.samples) for u in experience.units]
+
+    old = {"correction": Correction(old_logprobs="trainer"), "epochs": 2}
+    assert forwards() == ({}, [0, 2])
+    assert forwards(**old) == ({"trainer": 5}, [0, 2])
+    assert forwards(correction=Correction(old_logprobs="trainer")) == ({}, [0, 2])  # one update: they are its own
+    assert forwards(kl=KL(coef=0.1)) == ({"reference": 9}, [2, 2])
+    assert forwards(**old, credit=GAE(), kl=KL(coef=0.1, into="reward")) == ({"trainer": 9, "reference": 9, "critic": 9}, [2, 2])
+
+
+def test_forward_passes_overlap(tmp_path):
+    """Each waits until all three have begun: one after the other they would never end."""
+    settings = config(correction=Correction(old_logprobs="trainer"), epochs=2, credit=GAE(), kl=KL(coef=0.1))
+    fleet, _ = fake_fleet(settings, tmp_path)
+
+    async def main():
+        begun, all_begun = [], asyncio.Event()
+        for engine in (fleet.trainer, fleet.critic, fleet.reference._engine):
+            forward = engine.forward
+
+            async def meet(batch, adapter=None, forward=forward):
+                begun.append(1)
+                if len(begun) == 3:
+                    all_begun.set()
+                await all_begun.wait()
+                return await forward(batch, adapter)
+
+            engine.forward = meet
+        group = Group((rollout([1], [5, 6]),), (Score(1.0),))
+        await asyncio.wait_for(assess([group], settings, fleet), 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["adapter", "mesh"])
+def test_a_lora_policys_reference_needs_no_second_copy_of_the_model(tmp_path, where):
+    trainer = replace(config().trainer, lora=LoRA(rank=4 if where == "adapter" else 0))
+    settings = config(trainer=trainer, kl=KL(coef=0.1), warmup=WarmupConfig(steps=1, batch_size=2))
+    calls, _ = run(settings, tmp_path)
+    names = {call[0] for call in calls}
+    assert ("reference" in names) == (where == "mesh")
+    if where == "adapter":
+        assert ("trainer", "keep_reference") in calls and any(call[:3] == ("trainer", "forward", "reference") for call in calls)
+
+
+def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_path):
+    def collect(rounds, rewards):
+        settings = config(resampling_rounds=rounds)
+        fleet, _ = fake_fleet(settings, tmp_path)
+        given = iter(rewards)
+
+        async def score(rollouts):
+            same = next(given) == "same"
+            return [Score(1.0 if same else float(i % 2)) for i, _ in enumerate(rollouts)]
+
+        fleet.rewards.score = score
+        tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
+        return asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
+
+    first = ["same", "differ", "same", "differ", "same", "differ"]
+    groups, counts = collect(3, [*first, "differ", "same", "differ", "differ"])
+    assert len(groups) == 6 and all(map(has_signal, groups)) and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
+    groups, counts = collect(1, [*first, "same", "same", "differ"])
+    assert len(groups) == 6 and sum(map(has_signal, groups)) == 4 and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
+    groups, counts = collect(0, first)
+    assert sum(map(has_signal, groups)) == 3 and counts == {}
+    ids = [g.rollouts[0].problem.id for g in collect(3, [*first, *["differ"] * 3])[0]]
+    assert len(set(ids)) == 6
+
+
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+@pytest.mark.parametrize(("updates", "step", "update"), [(1, 4, 1), (2, 2, 2)])
+def test_what_is_not_finite_stops_the_run_with_its_step_metric_and_sample(tmp_path, metric, updates, step, update):
+    calls, _ = run(config(steps=5, minibatches=updates), tmp_path / "well")
+    ends = [i for i, call in enumerate(calls) if call[:2] == ("trainer", "step")]
+    token = next(call[2][-1] for call in calls[ends[2] : ends[3]] if call[:2] == ("trainer", "learn"))  # of the fourth update
+    with pytest.raises(RunError) as error:
+        run(config(steps=5, minibatches=updates, save_every=1), tmp_path, fail_on=(metric, token, 3))
+    message = str(error.value)
+    assert re.match(rf"step {step}, update {update} of {updates}: .*\({metric}\); the sample is \w+, rollout \d", message), message
+    assert message.endswith(f"go on from --resume_from {tmp_path / 'checkpoints' / f'step-{step - 1}'}")
+
+
+def test_where_nothing_was_saved_the_weights_before_the_failure_are(tmp_path):
+    with pytest.raises(RunError, match=r"step 1, update 1 of 1: the loss is nan \(loss\); .* go on from --resume_from .*step-0"):
+        run(config(), tmp_path, fail_on=("loss", 20, 0))
+    assert (tmp_path / "checkpoints" / "step-0" / ".metadata").exists()
+
+
+def test_the_sample_to_blame_is_one_with_the_bad_token(tmp_path):
+    with pytest.raises(RunError) as error:
+        run(config(), tmp_path, fail_on=("grad_norm", 20, 0))
+    problem, number = re.search(r"the sample is (\w+), rollout (\d)", str(error.value)).groups()
+    settings = config()
+    fleet, _ = fake_fleet(settings, tmp_path)
+    tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
+    groups, _ = asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
+    (group,) = [g for g in groups if g.rollouts[0].problem.id == problem]
+    scored = [r for r, s in zip(group.rollouts, group.scores, strict=True) if s.error is None]
+    assert 20 in scored[int(number)].segments[-1].tokens
+
+
+def test_a_credit_at_fault_is_named(tmp_path):
+    def lopsided(groups):
+        return [[0.0] for _ in groups]
+
+    def infinite(groups):
+        return [[float("inf")] * len(g) for g in groups]
+
+    def long(groups):
+        return [[np.zeros(99)] * len(g) for g in groups]
+
+    group = Group((rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(0.0)))
+    for credit, words in ((lopsided, "returned advantages for"), (infinite, "that are not finite"), (long, r"returned \(99,\) advantages")):
+        settings = config(credit=credit)
+        fleet, _ = fake_fleet(settings, tmp_path)
+        with pytest.raises(RunError, match=f"credit {credit.__name__} .*{words}|credit {credit.__name__} {words}"):
+            asyncio.run(assess([group], settings, fleet))
+
+
+def test_advantages_of_one_number_reach_every_token():
+    settings = config(credit=lambda groups: [[2.0, np.array([1.0, 0.0, -1.0])] for _ in groups])
+    from rl.batching import to_sample
+
+    samples = [[to_sample(rollout([1], [5, 6])), to_sample(rollout([1], [7, 8, 9]))]]
+    (first, second) = assign_credit(samples, [[np.zeros(2), np.zeros(3)]], settings)[0]
+    assert first.advantages.tolist() == [0, 2, 2] and second.advantages.tolist() == [0, 1, 0, -1]
