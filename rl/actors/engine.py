@@ -69,14 +69,14 @@ class EngineHandle:
     """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it."""
 
     def __init__(self, name: str, actors: Any, config: EngineConfig, deadline_seconds: float):
-        self._name = name
+        self.name = name
         self._actors = actors
         self._config = config
         self._deadline = deadline_seconds
 
     async def _every(self, method: str, *args: Any) -> list[Any]:
         """Call every rank; returns their answers, in the order of ranks."""
-        answers = await call(getattr(self._actors, method).call(*args), f"{self._name}.{method}", self._deadline)
+        answers = await call(getattr(self._actors, method).call(*args), f"{self.name}.{method}", self._deadline)
         return list(answers.values())
 
     async def _all(self, method: str, *args: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """The reference policy: where the KL penalty pulls to, a teacher, or DPO's starting point. Two ways to have one."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,9 +27,8 @@ class Reference(Protocol):
         """Become again what it was when a checkpoint noted `weights`."""
         ...
 
-    @property
-    def weights(self) -> str:
-        """Plain data for a checkpoint."""
+    def keep(self) -> str:
+        """Plain data by which a checkpoint notes the present weights; from now on they are kept."""
         ...
 
 
@@ -38,8 +38,9 @@ class ReferenceMesh:
     def __init__(self, engine: EngineHandle, trainer: TrainerHandle, directory: Path):
         self._engine = engine
         self._trainer = trainer
-        self._directory = directory
-        self.weights = ""  # the model's own, as the mesh was started
+        self._directory = directory.resolve()
+        self._weights = ""  # the model's own, as the mesh was started
+        self._kept = {""}
 
     async def ready(self) -> list[str]:
         return await self._engine.ready()
@@ -48,14 +49,24 @@ class ReferenceMesh:
         return await self._engine.scores(samples)
 
     async def refresh(self, step: int) -> None:
-        path = str(self._directory / f"step-{step}")
+        path, before = str(self._directory / f"step-{step}"), self._weights
         await self._trainer.save_hf(path)
-        await self.restore(path)
+        await self._take(path)
+        if before not in self._kept:
+            shutil.rmtree(before)
 
     async def restore(self, weights: str) -> None:
         if weights:
-            await self._engine.load_weights(weights)
-        self.weights = weights
+            await self._take(weights)
+            self._kept.add(weights)
+
+    async def _take(self, weights: str) -> None:
+        await self._engine.load_weights(weights)
+        self._weights = weights
+
+    def keep(self) -> str:
+        self._kept.add(self._weights)
+        return self._weights
 
 
 class ReferenceAdapter:
@@ -63,7 +74,6 @@ class ReferenceAdapter:
 
     def __init__(self, trainer: TrainerHandle):
         self._trainer = trainer
-        self.weights = ""
 
     async def ready(self) -> list[str]:
         return await self._trainer.ready()
@@ -75,4 +85,7 @@ class ReferenceAdapter:
         await self._trainer.keep_reference()
 
     async def restore(self, weights: str) -> None:
-        pass  # came with the trainer's checkpoint
+        pass  # they came with the trainer's checkpoint
+
+    def keep(self) -> str:
+        return ""

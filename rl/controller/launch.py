@@ -64,7 +64,7 @@ class Fleet:
         """The critic's first: where the policy's is complete, so is the critic's."""
         if self.critic is not None:
             await self.critic.save_checkpoint(str(_critic_path(path)), {}, keep_last, wait=True)
-        state = {"step": step, "reference": self.reference.weights if self.reference else None}
+        state = {"step": step, "reference": self.reference.keep() if self.reference else None}
         await self.trainer.save_checkpoint(str(path), state, keep_last)
 
     async def load_checkpoint(self, path: str) -> int:

@@ -4,7 +4,7 @@ What differs between them are parts of the config: `loss`, `credit`, `kl`, `crit
 in rl/loss; here is their order alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.controller.config import RunConfig
 from rl.controller.experience import Experience, assess
@@ -35,8 +35,7 @@ class Run:
         await self.fleet.publish(done)
         await self.evaluate(done)
         for step in range(done + 1, config.steps + 1):
-            with recorder.time("generate"):
-                experience = await self.experience(step)
+            experience = await self.experience(step)
             with recorder.time("train"):
                 try:
                     learned = await learn(experience, step, config, self.fleet)
@@ -58,13 +57,13 @@ class Run:
 
     async def experience(self, step: int) -> Experience:
         """What a step learns from."""
-        if self.config.data != "rollouts":
-            return await Lessons(self.config, self.fleet, self.tokenizer).collect(step)
-        groups, counts = await Sampling(self.config, self.fleet, self.tokenizer).collect(step)
+        with self.recorder.time("generate"):
+            if self.config.data != "rollouts":
+                return await Lessons(self.config, self.fleet, self.tokenizer).collect(step)
+            groups, counts = await Sampling(self.config, self.fleet, self.tokenizer).collect(step)
         with self.recorder.time("assess"):
             experience = await assess(groups, self.config, self.fleet)
-        experience.metrics.update(counts)
-        return experience
+        return replace(experience, metrics=experience.metrics | counts)
 
     async def start(self) -> int:
         """Warm up; reference and critic begin where the policy then is."""

@@ -96,7 +96,7 @@ async def _updates(learner: Learner, plan: Sequence[Sequence[Unit]], together: i
             stepped = await learner.engine.optim_step(params)
         except NotFinite as error:
             untouched = not updates and not config.needs_critic  # of two that learn at a time, the other may have gone ahead
-            message = f"step {step}, update {len(updates) + 1} of {len(plan)}: {error} ({error.metric})"
+            message = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {learner.engine.name}: {error} ({error.metric})"
             raise StepFailed(message, untouched, partial(_offender, learner, samples, together, params)) from error
         updates.append(learned | stepped | {"denominator": total})
     return updates

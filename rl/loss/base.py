@@ -5,7 +5,7 @@ A sequence is never split over micro-batches.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,11 +36,8 @@ class TokenInputs:
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """What ratios are taken against: the generator's logprobs, or the column of that name (see Correction)."""
+        """What ratios are taken against: the column of that name (see Correction), or else the generator's logprobs."""
         return self.columns.get("old_logprobs", self.generator_logprobs)
-
-    def but(self, **columns: torch.Tensor) -> "TokenInputs":
-        return replace(self, columns={**self.columns, **columns})
 
 
 class LossOutput(NamedTuple):

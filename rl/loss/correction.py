@@ -1,6 +1,7 @@
 """Correction: what is done about the gap between the generator that sampled and the trainer that learns."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -35,23 +36,21 @@ class Correction:
     """Weights and masks for each token, or for whole sequences."""
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
-        """The inputs with their weights changed, and with the column `old_logprobs` where ratios are taken against the trainer's."""
+        """The inputs with their weights changed, and with what ratios are taken against as the column `old_logprobs`."""
         trainers = inputs.columns.get("old_logprobs", logprobs.detach())
         weights, metrics = inputs.weights, {}
-        gap = self._gap(trainers, inputs)
+        if self.tis_clip or self.mask_low or self.mask_high:
+            gap = self._gap(trainers, inputs)
         if self.tis_clip:
-            weights = weights * gap.clamp(max=self.tis_clip)
-            metrics |= {"tis/weight:sum": gap.clamp(max=self.tis_clip).sum(), "tis/clipped:sum": (gap > self.tis_clip).sum()}
+            importance = gap.clamp(max=self.tis_clip)
+            weights = weights * importance
+            metrics |= {"tis/weight:sum": importance.sum(), "tis/clipped:sum": (gap > self.tis_clip).sum()}
         if self.mask_low or self.mask_high:
-            outside = gap < self.mask_low
-            if self.mask_high:
-                outside |= gap > self.mask_high
+            outside = (gap < self.mask_low) | (gap > (self.mask_high or math.inf))
             weights = weights.masked_fill(outside, 0.0)
             metrics["gap_masked:sum"] = outside.sum()
-        columns = {name: column for name, column in inputs.columns.items() if name != "old_logprobs"}
-        if self.old_logprobs == "trainer":
-            columns["old_logprobs"] = trainers
-        return TokenInputs(inputs.generator_logprobs, inputs.advantages, weights, inputs.sample_ids, columns), metrics
+        against = trainers if self.old_logprobs == "trainer" else inputs.generator_logprobs
+        return replace(inputs, weights=weights, columns={**inputs.columns, "old_logprobs": against}), metrics
 
     def _gap(self, trainers: torch.Tensor, inputs: TokenInputs) -> torch.Tensor:
         """[M]"""

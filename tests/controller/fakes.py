@@ -26,11 +26,11 @@ class FakeEngine(EngineHandle):
         self._bad = False
 
     def _scores(self, micro, who=""):
-        seeds = [zlib.crc32(f"{self._name} {who} {self.updates} {i} {t}".encode()) for i, t in enumerate(micro.tokens[micro.scored])]
+        seeds = [zlib.crc32(f"{self.name} {who} {self.updates} {i} {t}".encode()) for i, t in enumerate(micro.tokens[micro.scored])]
         return np.array([np.random.default_rng(seed).normal(-1.5, 0.4) for seed in seeds], np.float32)
 
     def note(self, *what):
-        self.calls.append((self._name, *what))
+        self.calls.append((self.name, *what))
 
     async def ready(self):
         return []
@@ -82,6 +82,7 @@ class FakeEngine(EngineHandle):
 
     async def save_hf(self, out_dir):
         self.note("save_hf", Path(out_dir).name)
+        Path(out_dir).mkdir(parents=True)
 
     async def keep_reference(self):
         self.note("keep_reference")

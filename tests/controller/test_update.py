@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import WarmupConfig
+from rl.controller.config import ReferenceConfig, WarmupConfig
 from rl.controller.experience import Unit, assess, assign_credit, spread_reward
 from rl.controller.loop import Run
 from rl.controller.rollouts import Sampling, has_signal
@@ -192,12 +192,16 @@ def test_what_is_not_finite_stops_the_run_with_its_step_metric_and_sample(tmp_pa
     with pytest.raises(RunError) as error:
         run(config(steps=5, minibatches=updates, save_every=1), tmp_path, fail_on=(metric, token, 3))
     message = str(error.value)
-    assert re.match(rf"step {step}, update {update} of {updates}: .*\({metric}\); the sample is \w+, rollout \d", message), message
+    assert re.match(rf"step {step}, update {update} of {updates} of the trainer: .*\({metric}\); the sample is \w+, rollout \d", message), (
+        message
+    )
     assert message.endswith(f"go on from --resume_from {tmp_path / 'checkpoints' / f'step-{step - 1}'}")
 
 
 def test_where_nothing_was_saved_the_weights_before_the_failure_are(tmp_path):
-    with pytest.raises(RunError, match=r"step 1, update 1 of 1: the loss is nan \(loss\); .* go on from --resume_from .*step-0"):
+    with pytest.raises(
+        RunError, match=r"step 1, update 1 of 1 of the trainer: the loss is nan \(loss\); .* go on from --resume_from .*step-0"
+    ):
         run(config(), tmp_path, fail_on=("loss", 20, 0))
     assert (tmp_path / "checkpoints" / "step-0" / ".metadata").exists()
 
@@ -240,3 +244,12 @@ def test_advantages_of_one_number_reach_every_token():
     samples = [[to_sample(rollout([1], [5, 6])), to_sample(rollout([1], [7, 8, 9]))]]
     (first, second) = assign_credit(samples, [[np.zeros(2), np.zeros(3)]], settings)[0]
     assert first.advantages.tolist() == [0, 2, 2] and second.advantages.tolist() == [0, 1, 0, -1]
+
+
+def test_a_references_weights_stay_on_disk_while_a_checkpoint_notes_them(tmp_path):
+    settings = config(
+        steps=6, save_every=3, kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=2), warmup=WarmupConfig(steps=1, batch_size=2)
+    )
+    run(settings, tmp_path)
+    # The reference of step 0 gave way at step 2, unnoted; that of step 2 is noted by checkpoint 3, step 4's by none, step 6's by 6.
+    assert {path.name for path in (tmp_path / "reference").iterdir()} == {"step-2", "step-6"}

@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a
     problem = dataclasses.replace(quickstart().env, num_eval=32).train_problem(seed)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-0"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("rl: error: ")]
-    assert error.startswith("rl: error: step 1, update 1 of 1: the gradient norm is ") and "(grad_norm)" in error
+    assert error.startswith("rl: error: step 1, update 1 of 1 of the trainer: the gradient norm is ") and "(grad_norm)" in error
     assert f"the sample is {problem.id}, rollout 0" in error and error.endswith(f"go on from --resume_from {checkpoint}")
     assert is_complete(checkpoint)
 
