@@ -46,7 +46,7 @@ def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 819
     if longest > max_tokens:
         what = "a sequence" if together == 1 else f"{together} sequences that belong together,"
         raise RunError(
-            f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens or lower env.max_new_tokens"
+            f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens, or make prompts and responses shorter"
         )
     rounds = max(1, math.ceil(sum(lengths) / (num_ranks * max_tokens)))
     while (bins := _fill(lengths, num_ranks * rounds, max_tokens)) is None:

@@ -3,6 +3,7 @@
 A critic and a reference are this and no more; the PolicyTrainer adds what concerns weight sync.
 """
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -73,10 +74,12 @@ class EngineHandle:
         self._actors = actors
         self._config = config
         self._deadline = deadline_seconds
+        self._turn = asyncio.Lock()  # every rank gets the calls in the same order, whoever makes them
 
     async def _every(self, method: str, *args: Any) -> list[Any]:
         """Call every rank; returns their answers, in the order of ranks."""
-        answers = await call(getattr(self._actors, method).call(*args), f"{self.name}.{method}", self._deadline)
+        async with self._turn:
+            answers = await call(getattr(self._actors, method).call(*args), f"{self.name}.{method}", self._deadline)
         return list(answers.values())
 
     async def _all(self, method: str, *args: Any) -> list[Any]:

@@ -27,8 +27,8 @@ class Reference(Protocol):
         """Become again what it was when a checkpoint noted `weights`."""
         ...
 
-    def keep(self) -> str:
-        """Plain data by which a checkpoint notes the present weights; from now on they are kept."""
+    def keep(self, checkpoint: Path) -> str:
+        """Plain data by which a checkpoint notes the present weights; they are kept while it exists."""
         ...
 
 
@@ -40,7 +40,7 @@ class ReferenceMesh:
         self._trainer = trainer
         self._directory = directory.resolve()
         self._weights = ""  # the model's own, as the mesh was started
-        self._kept = {""}
+        self._notes: dict[Path, str] = {}  # checkpoint -> the weights it notes
 
     async def ready(self) -> list[str]:
         return await self._engine.ready()
@@ -49,23 +49,22 @@ class ReferenceMesh:
         return await self._engine.scores(samples)
 
     async def refresh(self, step: int) -> None:
-        path, before = str(self._directory / f"step-{step}"), self._weights
+        path = str(self._directory / f"step-{step}")
         await self._trainer.save_hf(path)
-        await self._take(path)
-        if before not in self._kept:
-            shutil.rmtree(before)
+        await self.restore(path)
+        last = next(reversed(self._notes), None)  # may still be being written
+        noted = {weights for checkpoint, weights in self._notes.items() if checkpoint == last or checkpoint.exists()}
+        for old in self._directory.iterdir():
+            if str(old) not in noted | {path}:
+                shutil.rmtree(old)
 
     async def restore(self, weights: str) -> None:
         if weights:
-            await self._take(weights)
-            self._kept.add(weights)
-
-    async def _take(self, weights: str) -> None:
-        await self._engine.load_weights(weights)
+            await self._engine.load_weights(weights)
         self._weights = weights
 
-    def keep(self) -> str:
-        self._kept.add(self._weights)
+    def keep(self, checkpoint: Path) -> str:
+        self._notes[checkpoint] = self._weights
         return self._weights
 
 
@@ -87,5 +86,5 @@ class ReferenceAdapter:
     async def restore(self, weights: str) -> None:
         pass  # they came with the trainer's checkpoint
 
-    def keep(self) -> str:
+    def keep(self, checkpoint: Path) -> str:
         return ""

@@ -184,6 +184,11 @@ class RunConfig:
         return Objective(self.loss, self.correction, self.kl)
 
     @property
+    def reads_rewards(self) -> bool:
+        """Whether the loss reads advantages."""
+        return getattr(self.loss, "needs_rewards", True)
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0 or getattr(self.loss, "needs_reference", False)
 
@@ -195,6 +200,13 @@ class RunConfig:
     def reference_is_adapter(self) -> bool:
         """Whether the reference lives in the trainer, beside the adapter that is the policy."""
         return self.needs_reference and self.reference.model is None and self.trainer.lora.rank > 0
+
+    @property
+    def reference_kind(self) -> Literal["none", "teacher", "adapter", "policy"]:
+        """What a checkpoint's reference has to be for this run to go on from it."""
+        if not self.needs_reference:
+            return "none"
+        return "teacher" if self.reference.model is not None else "adapter" if self.reference_is_adapter else "policy"
 
     @property
     def num_updates(self) -> int:

@@ -30,7 +30,7 @@ class Unit:
 @dataclass(frozen=True)
 class Experience:
     units: list[Unit]
-    groups: list[Group] = field(default_factory=list)  # what was sampled, where something was
+    groups: list[Group] = field(default_factory=list)  # all that was sampled, where something was
     metrics: dict[str, float] = field(default_factory=dict)
     together: int = 1  # consecutive samples that share a micro-batch
 
@@ -40,14 +40,20 @@ async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Ex
 
     Where credit needs none of them, they are spared for samples that will not learn.
     """
-    scored = [[(r, s) for r, s in zip(g.rollouts, g.scores, strict=True) if s.error is None] for g in groups]
-    samples = [[to_sample(r, id=f"{r.problem.id}, rollout {i}") for i, (r, _) in enumerate(group)] for group in scored]
+    members = [list(zip(g.rollouts, g.scores, strict=True)) for g in groups]
+    counts = [[i for i, (_, score) in enumerate(g) if score.error is None or not config.reads_rewards] for g in members]
+    scored = [[g[i] for i in those] for g, those in zip(members, counts, strict=True)]
+    samples = [
+        [to_sample(g[i][0], id=f"{g[i][0].problem.id}, rollout {i}") for i in those] for g, those in zip(members, counts, strict=True)
+    ]
     scorers = _scorers(config, fleet)
     credit_first = not config.needs_critic and not (config.kl.coef and config.kl.into == "reward")
     if not credit_first:
         samples = await with_columns(samples, scorers)
     rewards, metrics = _token_rewards(scored, samples, config)
     samples = assign_credit(samples, rewards, config)
+    if config.reads_rewards:
+        metrics["advantages/nonzero"] = float(np.mean([s.advantages.any() for group in samples for s in group] or [0.0]))
     samples = [
         [s for (rollout, _), s in zip(pairs, group, strict=True) if not config.shaping.drops(rollout.stop)]
         for pairs, group in zip(scored, samples, strict=True)
@@ -65,7 +71,8 @@ async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Ex
 def _scorers(config: RunConfig, fleet: Fleet) -> dict[str, Scorer]:
     """The columns that this run's loss reads, each with who knows it."""
     scorers: dict[str, Scorer] = {}
-    if config.correction.old_logprobs == "trainer" and config.num_updates > 1:  # else they are those of the one update itself
+    of_rewards = config.kl.coef > 0 and config.kl.into == "reward" and config.correction.old_logprobs == "trainer"
+    if of_rewards or (config.correction.reads_the_trainers and config.num_updates > 1):  # else they are those of the one update itself
         scorers["old_logprobs"] = fleet.trainer.scores
     if fleet.reference is not None:
         scorers["ref_logprobs"] = fleet.reference.scores
@@ -106,17 +113,22 @@ def _token_rewards(
 
 
 def spread_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndarray:
-    """[M] float64: the reward at the last token, or each turn's at its end, or each token's; `bonus` at the last."""
+    """[M] float64: the reward at the last token, or each turn's at its end, or each token's; `bonus` at the last.
+
+    A turn without a token is rewarded at the token before it, or else at the first.
+    """
     lengths = [len(s.tokens) for s in rollout.segments if s.sampled]
     rewards = np.zeros(sum(lengths))
+    if not len(rewards):
+        return rewards
     if score.parts.tokens:
         rewards += score.parts.tokens
     elif score.parts.turns:
-        rewards[np.cumsum(lengths) - 1] += score.parts.turns
-    elif len(rewards):
+        for end, reward in zip(np.cumsum(lengths), score.parts.turns, strict=True):
+            rewards[max(end - 1, 0)] += reward
+    else:
         rewards[-1] = score.reward
-    if len(rewards):
-        rewards[-1] += bonus
+    rewards[-1] += bonus
     return rewards
 
 
@@ -131,7 +143,7 @@ def assign_credit(samples: list[list[Sample]], rewards: list[list[np.ndarray]], 
 
     Raises RunError where the credit does not give a finite advantage for each token.
     """
-    if not getattr(config.loss, "needs_rewards", True):
+    if not config.reads_rewards:
         return samples
     none = np.zeros(0)
     groups = [

@@ -43,6 +43,7 @@ class Fleet:
     generators: GeneratorPool
     rewards: RewardPool
     reference: Reference | None  # where the loss or the KL penalty asks for one
+    reference_kind: str
     critic: EngineHandle | None  # where the credit asks for one
     adapter: str | None  # what the policy is sampled with: its LoRA adapter, where it has one
 
@@ -55,29 +56,30 @@ class Fleet:
         if self.reference is not None and not teacher:
             await self.reference.refresh(0)
         if self.critic is not None:
-            path = run_dir / "reference" / "step-0"
-            if not path.exists():
-                await self.trainer.save_hf(str(path))
+            path = run_dir / "warm_start"
+            await self.trainer.save_hf(str(path))
             await self.critic.load_weights(str(path))
+            shutil.rmtree(path)
 
     async def save_checkpoint(self, path: Path, step: int, keep_last: int) -> None:
-        """The critic's first: where the policy's is complete, so is the critic's."""
+        """The critic's first, and one more of them is kept: where the policy's is complete, so is the critic's."""
         if self.critic is not None:
-            await self.critic.save_checkpoint(str(_critic_path(path)), {}, keep_last, wait=True)
-        state = {"step": step, "reference": self.reference.keep() if self.reference else None}
+            await self.critic.save_checkpoint(str(critic_path(path)), {}, keep_last + 1 if keep_last else 0, wait=True)
+        state = {"step": step, "reference": [self.reference_kind, self.reference.keep(path) if self.reference else ""]}
         await self.trainer.save_checkpoint(str(path), state, keep_last)
 
     async def load_checkpoint(self, path: str) -> int:
         """Policy, critic and reference as they were when it was written. Returns its step."""
         state = await self.trainer.load_checkpoint(path)
         if self.critic is not None:
-            await self.critic.load_checkpoint(str(_critic_path(Path(path))))
+            await self.critic.load_checkpoint(str(critic_path(Path(path))))
         if self.reference is not None:
-            await self.reference.restore(state["reference"])
+            await self.reference.restore(state["reference"][1])
         return state["step"]
 
 
-def _critic_path(path: Path) -> Path:
+def critic_path(path: Path) -> Path:
+    """The critic's checkpoint beside the policy's."""
     return path.parent.with_name("critic_checkpoints") / path.name
 
 
@@ -146,7 +148,7 @@ async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path
         directory = model_dir if teacher is None else teacher.materialize(run_dir / "teacher")
         reference = ReferenceMesh(engine("reference", directory, reference_config(config)), trainer, run_dir / "reference")
     pools = GeneratorPool(generators, config.generator.num_replicas, deadline), RewardPool(rewards, config.reward.num_procs, deadline)
-    fleet = Fleet(trainer, *pools, reference, critic, POLICY if lora.rank else None)
+    fleet = Fleet(trainer, *pools, reference, config.reference_kind, critic, POLICY if lora.rank else None)
     await asyncio.gather(*(part.ready() for part in (trainer, *pools, reference, critic) if part is not None))
     if lora.rank:  # the model never changes: it is sent once, and only its adapter afterwards
         await fleet.generators.load_weights(await trainer.push_base())

@@ -60,10 +60,10 @@ class Run:
         with self.recorder.time("generate"):
             if self.config.data != "rollouts":
                 return await Lessons(self.config, self.fleet, self.tokenizer).collect(step)
-            groups, counts = await Sampling(self.config, self.fleet, self.tokenizer).collect(step)
+            groups, sampled, counts = await Sampling(self.config, self.fleet, self.tokenizer).collect(step)
         with self.recorder.time("assess"):
             experience = await assess(groups, self.config, self.fleet)
-        return replace(experience, metrics=experience.metrics | counts)
+        return replace(experience, groups=sampled, metrics=experience.metrics | counts)
 
     async def start(self) -> int:
         """Warm up; reference and critic begin where the policy then is."""
@@ -78,7 +78,9 @@ class Run:
     async def evaluate(self, step: int) -> None:
         """Greedy accuracy on the held-out problems."""
         with self.recorder.time("eval"):
-            groups = await Sampling(self.config, self.fleet, self.tokenizer).rollout(self.config.env.eval_problems(), 0, greedy=True)
+            sampling = Sampling(self.config, self.fleet, self.tokenizer)
+            groups = await sampling.rollout(self.config.env.eval_problems(), 0, greedy=True)
+            sampling.check_rewards(groups)
         self.recorder.evaluation(step, eval_metrics(groups), groups)
 
     async def give_up(self, step: int, failure: StepFailed) -> RunError:
@@ -88,6 +90,6 @@ class Run:
         if failure.untouched and not is_complete(path):
             await self.save(step - 1)
             await self.fleet.trainer.finish_checkpoint()
-        good = latest(path.parent)
-        rest = f"go on from --resume_from {good}" if good else "there is no checkpoint, as save_every=0"
+        good = latest(path.parent) or self.config.resume_from
+        rest = f"go on from --resume_from {good}" if good else "no checkpoint was due yet: lower save_every"
         return RunError(f"{failure}; {await failure.find_sample()}; {rest}")

@@ -5,14 +5,16 @@ import importlib.util
 import math
 import os
 import re
+import tempfile
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from rl.controller.config import RunConfig
-from rl.controller.launch import processes
+from rl.controller.launch import critic_path, processes
 from rl.errors import ConfigError
 from rl.loss.credit.group_mean import GroupMean
 from rl.loss.credit.rloo import RLOO
@@ -21,6 +23,8 @@ from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
 from rl.models.checkpoint_dir import is_complete, read_record
 from rl.models.hf import check_supported, max_positions
+from rl.models.layout import Layout
+from rl.models.tokenizer import HFTokenizer
 from rl.types import POLICY, LoRA
 
 MAX_LORA_RANK = 512
@@ -37,7 +41,7 @@ def problems(config: RunConfig) -> list[str]:
     model_problems = config.model.problems()
     found += model_problems
     if not model_problems:
-        found += _model_against_layout(config)
+        found += _models_against_layouts(config)
         if config.env.chat and not config.model.has_chat_template:
             found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
     found += _engine(config) + _machine(config)
@@ -45,10 +49,10 @@ def problems(config: RunConfig) -> list[str]:
         found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
     elif config.resume_from and not is_complete(config.resume_from):
         found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
-    elif config.resume_from and (reason := _other_adapter(config)):
-        found.append(reason)
-    elif config.resume_from and step >= config.steps:
-        found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
+    elif config.resume_from:
+        found += _other_checkpoint(config)
+        if step >= config.steps:
+            found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
     if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
         found.append(f"run_dir={config.run_dir!r} exists and is not empty; give another directory")
     return found
@@ -60,20 +64,25 @@ def resume_step(config: RunConfig) -> int | None:
     return int(match[1]) if match else None
 
 
-def _other_adapter(config: RunConfig) -> str:
-    """Why the checkpoint is not one of what learns in this run; empty where it is."""
-    record = read_record(Path(config.resume_from))
+def _other_checkpoint(config: RunConfig) -> list[str]:
+    """Why the checkpoint is not one of what learns, and of what it is compared with, in this run."""
+    path, found = Path(config.resume_from), []
+    record = read_record(path)
     saved = record["adapters"].get(POLICY, dataclasses.asdict(LoRA()))
     saved = LoRA(**(saved | {"targets": tuple(saved["targets"])}))
-    if config.needs_reference and record["state"].get("reference") is None:
-        return f"resume_from={config.resume_from!r} was saved without a reference policy; set kl and loss as they were"
-    if config.needs_critic and not is_complete(
-        Path(config.resume_from).parent.with_name("critic_checkpoints") / Path(config.resume_from).name
-    ):
-        return f"resume_from={config.resume_from!r} was saved without a critic; set credit as it was"
-    if saved == config.trainer.lora:
-        return ""
-    return f"resume_from={config.resume_from!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was"
+    if saved != config.trainer.lora:
+        found.append(f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was")
+    kind, weights = record["state"].get("reference", ["none", ""])
+    if config.needs_reference and kind != config.reference_kind:
+        found.append(
+            f"resume_from={str(path)!r} was saved with reference: {kind}, but the run has: {config.reference_kind}; set kl, loss, "
+            f"reference.model and trainer.lora as they were"
+        )
+    elif config.needs_reference and weights and not Path(weights).is_dir():
+        found.append(f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; give an earlier checkpoint")
+    if config.needs_critic and not is_complete(critic_path(path)):
+        found.append(f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set credit as it was, or move both")
+    return found
 
 
 _AT_LEAST_ONE = (
@@ -150,9 +159,14 @@ def _algorithm(config: RunConfig) -> list[str]:
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
     if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:
         found.append(f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them")
-    reads_rewards = getattr(config.loss, "needs_rewards", True)
-    if config.data == "rollouts" and reads_rewards and config.group_size < 2 and isinstance(config.credit, GroupMean | RLOO):
-        found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
+    if config.needs_critic and not hasattr(config.credit, "returns"):
+        found.append("credit needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE")
+    if config.data == "rollouts" and config.reads_rewards and config.group_size < 2:
+        if isinstance(config.credit, GroupMean | RLOO) or getattr(config.credit, "baseline", "") == "group_mean":
+            found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
+        for name, value in (("shaping.length_coef", config.shaping.length_coef), ("resampling_rounds", config.resampling_rounds)):
+            if value:
+                found.append(f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; use 2 or more")
     if config.correction.tis_clip and config.correction.old_logprobs == "generator":
         found.append(f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it")
     if 0 < config.correction.mask_high < config.correction.mask_low:
@@ -168,23 +182,25 @@ def _algorithm(config: RunConfig) -> list[str]:
     if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
         found.append("loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))")
     if config.reference.model is not None:
-        found += config.reference.model.problems() or _vocabularies(config)
+        found += config.reference.model.problems() or _tokenizers(config)
     return found
 
 
-def _vocabularies(config: RunConfig) -> list[str]:
+def _tokenizers(config: RunConfig) -> list[str]:
     """A teacher scores the student's tokens: they must mean the same to it."""
     if config.model.problems():
         return []
-    theirs, ours = config.reference.model.config()["vocab_size"], config.model.config()["vocab_size"]
-    return [f"reference.model has a vocabulary of {theirs} tokens, the model one of {ours}; use a teacher of the same tokenizer"] * (
-        theirs != ours
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        theirs, ours = (
+            HFTokenizer(source.materialize(Path(directory) / name)).vocabulary
+            for name, source in (("teacher", config.reference.model), ("student", config.model))
+        )
+    return ["reference.model has another tokenizer than the model; use a teacher that reads the same tokens"] * (theirs != ours)
 
 
 def _without_effect(config: RunConfig) -> list[str]:
     """Settings that were changed and that nothing reads."""
-    rollouts, reads_rewards = config.data == "rollouts", getattr(config.loss, "needs_rewards", True)
+    rollouts, reads_rewards = config.data == "rollouts", config.reads_rewards
     unread = [
         ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
         ("kl", not rollouts, f"data={config.data}"),
@@ -194,7 +210,6 @@ def _without_effect(config: RunConfig) -> list[str]:
         ("critic", not config.needs_critic, "a credit that asks for no critic; use GAE"),
         ("shaping", not rollouts, f"data={config.data}"),
         ("credit", not rollouts or not reads_rewards, "nothing that reads rewards"),
-        ("shaping", not reads_rewards, "nothing that reads rewards"),
         ("group_size", not rollouts, f"data={config.data}"),
         ("resampling_rounds", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("correction", not rollouts, f"data={config.data}"),
@@ -214,6 +229,10 @@ def _without_effect(config: RunConfig) -> list[str]:
         found.append("correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; set one")
     if shaping.overlong_penalty != 1.0 and not shaping.overlong_tokens:
         found.append(f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with shaping.overlong_tokens=0; set it")
+    if shaping.overlong_tokens and not shaping.overlong_penalty:
+        found.append(f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with shaping.overlong_penalty=0; set it")
+    if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
+        found.append("shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards")
     if getattr(config.credit, "baseline", "none") == "group_mean" and getattr(config.credit, "discount", 1.0) != 1.0:
         found.append(f"credit.discount={config.credit.discount} has no effect with credit.baseline=group_mean; set one of them")
     if isinstance(config.credit, GroupMean) and config.credit.adv_norm == "none" and config.credit.eps != GroupMean().eps:
@@ -240,25 +259,37 @@ def _env_at_work(config: RunConfig) -> list[str]:
     return []
 
 
-def _model_against_layout(config: RunConfig) -> list[str]:
-    hf, tensor_parallel = config.model.config(), config.trainer.layout.tensor_parallel
+def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
+    """Setting -> the layout of each engine that the run starts, and its model."""
+    layouts = {"trainer.layout": (config.trainer.layout, config.model)}
+    started = processes(config)
+    if "critic" in started:
+        layouts["critic.layout"] = (config.critic.layout, config.model)
+    if "reference" in started:
+        layouts["reference.layout"] = (config.reference.layout, config.reference.model or config.model)
+    return layouts
+
+
+def _models_against_layouts(config: RunConfig) -> list[str]:
     found = []
-    if config.trainer.engine == "titan":
-        try:
-            check_supported(hf)
-        except ConfigError as error:
-            found.append(f"{error}, or set --trainer.engine hf")
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
-            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    for name, (layout, model) in _layouts(config).items():
+        if model.problems():  # of a teacher, which are listed already
+            continue
+        hf, tensor_parallel = model.config(), layout.tensor_parallel
+        if config.trainer.engine == "titan" and name != "critic.layout":
+            try:
+                check_supported(hf)
+            except ConfigError as error:
+                found.append(f"{error}, or set --trainer.engine hf")
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
+                divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+                found.append(f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}")
+        limit = min(max_positions(hf), config.trainer.max_tokens)
+        if config.env.max_new_tokens >= limit and name != "critic.layout":
             found.append(
-                f"trainer.layout.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
+                f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
             )
-    limit = min(max_positions(hf), config.trainer.max_tokens)
-    if config.env.max_new_tokens >= limit:
-        found.append(
-            f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
-        )
     return found
 
 
@@ -267,11 +298,15 @@ def _engine(config: RunConfig) -> list[str]:
     trainer, lora, found = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
         found += [f"trainer.{name}=True needs trainer.engine=titan" for name in ("float8", "compile") if getattr(trainer, name)]
-        if trainer.layout.procs_per_row > 1:
-            found.append("trainer.layout.tensor_parallel and context_parallel need trainer.engine=titan; use trainer.layout.shard")
+        found += [
+            f"{name}.tensor_parallel and context_parallel need trainer.engine=titan; use {name}.shard"
+            for name, (layout, _) in _layouts(config).items()
+            if layout.procs_per_row > 1
+        ]
+    context_parallel = max(layout.context_parallel for layout, _ in _layouts(config).values())
     if trainer.compile and not torch.cuda.is_available():
         found.append("trainer.compile=True needs a GPU; set it to False")
-    elif trainer.compile and (config.dtype != "bfloat16" or trainer.layout.context_parallel > 1):
+    elif trainer.compile and (config.dtype != "bfloat16" or context_parallel > 1):
         found.append("trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False")
     if trainer.float8 and importlib.util.find_spec("torchao") is None:
         found.append("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")

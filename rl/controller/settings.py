@@ -70,6 +70,27 @@ FOREIGN_NAMES = {
     "overlong_buffer": "shaping.overlong_tokens",
     "soft_punish_cache": "shaping.overlong_tokens",
     "mask_truncated_completions": "shaping.drop_truncated",
+    "overlong_filtering": "shaping.drop_truncated",
+    "overlong_buffer.len": "shaping.overlong_tokens",
+    "overlong_buffer_length": "shaping.overlong_tokens",
+    "overlong_buffer_penalty": "shaping.overlong_penalty",
+    "ratio_clip_min": "loss.low",
+    "ratio_clip_max": "loss.high",
+    "ratio_clip_c": "loss.dual",
+    "importance_sampling_level": "loss.level",
+    "nll_loss_coef": "loss.nll_coef",
+    "sft_loss_weight": "loss.nll_coef",
+    "rpo_alpha": "loss.nll_coef",
+    "minus_baseline": "credit.baseline",
+    "lambd": "credit.lam",
+    "gae_lambda": "credit.lam",
+    "gamma": "credit.discount",
+    "gae_gamma": "credit.discount",
+    "token_level_loss": "loss_agg",
+    "loss_reduction": "loss_agg",
+    "ref_update_interval": "reference.refresh_every",
+    "truncated_importance_sampling_ratio": "correction.tis_clip",
+    "use_dynamic_sampling": "resampling_rounds",
     "train_batch_size": "prompts_per_step",
     "rollout_batch_size": "prompts_per_step",
     "num_prompts_per_step": "prompts_per_step",
@@ -144,10 +165,12 @@ def _check_names(config: RunConfig, arguments: list[str]) -> None:
             continue
         if name.split(".")[-1] == "temperature":
             raise ConfigError("there is no setting --temperature: training samples at 1, evaluation is greedy")
-        ours = FOREIGN_NAMES.get(name) or FOREIGN_NAMES.get(name.split(".")[-1])
-        if ours in known:
-            raise ConfigError(f"unknown setting --{name}; it is called --{ours} here")
         same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+        own = next((k for k in same_leaf if k.startswith(("loss.", "credit."))), None)  # DPO's beta is not the KL's
+        ours = own or FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(name.split(".")[-1])
+        if ours in known:
+            note = ", and is a number of them, not their size" if ours == "minibatches" and "size" in name else ""
+            raise ConfigError(f"unknown setting --{name}; it is called --{ours} here{note}")
         close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean --{close[0]}? " if close else ""
         raise ConfigError(f"unknown setting --{name}; {hint}(--help lists them)")

@@ -7,6 +7,7 @@ from rl.controller.config import RunConfig
 from rl.controller.experience import Experience, Unit, weighted, with_columns
 from rl.controller.launch import Fleet
 from rl.envs.base import derive_seed
+from rl.errors import NotFinite, RunError
 from rl.interfaces import Tokenizer
 from rl.loss.cross_entropy import CrossEntropy
 from rl.observability.recorder import Recorder
@@ -24,10 +25,11 @@ class Lessons:
     async def collect(self, step: int) -> Experience:
         """`prompts_per_step` demonstrations, or as many pairs, the chosen before the rejected."""
         seeds = [derive_seed(self.config.seed, self.config.data, step, i) for i in range(self.config.prompts_per_step)]
-        if self.config.data == "preferences":
-            pairs = await with_columns([self.pair(seed) for seed in seeds], {"ref_logprobs": self.fleet.reference.scores})
-            return Experience([_unit(pair) for pair in pairs], together=2)
-        return Experience([_unit(weighted([self.demonstration(seed)], self.config)) for seed in seeds])
+        pairs = self.config.data == "preferences"
+        units = [self.pair(seed) if pairs else weighted([self.demonstration(seed)], self.config) for seed in seeds]
+        reference = self.fleet.reference
+        units = await with_columns(units, {"ref_logprobs": reference.scores} if reference else {})
+        return Experience([_unit(unit) for unit in units], together=2 if pairs else 1)
 
     def demonstration(self, seed: int) -> Sample:
         problem = self.config.env.train_problem(seed)
@@ -48,8 +50,11 @@ class Lessons:
         for step in range(1, warmup.steps + 1):
             seeds = [derive_seed(self.config.seed, "warmup", step, i) for i in range(warmup.batch_size)]
             batch = trainer.pack([self.demonstration(seed) for seed in seeds])
-            learned = await trainer.forward_backward(batch, CrossEntropy())
-            await trainer.optim_step(OptimParams(warmup.lr, 1 / batch.num_scored_tokens))
+            try:
+                learned = await trainer.forward_backward(batch, CrossEntropy())
+                await trainer.optim_step(OptimParams(warmup.lr, 1 / batch.num_scored_tokens))
+            except NotFinite as error:
+                raise RunError(f"warm-up step {step}: {error}; lower warmup.lr={warmup.lr}") from error
             recorder.warmup(step, warmup.steps, learned["loss:sum"] / batch.num_scored_tokens)
         if warmup.steps:
             await trainer.reset_optimizer()

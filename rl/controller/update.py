@@ -63,11 +63,12 @@ async def learn(experience: Experience, step: int, config: RunConfig, fleet: Fle
 
 
 def minibatches(units: Sequence[Unit], config: RunConfig, step: int) -> list[list[Unit]]:
-    """Every epoch deals the units out anew; with one minibatch the order does not matter."""
+    """Every epoch deals the units out anew. Minibatches of which nothing has a gradient come last: parity is measured on the first."""
     plan = []
     for epoch in range(config.epochs):
         order = np.random.default_rng(derive_seed(config.seed, "minibatches", step, epoch)).permutation(len(units))
-        plan += [[units[i] for i in part] for part in np.array_split(order, config.minibatches)]
+        parts = [[units[i] for i in part] for part in np.array_split(order, config.minibatches)]
+        plan += sorted(parts, key=lambda part: not any(unit.samples for unit in part))
     return plan
 
 
@@ -121,12 +122,15 @@ async def _offender(learner: Learner, samples: list[Sample], together: int, para
             return True
         return False
 
+    everywhere = len(samples) > together
     while len(samples) > together:
         half = math.ceil(len(samples) / 2 / together) * together
         parts = [part for part in (samples[:half], samples[half:]) if await fails(part)]
         if not parts:
             return f"it takes more than one sample: none of {samples[0].id} and {len(samples) - 1} others fails alone"
+        everywhere &= len(parts) == 2
         samples = parts[0]
-    return (
-        f"the sample is {' with '.join(s.id for s in samples)}: look at its reward and logprobs, lower the learning rate, or mend the loss"
-    )
+    names = " with ".join(s.id for s in samples)
+    if everywhere:
+        return f"every sample that was tried fails alone, {names} among them, so look at the weights: lower the learning rate, or mend the loss"
+    return f"the sample is {names}: look at its reward and logprobs, lower the learning rate, or mend the loss"

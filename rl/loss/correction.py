@@ -14,8 +14,8 @@ class Correction:
     """Truncated importance sampling (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
     2025) and masking (IcePop, Ling Team, 2025), for tokens or for sequences.
 
-    gap_t = exp(old_t - generator_t), where old_t is the trainer's logprob before the first update on the batch; of a sequence:
-    the product over its tokens. The weight of a token is multiplied by min(gap_t, tis_clip), and is 0 where the gap lies
+    gap_t = exp(trainer_t - generator_t), where trainer_t is the trainer's logprob before the first update on the batch, read
+    from the column `old_logprobs`, and without it from this very update; of a sequence: the product over its tokens. The weight of a token is multiplied by min(gap_t, tis_clip), and is 0 where the gap lies
     outside [mask_low, mask_high]. Its tokens still count in the mean.
     """
 
@@ -34,6 +34,11 @@ class Correction:
 
     level: Literal["token", "sequence"] = "token"
     """Weights and masks for each token, or for whole sequences."""
+
+    @property
+    def reads_the_trainers(self) -> bool:
+        """Whether anything depends on the trainer's logprobs before the first update."""
+        return self.old_logprobs == "trainer" or self.mask_low > 0 or self.mask_high > 0
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
         """The inputs with their weights changed, and with what ratios are taken against as the column `old_logprobs`."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.errors import RunError
 from rl.interfaces import Loss
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.correction import Correction
@@ -21,6 +22,9 @@ class Objective:
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         corrected, metrics = self.correction(logprobs, inputs)
         loss, own = self.loss(logprobs, corrected)
+        for name in own:
+            if not name.endswith((":sum", ":max")):
+                raise RunError(f"the loss's metric {name!r} does not say how tokens are combined; call it {name}:sum or {name}:max")
         metrics |= own
         if self.kl.coef and self.kl.into == "loss":
             kl = estimate(logprobs, inputs.column("ref_logprobs"), self.kl.estimator)

@@ -12,7 +12,7 @@ class Shaping:
 
     overlong_tokens: int = 0
     """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of env.max_new_tokens the reward falls by
-    up to overlong_penalty."""
+    up to overlong_penalty. A rollout of several turns counts all that it sampled."""
 
     overlong_penalty: float = 1.0
     """What a response of env.max_new_tokens loses."""

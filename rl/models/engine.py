@@ -290,7 +290,7 @@ class Engine(ABC):
     def load_weights(self, model_dir: str | Path) -> None:
         """Take over the weights of a directory that `save_hf` wrote; a value head, which it does not have, becomes 0.
 
-        Raises ConfigError where it is of another model.
+        Raises ConfigError where it lacks a tensor of this model, RunError where one has another shape.
         """
         self._load_tensors(self._model, hf.HFWeights(model_dir))
 

@@ -26,6 +26,11 @@ class HFTokenizer:
         self.eos_id: int = self._tokenizer.eos_token_id
         self.has_chat_template = self._tokenizer.chat_template is not None
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id."""
+        return self._tokenizer.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer puts at the beginning of a text."""
         return self._tokenizer.encode(text)

@@ -93,10 +93,11 @@ class Recorder:
             f"step {step}/{self._num_steps}  {shown}  {seconds:.2f} s/step  ETA {int(eta // 60)}:{int(eta % 60):02d}",
             keep=step in (1, self._num_steps) or step % 10 == 0 or now - self._last_kept > _SILENCE_SECONDS,
         )
-        compared = any(len(group.rollouts) > 1 for group in groups)
-        if compared and not metrics["group/with_signal"] and not self._said_no_signal:
+        if metrics.get("advantages/nonzero") == 0 and not self._said_no_signal:
             self._said_no_signal = True
-            self._line(f"step {step}: in no group did the rewards differ, so nothing was learnt from it; is the task too hard?", keep=True)
+            self._line(
+                f"step {step}: no rollout had an advantage, so no reward taught anything; is the task too hard, or too easy?", keep=True
+            )
 
     def evaluation(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]

@@ -1,6 +1,7 @@
 """A fleet without processes: it computes with made-up logprobs, and writes down everything that a run asks of it."""
 
 import hashlib
+import json
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from rl.actors.reference import ReferenceAdapter, ReferenceMesh
 from rl.controller.config import RunConfig
 from rl.controller.launch import Fleet, engine_config
 from rl.loss.base import TokenInputs
+from rl.models.checkpoint_dir import prune
 from rl.types import POLICY, Completion, Score, StopReason, VersionRange
 
 
@@ -22,7 +24,8 @@ class FakeEngine(EngineHandle):
     def __init__(self, name, calls, config, fail_on=None):
         super().__init__(name, None, config, 0.0)
         self.calls, self.updates = calls, 0
-        self.fail_on = fail_on  # (metric, token, updates): after so many, a batch with this token has a loss or gradient that is not finite
+        # (metric, token, updates): after so many, a batch with this token (None: any) has a loss or gradient that is not finite
+        self.fail_on = fail_on
         self._bad = False
 
     def _scores(self, micro, who=""):
@@ -48,7 +51,7 @@ class FakeEngine(EngineHandle):
 
         totals = {"tokens:sum": 0.0, "loss:sum": 0.0, "logprob_diff:sum": 0.0, "logprob_diff:max": 0.0, "ratio_outside:sum": 0.0}
         for micro in (m for rank in batch.ranks for m in rank):
-            bad = self.fail_on is not None and self.updates >= self.fail_on[2] and self.fail_on[1] in micro.tokens[micro.scored]
+            bad = self.fail_on is not None and self.updates >= self.fail_on[2] and self.fail_on[1] in [None, *micro.tokens[micro.scored]]
             if bad and self.fail_on[0] == "loss":
                 raise NotFinite("the loss is nan", "loss")
             self._bad |= bad
@@ -94,14 +97,15 @@ class FakeEngine(EngineHandle):
         self.note("save_checkpoint", Path(path).name, keep_last)
         Path(path).mkdir(parents=True)
         (Path(path) / ".metadata").touch()
-        (Path(path) / "record.json").write_text("{}")
+        (Path(path) / "record.json").write_text(json.dumps({"state": state, "adapters": {}}))
+        prune(Path(path), keep_last)
 
     async def finish_checkpoint(self):
         pass
 
     async def load_checkpoint(self, path):
         self.note("load_checkpoint", Path(path).name)
-        return {"step": int(Path(path).name.removeprefix("step-")), "reference": ""}
+        return json.loads((Path(path) / "record.json").read_text())["state"]
 
 
 class FakeGenerators:
@@ -150,7 +154,7 @@ def fake_fleet(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Fleet, l
         reference = ReferenceMesh(FakeEngine("reference", calls, policy), trainer, run_dir / "reference")
     critic = FakeEngine("critic", calls, policy) if config.needs_critic else None
     adapter = POLICY if config.trainer.lora.rank else None
-    return Fleet(trainer, FakeGenerators(calls), FakeRewards(), reference, critic, adapter), calls
+    return Fleet(trainer, FakeGenerators(calls), FakeRewards(), reference, config.reference_kind, critic, adapter), calls
 
 
 class QuietRecorder(SimpleNamespace):

@@ -10,6 +10,10 @@ import torch
 from rl import cli
 from rl.controller.settings import setting_names
 from rl.envs.sort_letters import ALPHABET
+from rl.loss.credit.gae import GAE
+from rl.loss.credit.reinforce_pp import ReinforcePP
+from rl.loss.dpo import DPO
+from rl.loss.gspo import GSPO
 from rl.models.sources import TinyQwen3
 from tests.tiny import write_config, write_model
 
@@ -100,6 +104,8 @@ def test_an_unknown_flag_names_the_nearest(one_line):
         ("epsilon_high", "loss.high"),
         ("clip_ratio_low", "loss.low"),
         ("beta", "kl.coef"),
+        ("ratio_clip_max", "loss.high"),
+        ("overlong_buffer.len", "shaping.overlong_tokens"),
         ("tis_clip", "correction.tis_clip"),
         ("ppo_epochs", "epochs"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.layout.tensor_parallel"),
@@ -110,12 +116,18 @@ def test_a_flag_of_another_framework_gets_our_name(one_line, theirs, ours):
     assert f"unknown setting --{theirs}; it is called --{ours} here" in one_line("train", "quickstart", f"--{theirs}", "4")
 
 
+def test_a_loss_keeps_its_own_beta_and_a_size_is_not_taken_for_a_number(one_line):
+    assert "it is called --loss.beta here" in one_line("train", "dpo", "--beta", "0.3")
+    assert "called --minibatches here, and is a number of them, not their size" in one_line("train", "ppo", "--ppo_mini_batch_size", "8")
+
+
 def test_every_foreign_name_leads_to_a_setting_that_exists():
     from configs.quickstart import quickstart
     from rl.controller.settings import FOREIGN_NAMES
     from rl.models.sources import ModelDir
 
-    known = set(setting_names(quickstart())) | set(setting_names(dataclasses.replace(quickstart(), model=ModelDir(""))))
+    parts = [{}, {"model": ModelDir("")}, {"loss": GSPO()}, {"loss": DPO()}, {"credit": GAE()}, {"credit": ReinforcePP()}]
+    known = {name for part in parts for name in setting_names(dataclasses.replace(quickstart(), **part))}
     assert set(FOREIGN_NAMES.values()) <= known
 
 

@@ -72,7 +72,10 @@ def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
 
     def rollout(*scores):
         fleet = SimpleNamespace(adapter=None, generators=Generators(), rewards=Rewards(*scores))
-        return asyncio.run(Sampling(config, fleet, tokenizer).rollout(config.env.eval_problems()[:2], 0))
+        sampling = Sampling(config, fleet, tokenizer)
+        groups = asyncio.run(sampling.rollout(config.env.eval_problems()[:2], 0))
+        sampling.check_rewards(groups)
+        return groups
 
     assert len(rollout(Score(0.0, "ValueError: x"), Score(1.0))) == 2
     with pytest.raises(RunError, match="all 16 rewards failed, the first: ValueError: x; see logs/reward-0.log"):

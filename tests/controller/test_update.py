@@ -2,21 +2,25 @@
 
 import asyncio
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from configs.quickstart import quickstart
 from rl.controller.config import ReferenceConfig, WarmupConfig
 from rl.controller.experience import Unit, assess, assign_credit, spread_reward
 from rl.controller.loop import Run
+from rl.controller.problems import problems
 from rl.controller.rollouts import Sampling, has_signal
 from rl.controller.update import denominator, minibatches
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
 from rl.loss.correction import Correction
 from rl.loss.credit.gae import GAE
+from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.kl import KL
 from rl.models.tokenizer import HFTokenizer
 from rl.types import Group, LoRA, Problem, Rewards, Rollout, Score, Segment, StopReason, VersionRange
@@ -86,6 +90,10 @@ def test_rewards_of_turns_and_tokens_go_where_they_belong():
     assert spread_reward(two_turns, Score(1.5, None, Rewards(tokens=(1, 2, 3, 4, 5)))).tolist() == [1, 2, 3, 4, 5]
     assert spread_reward(two_turns, Score(1.0), bonus=-0.25).tolist() == [0, 0, 0, 0, 0.75]
     assert spread_reward(rollout([1], []), Score(1.0)).tolist() == []
+    turns = Score(3.0, None, Rewards(turns=(1.0, 2.0)))
+    assert spread_reward(rollout([1], [], [2], [5, 6]), turns).tolist() == [1.0, 2.0]
+    assert spread_reward(rollout([1], [5, 6], [2], []), turns).tolist() == [0, 3.0]
+    assert spread_reward(rollout([1], [], [2], []), turns).tolist() == []
 
 
 def test_the_penalty_goes_off_the_reward_of_each_token(tmp_path):
@@ -119,6 +127,10 @@ def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tm
     assert forwards() == ({}, [0, 2])
     assert forwards(**old) == ({"trainer": 5}, [0, 2])
     assert forwards(correction=Correction(old_logprobs="trainer")) == ({}, [0, 2])  # one update: they are its own
+    assert forwards(correction=Correction(mask_high=2.0)) == ({}, [0, 2])
+    assert forwards(correction=Correction(mask_high=2.0), epochs=2) == ({"trainer": 5}, [0, 2])  # masks measure the first policy's gap
+    in_reward = {"correction": Correction(old_logprobs="trainer"), "kl": KL(coef=0.1, into="reward")}
+    assert forwards(**in_reward) == ({"trainer": 9, "reference": 9}, [2, 2])
     assert forwards(kl=KL(coef=0.1)) == ({"reference": 9}, [2, 2])
     assert forwards(**old, credit=GAE(), kl=KL(coef=0.1, into="reward")) == ({"trainer": 9, "reference": 9, "critic": 9}, [2, 2])
 
@@ -173,11 +185,12 @@ def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_pa
         return asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
 
     first = ["same", "differ", "same", "differ", "same", "differ"]
-    groups, counts = collect(3, [*first, "differ", "same", "differ", "differ"])
+    groups, sampled, counts = collect(3, [*first, "differ", "same", "differ", "differ"])
+    assert len(sampled) == 10  # all of them are what the step's metrics are of
     assert len(groups) == 6 and all(map(has_signal, groups)) and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
-    groups, counts = collect(1, [*first, "same", "same", "differ"])
+    groups, _, counts = collect(1, [*first, "same", "same", "differ"])
     assert len(groups) == 6 and sum(map(has_signal, groups)) == 4 and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
-    groups, counts = collect(0, first)
+    groups, _, counts = collect(0, first)
     assert sum(map(has_signal, groups)) == 3 and counts == {}
     ids = [g.rollouts[0].problem.id for g in collect(3, [*first, *["differ"] * 3])[0]]
     assert len(set(ids)) == 6
@@ -213,10 +226,72 @@ def test_the_sample_to_blame_is_one_with_the_bad_token(tmp_path):
     settings = config()
     fleet, _ = fake_fleet(settings, tmp_path)
     tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
-    groups, _ = asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
+    groups, _, _ = asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
     (group,) = [g for g in groups if g.rollouts[0].problem.id == problem]
-    scored = [r for r, s in zip(group.rollouts, group.scores, strict=True) if s.error is None]
-    assert 20 in scored[int(number)].segments[-1].tokens
+    assert 20 in group.rollouts[int(number)].segments[-1].tokens
+
+
+def test_where_every_sample_fails_the_weights_are_to_blame(tmp_path):
+    with pytest.raises(RunError, match=r"every sample that was tried fails alone, .* so look at the weights"):
+        run(config(), tmp_path, fail_on=("loss", None, 0))
+
+
+def test_a_warm_up_that_is_not_finite_says_so(tmp_path):
+    with pytest.raises(RunError, match="warm-up step 1: the loss is nan; lower warmup.lr=0.003"):
+        run(config(warmup=WarmupConfig(steps=1, batch_size=2)), tmp_path, fail_on=("loss", None, 0))
+
+
+def test_one_round_of_dynamic_sampling_may_fail_without_ending_the_run(tmp_path):
+    settings = config(resampling_rounds=1)
+    fleet, _ = fake_fleet(settings, tmp_path)
+    given = iter(["differ"] * 5 + ["same"] + ["fail"])
+
+    async def score(rollouts):
+        kind = next(given)
+        return [Score(float(i % 2 and kind == "differ"), "too slow" if kind == "fail" else None) for i, _ in enumerate(rollouts)]
+
+    fleet.rewards.score = score
+    tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
+    groups, sampled, _ = asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
+    assert len(groups) == 6 and len(sampled) == 7
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_gap_is_measured_though_most_minibatches_have_no_signal(tmp_path, seed):
+    units = [Unit([], 1, 1)] * 5 + [Unit([None], 1, 1)]
+    assert minibatches(units, config(minibatches=3, seed=seed), 1)[0] != [Unit([], 1, 1)] * 2
+
+
+def test_a_metric_of_ones_own_says_how_it_is_combined(tmp_path):
+    from rl.loss.base import LossOutput
+    from rl.loss.objective import Objective
+
+    own = {"largest:max": torch.tensor(3.0), "mean:sum": torch.tensor(5.0)}
+    settings = config(loss=lambda logprobs, inputs: LossOutput(logprobs.sum(), own), minibatches=2)
+    _, recorder = run(settings, tmp_path)
+    assert recorder.steps[1]["largest/max"] == 3.0 and "mean" in recorder.steps[1]
+    with pytest.raises(RunError, match="metric 'own' does not say how tokens are combined; call it own:sum or own:max"):
+        Objective(lambda logprobs, inputs: LossOutput(logprobs.sum(), {"own": 1.0}))(torch.zeros(1), masked(1))
+
+
+def test_supervised_losses_of_ones_own_get_a_reference_where_they_ask_for_one(tmp_path):
+    def plain(logprobs, inputs):
+        return CrossEntropy()(logprobs, inputs)
+
+    def with_reference(logprobs, inputs):
+        return CrossEntropy()(logprobs - inputs.column("ref_logprobs"), inputs)
+
+    with_reference.needs_reference = True
+    for data in ("demonstrations", "preferences"):
+        for loss in (plain, with_reference):
+            calls, _ = run(config(data=data, loss=loss), tmp_path / data / loss.__name__)
+            assert any(call[0] == "reference" for call in calls) == (loss is with_reference)
+
+
+def masked(n):
+    from rl.loss.base import TokenInputs
+
+    return TokenInputs(torch.zeros(n), torch.zeros(n), torch.ones(n), torch.zeros(n, dtype=torch.long))
 
 
 def test_a_credit_at_fault_is_named(tmp_path):
@@ -253,3 +328,46 @@ def test_a_references_weights_stay_on_disk_while_a_checkpoint_notes_them(tmp_pat
     run(settings, tmp_path)
     # The reference of step 0 gave way at step 2, unnoted; that of step 2 is noted by checkpoint 3, step 4's by none, step 6's by 6.
     assert {path.name for path in (tmp_path / "reference").iterdir()} == {"step-2", "step-6"}
+
+
+def test_a_references_weights_go_with_the_checkpoints_that_noted_them(tmp_path):
+    settings = config(steps=6, save_every=1, keep_checkpoints=1, kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1), credit=GAE())
+    run(settings, tmp_path)
+    # A checkpoint may still be being written when the next refresh comes, so the one before it is there too.
+    assert {path.name for path in (tmp_path / "reference").iterdir()} == {"step-5", "step-6"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-6"}
+    assert {path.name for path in (tmp_path / "critic_checkpoints").iterdir()} == {"step-5", "step-6"}  # one more: it is written first
+
+
+def resumed(tmp_path, before, after):
+    """What a run that goes on from another's step 1 asks of its fleet, or what keeps it from starting."""
+    run(before, tmp_path / "first")
+    settings = replace(after, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1"))
+    return problems(settings) or run(settings, tmp_path / "second")[0]
+
+
+def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
+    settings = config(save_every=1, kl=KL(coef=0.1), warmup=WarmupConfig(steps=1, batch_size=2))
+    calls = resumed(tmp_path, settings, settings)
+    assert ("trainer", "load_checkpoint", "step-1") in calls and ("reference", "load_weights", "step-0") in calls
+    shutil.rmtree(tmp_path / "first" / "reference")
+    (line,) = problems(replace(settings, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1")))
+    assert "notes the reference's weights" in line and "which are gone" in line
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({}, {"kl": KL(coef=0.1)}, "saved with reference: none, but the run has: policy"),
+        ({"kl": KL(coef=0.1)}, {"kl": KL(coef=0.1), "reference": "teacher"}, "saved with reference: policy, but the run has: teacher"),
+        ({"kl": KL(coef=0.1), "reference": "teacher"}, {"kl": KL(coef=0.1)}, "saved with reference: teacher, but the run has: policy"),
+        ({}, {"credit": GAE()}, "has no critic beside it"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_reference_or_without_its_critic(tmp_path, before, after, words):
+    def settings(changes):
+        teacher = {"reference": ReferenceConfig(model=quickstart().model)} if changes.get("reference") == "teacher" else {}
+        return config(save_every=1, **(changes | teacher))
+
+    found = resumed(tmp_path, settings(before), settings(after))
+    assert len(found) == 1 and words in found[0], found
