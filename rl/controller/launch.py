@@ -31,6 +31,7 @@ from rl.processes import adopt_orphans
 from rl.types import POLICY, PolicyVersion
 from rl.weight_sync.shared_memory import SharedMemory
 
+ENGINE_ROLES = ("trainer", "critic", "reference")
 _STOP_SECONDS = 4.0
 _SHARED_ROOT = Path("/dev/shm")
 
@@ -158,9 +159,11 @@ async def _start(config: RunConfig, model_dir: Path, run_dir: Path, shared: Path
 
 def _spawn_roles(config: RunConfig, logs: Path, meshes: list[Any]) -> dict[str, Any]:
     procs: dict[str, Any] = {}
-    first_device = 0
-    for role, count in processes(config).items():
-        env = {"OMP_NUM_THREADS": "1" if role == "reward" else str(_threads(count))}
+    roles, first_device = processes(config), 0
+    for role, count in roles.items():
+        # Trainer and critic learn at the same time; a reference's forward pass meets those of both.
+        beside = {"reward": (), "reference": ENGINE_ROLES}.get(role, ("trainer", "critic"))
+        env = {"OMP_NUM_THREADS": str(_threads(sum(roles.get(other, 0) for other in beside))) if beside else "1"}
         if role == "generator":
             env = generator_environment(_threads(count), config.generator.compile)
         procs[role] = _spawn_procs(role, count, env, None if role == "reward" else first_device, logs)
@@ -173,7 +176,7 @@ async def _join_groups(procs: dict[str, Any], deadline: float) -> None:
     """Each mesh of an engine gets a process group of its own. One host: free ports of the loopback interface."""
     from monarch.spmd import setup_torch_elastic_env_async
 
-    engines = [role for role in ("trainer", "critic", "reference") if role in procs]
+    engines = [role for role in ENGINE_ROLES if role in procs]
     for role, port in zip(engines, _free_ports(len(engines)), strict=True):
         await call(setup_torch_elastic_env_async(procs[role], "localhost", port), f"{role} start", deadline)
 
@@ -285,7 +288,10 @@ def make_shared_directory(run_name: str) -> Path:
 
 
 def _threads(num_procs: int) -> int:
-    """Threads for each process of a mesh: trainer and generators take turns, so each mesh may use every core."""
+    """Threads for each of the processes that compute at the same time; engines and generators take turns on every core.
+
+    With more threads than cores OpenMP's threads spin while they wait for each other: PPO's updates took ten times as long.
+    """
     return max(1, (os.cpu_count() or 1) // num_procs)
 
 
