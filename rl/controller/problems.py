@@ -154,7 +154,7 @@ def _algorithm(config: RunConfig) -> list[str]:
                 found.append(f"{part}.{field.name}={value} must be at least {least}" + (f" and at most {most}" if most < math.inf else ""))
     if 0 < getattr(config.loss, "dual", 0) <= 1 or getattr(config.loss, "dual", 0) < 0:
         found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
-    if config.prompts_per_step % config.minibatches:
+    if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
         found.append(f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; use a divisor")
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
     if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:

@@ -250,6 +250,7 @@ def test_a_teacher_is_another_model(tmp_path):
         ({"credit": ReinforcePP(discount=0.9, baseline="group_mean")}, "credit.discount=0.9 has no effect"),
         ({"credit": GroupMean(adv_norm="none", eps=1.0)}, "credit.eps=1.0 has no effect"),
         ({"minibatches": 3}, "minibatches=3 does not divide prompts_per_step=4"),
+        ({"minibatches": 0}, "minibatches=0 must be at least 1"),
         ({"loss": DPO()}, "loss DPO learns from preferences, not from data=rollouts"),
         ({"loss": CrossEntropy()}, "loss CrossEntropy learns from demonstrations"),
         ({"data": "demonstrations"}, "loss Clip learns from rollouts, not from data=demonstrations"),
