@@ -58,8 +58,8 @@ class Fleet:
             await self.reference.refresh(0)
         if self.critic is not None:
             path = run_dir / "warm_start"
-            await self.trainer.save_hf(str(path))
-            await self.critic.load_weights(str(path))
+            await self.trainer.save_hf(str(path / "hf"))
+            await self.critic.load_weights(str(path / "hf"))
             shutil.rmtree(path)
 
     async def save_checkpoint(self, path: Path, step: int, keep_last: int) -> None:
