@@ -9,8 +9,9 @@ from typing import Any
 
 import tyro
 
-from rl.controller.config import RunConfig
+from rl.controller.config import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
+from rl.loss.kl import KL
 
 # What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
 FOREIGN_NAMES = {
@@ -141,7 +142,7 @@ def override(config: RunConfig, arguments: list[str], prog: str) -> RunConfig:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
+            changed = tyro.cli(
                 RunConfig,
                 default=config,
                 args=arguments,
@@ -149,10 +150,22 @@ def override(config: RunConfig, arguments: list[str], prog: str) -> RunConfig:
                 use_underscores=True,
                 config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
             )
+        return _without_what_was_switched_off(config, changed)
     except SystemExit as exit:
         if not exit.code:
             raise
         raise ConfigError(_one_line(said.getvalue())) from None
+
+
+def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> RunConfig:
+    """`--kl.coef 0` takes the recipe's other settings of the penalty with it, which would be without effect; not those given with it."""
+    if not recipe.kl.coef or changed.kl.coef:
+        return changed
+    if dataclasses.replace(changed.kl, coef=recipe.kl.coef) == recipe.kl:
+        changed = dataclasses.replace(changed, kl=KL())
+    if changed.reference == recipe.reference and not changed.needs_reference:
+        changed = dataclasses.replace(changed, reference=ReferenceConfig())
+    return changed
 
 
 def _check_names(config: RunConfig, arguments: list[str]) -> None:

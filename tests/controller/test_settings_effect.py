@@ -282,6 +282,15 @@ def test_settings_that_do_not_go_together_are_named(changes, words):
     assert any(words in line for line in problems(small(**changes))), problems(small(**changes))
 
 
+def test_the_penalty_of_a_recipe_can_be_switched_off_but_not_half():
+    recipe = small(kl=KL(0.1, "k1", "reward"), reference=ReferenceConfig(refresh_every=5))
+    off = override(recipe, ["--kl.coef", "0"], "rl")
+    assert off == replace(recipe, kl=KL(), reference=ReferenceConfig()) and problems(off) == []
+    half = override(recipe, ["--kl.coef", "0", "--kl.estimator", "k2"], "rl")
+    assert any("has no effect with kl.coef=0" in line for line in problems(half))
+    assert override(recipe, ["--kl.coef", "0.2"], "rl").kl == KL(0.2, "k1", "reward")
+
+
 @pytest.mark.parametrize("loss", [Distillation(), Clip()])
 def test_truncated_rollouts_are_dropped_from_any_loss(loss):
     config = small(loss=loss, kl=KL(0.1), reference=ReferenceConfig(model=small().model), shaping=Shaping(drop_truncated=True))
