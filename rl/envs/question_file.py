@@ -17,7 +17,10 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class QuestionFile(Env):
-    """Each line is an object with `question` and `answer`. The first `num_eval` lines are held out, the others train."""
+    """Each line is an object with `question` and `answer`. The first `num_eval` lines are held out, the others train.
+
+    Supervised learning reads `response`, or else the answer, as the demonstration, and `chosen` and `rejected` as a preference.
+    """
 
     chat: bool = True
     path: str = ""
@@ -38,6 +41,15 @@ class QuestionFile(Env):
             return float(response.strip() == problem.answer.strip())
         found = [_number(text) for text in _NUMBER.findall(response)]
         return float(bool(found) and found[-1] == _number(problem.answer))
+
+    def demonstration(self, problem: Problem, seed: int) -> str:
+        return str(self._row(problem).get("response", problem.answer))
+
+    def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
+        row = self._row(problem)
+        if not {"chosen", "rejected"} <= row.keys():
+            raise ConfigError(f"{problem.id} has no chosen and rejected, which data=preferences learns from; add them to every line")
+        return str(row["chosen"]), str(row["rejected"])
 
     def problems(self) -> list[str]:
         if not Path(self.path).is_file():
@@ -60,6 +72,9 @@ class QuestionFile(Env):
     def _read(self) -> list[Problem]:
         return _parse(self.path, self._modified())
 
+    def _row(self, problem: Problem) -> dict:
+        return _rows(self.path, self._modified())[int(problem.id.rpartition(":")[2])]
+
     def _modified(self) -> int:
         return Path(self.path).stat().st_mtime_ns
 
@@ -77,14 +92,20 @@ def _train_problems(path: str, modified: int, num_eval: int) -> list[Problem]:
 
 @lru_cache(maxsize=8)
 def _parse(path: str, modified: int) -> list[Problem]:
-    """modified: the file's time, so that a changed file is read again."""
-    problems = []
+    rows = _rows(path, modified).items()
+    return [Problem(f"{Path(path).name}:{number}", str(row["question"]), str(row["answer"])) for number, row in rows]
+
+
+@lru_cache(maxsize=8)
+def _rows(path: str, modified: int) -> dict[int, dict]:
+    """Line number -> object. modified: the file's time, so that a changed file is read again."""
+    rows = {}
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            problems.append(Problem(f"{Path(path).name}:{number}", str(row["question"]), str(row["answer"])))
+            rows[number] = json.loads(line)
+            rows[number]["question"], rows[number]["answer"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} line {number} is not an object with question and answer ({error!r}); mend the line") from error
-    return problems
+    return rows

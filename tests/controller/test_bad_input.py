@@ -27,6 +27,21 @@ def mine() -> RunConfig:
 """
 
 
+BARE_TASK = """
+from dataclasses import dataclass, replace
+from rl.envs.base import Env
+from rl.types import Problem
+
+@dataclass(frozen=True)
+class Bare(Env):
+    def generate(self, seed):
+        return Problem(str(seed), str(seed), "")
+
+def bare() -> RunConfig:
+    return replace(mine(), env=Bare(num_eval=1, max_new_tokens=8))
+"""
+
+
 def run(capsys, monkeypatch, *arguments):
     """Returns the lines on standard error; checks the exit code and that nothing was left running."""
     capsys.readouterr()
@@ -143,13 +158,18 @@ def test_values_out_of_range(one_line):
     assert "steps=0 must be at least 1" in one_line("train", "quickstart", "--steps", "0")
 
 
-def test_a_task_too_small_for_its_held_out_problems_or_without_demonstrations(one_line, recipe):
+def test_a_task_too_small_for_its_held_out_problems(one_line):
     assert "has only 26 distinct problems; lower env.num_eval=27" in one_line(
         "train", "quickstart", "--env.min_letters", "1", "--env.max_letters", "1", "--env.num_eval", "27"
     )
-    name, model, _ = recipe
+
+
+def test_a_task_without_demonstrations(one_line, recipe, tmp_path):
+    _, model, _ = recipe
     write_model_with_tokenizer(model)
-    assert "QuestionFile has no demonstrations; set warmup.steps=0" in one_line("train", name, "--warmup.steps", "1")
+    file = tmp_path / "recipe.py"
+    file.write_text(file.read_text() + BARE_TASK)
+    assert "Bare has no demonstrations; set warmup.steps=0" in one_line("train", f"{file}:bare", "--warmup.steps", "1")
 
 
 def test_a_checkpoint_that_cannot_be_gone_on_from(one_line, tmp_path):

@@ -170,3 +170,16 @@ def test_preferences_prefer_the_answer_to_a_mistake():
         problem = env.train_problem(i)
         chosen, rejected = env.preference(problem, i)
         assert chosen == problem.answer != rejected and env.preference(problem, i) == (chosen, rejected)
+
+
+def test_a_file_of_questions_holds_demonstrations_and_preferences(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        '{"question": "1+1", "answer": "2", "response": "It is 2"}\n\n{"question": "2+2", "answer": "4", "chosen": "4", "rejected": "5"}\n'
+    )
+    env = QuestionFile(path=str(path), num_eval=1)
+    first, second = env._read()
+    assert env.demonstration(first, 0) == "It is 2" and env.demonstration(second, 0) == "4"
+    assert env.preference(second, 0) == ("4", "5")
+    with pytest.raises(ConfigError, match="lines.jsonl:1 has no chosen and rejected"):
+        env.preference(first, 0)
