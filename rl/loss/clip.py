@@ -22,7 +22,7 @@ class Clip:
     """Upper clip: ratios over 1 + high get no gradient where the advantage is positive."""
 
     dual: float = 0.0
-    """Dual clip (arXiv 1912.09729, equation 5): where the advantage is negative, the term is at least dual * A_t. Over 1; 0 is off."""
+    """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t. Over 1; 0 is off."""
 
     drops_zero_advantages: ClassVar[bool] = True
 

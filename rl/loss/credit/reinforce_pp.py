@@ -1,11 +1,12 @@
 """ReinforcePP: REINFORCE++, normalised over the whole batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from rl.loss.credit.base import Groups, discounted_sums, whiten
+from rl.loss.credit.base import Groups, Trajectory, discounted_sums, whiten
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ReinforcePP:
     def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
         return whiten([self._returns(group) for group in groups], self.eps)
 
-    def _returns(self, group: Groups) -> list[np.ndarray]:
+    def _returns(self, group: Sequence[Trajectory]) -> list[np.ndarray]:
         if self.baseline == "none":
             return [discounted_sums(t.rewards, self.discount) for t in group]
         mean = np.mean([t.reward for t in group]) if group else 0.0

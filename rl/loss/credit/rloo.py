@@ -9,7 +9,7 @@ from rl.loss.credit.base import Groups, each_group
 
 @dataclass(frozen=True)
 class RLOO:
-    """REINFORCE leave-one-out (arXiv 2402.14740, equation 8): A_i = r_i - mean of the other rollouts' rewards.
+    """REINFORCE leave-one-out (arXiv 2402.14740): A_i = r_i - mean of the other rollouts' rewards.
 
     A rollout that is alone in its group gets 0.
     """
