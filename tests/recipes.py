@@ -131,8 +131,13 @@ def teacher() -> RunConfig:
 
 
 def student() -> RunConfig:
-    """Distillation; needs --reference.model.path."""
-    return _small(loss=Distillation(), reference=ReferenceConfig(model=ModelDir("")), trainer=TrainerConfig(lr=1e-3), steps=20)
+    """Distillation by HFEngine, under FSDP2 x 2; needs --reference.model.path."""
+    return _small(
+        loss=Distillation(),
+        reference=ReferenceConfig(model=ModelDir("")),
+        trainer=TrainerConfig(engine="hf", layout=Layout(shard=2), lr=1e-3, activation_checkpointing="full"),
+        steps=20,
+    )
 
 
 def pairs() -> RunConfig:
@@ -153,11 +158,6 @@ def marked(groups):
 def infinite_slope(logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
     change, at_fault = logprobs - logprobs.detach(), inputs.advantages == 7.0
     return LossOutput(change[~at_fault].sum() + change[at_fault].sqrt().sum(), {})
-
-
-def transformers_engine() -> RunConfig:
-    """3 processes: HFEngine under FSDP2 x 2 and a generator."""
-    return _small(trainer=TrainerConfig(engine="hf", layout=Layout(shard=2), lr=2e-3, activation_checkpointing="full"))
 
 
 def no_learning_rate() -> RunConfig:

@@ -158,7 +158,7 @@ AT_LAUNCH = [
 ]
 # Held by tests that need processes, or the config's own checks.
 ELSEWHERE = {
-    "trainer.engine": "tests/integration/test_runs.py: transformers_engine",
+    "trainer.engine": "tests/integration/test_runs.py: student",
     "trainer.lora.alpha": "tests/models/test_lora.py",
     "trainer.lora.targets": "tests/models/test_lora.py",
     "weight_sync.transport": "tests/integration/test_runs.py: tp2_and_torchstore",

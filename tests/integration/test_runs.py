@@ -106,6 +106,7 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
     assert (expected - torch.tensor(logprobs)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_path):
     run_dir, _ = fsdp_run
     resumed = tmp_path / "resumed"
@@ -128,24 +129,17 @@ def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
         assert step["logprob_diff/max"] < 1e-3 and step["grad_norm"] > 0
 
 
-def test_an_adapter_learns_under_context_parallelism_and_a_resumed_run_has_the_same_numbers(tmp_path):
-    recipe = "tests/recipes.py:lora_and_context_parallel"
-    done = rl("train", recipe, "--run_dir", tmp_path / "run", "--keep_checkpoints", 2)
+def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_path):
+    done = rl("train", "tests/recipes.py:lora_and_context_parallel", "--run_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr[-3000:]
-    before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
+    assert "starting processes: 2 trainer, 1 generator, 1 reward" in done.stdout  # the reference is a second adapter in the trainer
+    metrics = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
-        assert before[step]["logprob_diff/max"] < 1e-3 and before[step]["grad_norm"] > 0
-        assert before[step]["kl"] == pytest.approx(0, abs=1e-6)  # the reference, a second adapter, follows the policy after every step
-    resume = ["--resume_from", tmp_path / "run" / "checkpoints" / "step-2"]
-    done = rl("train", recipe, "--run_dir", tmp_path / "again", *resume)
-    assert done.returncode == 0, done.stderr[-3000:]
-    after = {m["step"]: m for m in read_metrics(tmp_path / "again")}
-    for step in (3, 4):
-        for name in ("reward/mean", "loss", "grad_norm", "entropy", "tokens/trained"):
-            assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
-    assert {p.name for p in (tmp_path / "again" / "checkpoints").iterdir()} == {"step-4"}
-    assert (tmp_path / "again" / "hf-adapter" / "adapter_config.json").exists()
-    assert (tmp_path / "again" / "hf" / "model.safetensors").exists()
+        assert metrics[step]["logprob_diff/max"] < 1e-3 and metrics[step]["grad_norm"] > 0
+        assert metrics[step]["kl"] == pytest.approx(0, abs=1e-6)  # it follows the policy after every step
+    assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-4"}
+    assert (tmp_path / "run" / "hf-adapter" / "adapter_config.json").exists()
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
 def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbers(tmp_path):
@@ -169,7 +163,7 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
 
-def test_supervised_learning_then_distillation_then_preferences(tmp_path):
+def test_supervised_learning_then_distillation_by_the_transformers_engine_then_preferences(tmp_path):
     def first_and_last(recipe, *settings):
         done = rl("train", f"tests/recipes.py:{recipe}", "--run_dir", tmp_path / recipe, *settings)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -179,7 +173,7 @@ def test_supervised_learning_then_distillation_then_preferences(tmp_path):
     first, last = first_and_last("teacher")
     assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last
     first, last = first_and_last("student", "--reference.model.path", tmp_path / "teacher" / "hf")
-    assert last["reverse_kl"] < 0.8 * first["reverse_kl"] and last["logprob_diff/max"] < 1e-3
+    assert last["reverse_kl"] < 0.8 * first["reverse_kl"] and last["logprob_diff/max"] < 1e-3 and last["grad_norm"] > 0
     first, last = first_and_last("pairs")
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: policy and reference are the same
     assert last["loss"] < 0.9 * first["loss"] and last["dpo/margin"] > 0.1
@@ -197,13 +191,7 @@ def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a
     assert is_complete(checkpoint)
 
 
-def test_transformers_engine_trains_and_holds_parity(tmp_path):
-    done = rl("train", "tests/recipes.py:transformers_engine", "--run_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr[-3000:]
-    for step in read_metrics(tmp_path / "run")[1:]:
-        assert step["logprob_diff/max"] < 1e-3 and step["grad_norm"] > 0
-
-
+@pytest.mark.slow
 def test_with_lr_0_nothing_changes(tmp_path):
     """The control of the quickstart: the lift comes from GRPO's steps alone."""
     run_dir = tmp_path / "run"
