@@ -135,7 +135,8 @@ def student() -> RunConfig:
     return _small(
         loss=Distillation(),
         reference=ReferenceConfig(model=ModelDir("")),
-        trainer=TrainerConfig(engine="hf", layout=Layout(shard=2), lr=1e-3, activation_checkpointing="full"),
+        trainer=TrainerConfig(engine="hf", layout=Layout(shard=2), lr=5e-4, activation_checkpointing="full"),
+        prompts_per_step=16,
         steps=20,
     )
 
