@@ -7,6 +7,7 @@ A token at index t is *scored* when the policy sampled it (or is taught it): its
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,11 @@ class Rollout:
     stop: StopReason
     versions: VersionRange
 
+    @property
+    def turn_lengths(self) -> list[int]:
+        """Tokens of each sampled segment."""
+        return [len(segment.tokens) for segment in self.segments if segment.sampled]
+
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
@@ -111,6 +117,11 @@ class Group:
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ."""
+        return len({score.reward for score in self.scores if score.error is None}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +202,11 @@ class LoRA:
 
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Which linear layers get an adapter, by the last part of their Hugging Face name."""
+
+    @classmethod
+    def from_record(cls, fields: Mapping[str, Any]) -> "LoRA":
+        """fields: what dataclasses.asdict gave, through JSON."""
+        return cls(**{**fields, "targets": tuple(fields["targets"])})
 
     @property
     def scale(self) -> float:

@@ -11,7 +11,7 @@ from rl.loss.credit.group_mean import GroupMean
 from rl.loss.kl import KL
 from rl.loss.objective import Objective
 from rl.loss.shaping import Shaping
-from rl.models.layout import Layout, row_multiple
+from rl.models.layout import Layout
 from rl.models.sources import ModelSource
 from rl.types import LoRA
 
@@ -44,10 +44,6 @@ class TrainerConfig:
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
-
-    @property
-    def row_multiple(self) -> int:
-        return row_multiple(self.layout, self.float8)
 
 
 @dataclass(frozen=True)

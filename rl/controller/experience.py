@@ -47,7 +47,7 @@ async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Ex
         [to_sample(g[i][0], id=f"{g[i][0].problem.id}, rollout {i}") for i in those] for g, those in zip(members, counts, strict=True)
     ]
     scorers = _scorers(config, fleet)
-    credit_first = not config.needs_critic and not (config.kl.coef and config.kl.into == "reward")
+    credit_first = not config.needs_critic and not config.kl.in_reward
     if not credit_first:
         samples = await with_columns(samples, scorers)
     rewards, metrics = _token_rewards(scored, samples, config)
@@ -71,7 +71,7 @@ async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Ex
 def _scorers(config: RunConfig, fleet: Fleet) -> dict[str, Scorer]:
     """The columns that this run's loss reads, each with who knows it."""
     scorers: dict[str, Scorer] = {}
-    of_rewards = config.kl.coef > 0 and config.kl.into == "reward" and config.correction.old_logprobs == "trainer"
+    of_rewards = config.kl.in_reward and config.correction.old_logprobs == "trainer"
     if of_rewards or (config.correction.reads_the_trainers and config.num_updates > 1):  # else they are those of the one update itself
         scorers["old_logprobs"] = fleet.trainer.scores
     if fleet.reference is not None:
@@ -100,7 +100,7 @@ def _token_rewards(
         added = config.shaping([score.reward for _, score in pairs], lengths, config.env.max_new_tokens)
         bonuses += added
         rewards.append([spread_reward(rollout, score, bonus) for (rollout, score), bonus in zip(pairs, added, strict=True)])
-        if config.kl.coef and config.kl.into == "reward":
+        if config.kl.in_reward:
             penalties = [_kl(sample, config) for sample in group]
             kls += penalties
             rewards[-1] = [r - config.kl.coef * kl for r, kl in zip(rewards[-1], penalties, strict=True)]
@@ -117,14 +117,13 @@ def spread_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndar
 
     A turn without a token is rewarded at the token before it, or else at the first.
     """
-    lengths = [len(s.tokens) for s in rollout.segments if s.sampled]
-    rewards = np.zeros(sum(lengths))
+    rewards = np.zeros(sum(rollout.turn_lengths))
     if not len(rewards):
         return rewards
     if score.parts.tokens:
         rewards += score.parts.tokens
     elif score.parts.turns:
-        for end, reward in zip(np.cumsum(lengths), score.parts.turns, strict=True):
+        for end, reward in zip(np.cumsum(rollout.turn_lengths), score.parts.turns, strict=True):
             rewards[max(end - 1, 0)] += reward
     else:
         rewards[-1] = score.reward
@@ -182,7 +181,7 @@ def _check(name: str, values: Sequence[Sequence[float | np.ndarray]], groups: li
 
 def _with_gradient(samples: list[list[Sample]], config: RunConfig) -> list[list[Sample]]:
     """Without those that have none; where none has one, one group is kept, to measure parity with the generator."""
-    if config.needs_critic or (config.kl.coef and config.kl.into == "loss") or not getattr(config.loss, "drops_zero_advantages", False):
+    if config.needs_critic or config.kl.in_loss or not getattr(config.loss, "drops_zero_advantages", False):
         return samples
     kept = [[s for s in group if s.advantages.any()] for group in samples]
     if not any(kept) and (first := next((i for i, group in enumerate(samples) if group), None)) is not None:

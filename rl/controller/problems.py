@@ -68,8 +68,7 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
     """Why the checkpoint is not one of what learns, and of what it is compared with, in this run."""
     path, found = Path(config.resume_from), []
     record = read_record(path)
-    saved = record["adapters"].get(POLICY, dataclasses.asdict(LoRA()))
-    saved = LoRA(**(saved | {"targets": tuple(saved["targets"])}))
+    saved = LoRA.from_record(record["adapters"][POLICY]) if POLICY in record["adapters"] else LoRA()
     if saved != config.trainer.lora:
         found.append(f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was")
     kind, weights = record["state"].get("reference", ["none", ""])

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rl.controller.config import RunConfig
 from rl.controller.launch import Fleet
@@ -31,11 +32,11 @@ class Sampling:
         groups = await self.rollout(self.problems(step, 0, config.prompts_per_step), derive_seed(config.seed, "sample", step))
         self.check_rewards(groups)
         sampled, rounds = list(groups), 0
-        while rounds < config.resampling_rounds and (missing := sum(not has_signal(g) for g in groups)):
+        while rounds < config.resampling_rounds and (missing := sum(not g.has_signal for g in groups)):
             rounds += 1
             problems = self.problems(step, len(sampled), missing)
             sampled += await self.rollout(problems, derive_seed(config.seed, "sample", step, rounds))
-            groups = sorted(sampled, key=has_signal, reverse=True)[: config.prompts_per_step]
+            groups = sorted(sampled, key=attrgetter("has_signal"), reverse=True)[: config.prompts_per_step]
         counts = {"resampling/rounds": rounds, "resampling/extra_prompts": len(sampled) - config.prompts_per_step}
         return groups, sampled, counts if config.resampling_rounds else {}
 
@@ -59,8 +60,3 @@ class Sampling:
         prompt = env.encode(problem, self.tokenizer)
         rollouts = await env.drive(prompt, 1 if greedy else self.config.group_size, params, self.fleet.generators, self.tokenizer)
         return Group(tuple(rollouts), tuple(await self.fleet.rewards.score(rollouts)))
-
-
-def has_signal(group: Group) -> bool:
-    """Whether its rewards differ."""
-    return len({score.reward for score in group.scores if score.error is None}) > 1

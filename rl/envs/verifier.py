@@ -112,7 +112,7 @@ def _score_of(reward: float | Rewards) -> Score:
 
 def _check_parts(score: Score, rollout: Rollout) -> Score:
     """One reward for each turn or token, or a failure that says so."""
-    turns = [len(s.tokens) for s in rollout.segments if s.sampled]
+    turns = rollout.turn_lengths
     for name, given, expected in (("turns", score.parts.turns, len(turns)), ("tokens", score.parts.tokens, sum(turns))):
         if given and len(given) != expected:
             return Score(0.0, f"the reward function gave {len(given)} rewards for {expected} {name}")

@@ -27,6 +27,14 @@ class KL:
     into: Literal["loss", "reward"] = "loss"
     """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before credit is assigned (PPO)."""
 
+    @property
+    def in_loss(self) -> bool:
+        return self.coef > 0 and self.into == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coef > 0 and self.into == "reward"
+
 
 def estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     """[M] nats for each token; log-ratios are cut (see base.log_ratio) where they are exponentiated."""

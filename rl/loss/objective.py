@@ -26,7 +26,7 @@ class Objective:
             if not name.endswith((":sum", ":max")):
                 raise RunError(f"the loss's metric {name!r} does not say how tokens are combined; call it {name}:sum or {name}:max")
         metrics |= own
-        if self.kl.coef and self.kl.into == "loss":
+        if self.kl.in_loss:
             kl = estimate(logprobs, inputs.column("ref_logprobs"), self.kl.estimator)
             loss = loss + self.kl.coef * (kl * corrected.weights).sum()
             metrics["kl:sum"] = kl.detach().sum()

@@ -106,7 +106,7 @@ class Adapters:
         for name in [n for n in self if n not in record]:
             self.remove(name)
         for name, fields in record.items():
-            lora = LoRA(**(fields | {"targets": tuple(fields["targets"])}))
+            lora = LoRA.from_record(fields)
             if name in self._members and self[name].lora != lora:
                 self.remove(name)
             if name not in self._members:

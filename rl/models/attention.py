@@ -42,7 +42,7 @@ class PackedDocuments(NamedTuple):
 def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
     """The tokens of a row that each process of a context-parallel group holds, [l] each, in ascending order.
 
-    One piece from the front and one from the back: later tokens attend to more. The row is divisible (Layout.row_multiple).
+    One piece from the front and one from the back: later tokens attend to more. The row is divisible (EngineConfig.row_multiple).
     """
     if num_procs == 1:
         return [np.arange(num_tokens)]

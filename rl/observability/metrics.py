@@ -58,12 +58,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     scores = [score for group in groups for score in group.scores]
     rewards = [score.reward for score in scores if score.error is None]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [sum(len(s.tokens) for s in rollout.segments if s.sampled) for rollout in rollouts]
+    lengths = [sum(rollout.turn_lengths) for rollout in rollouts]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/errors": len(scores) - len(rewards),
-        "group/with_signal": statistics.fmean(len({s.reward for s in group.scores if s.error is None}) > 1 for group in groups),
+        "group/with_signal": statistics.fmean(group.has_signal for group in groups),
         "tokens/sampled": sum(lengths),
         "rollout/length": statistics.fmean(lengths),
         "rollout/truncated": statistics.fmean(rollout.stop == StopReason.LENGTH for rollout in rollouts),

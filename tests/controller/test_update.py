@@ -14,7 +14,7 @@ from rl.controller.config import ReferenceConfig, WarmupConfig
 from rl.controller.experience import Unit, assess, assign_credit, spread_reward
 from rl.controller.loop import Run
 from rl.controller.problems import problems
-from rl.controller.rollouts import Sampling, has_signal
+from rl.controller.rollouts import Sampling
 from rl.controller.update import denominator, minibatches
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
@@ -187,11 +187,11 @@ def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_pa
     first = ["same", "differ", "same", "differ", "same", "differ"]
     groups, sampled, counts = collect(3, [*first, "differ", "same", "differ", "differ"])
     assert len(sampled) == 10  # all of them are what the step's metrics are of
-    assert len(groups) == 6 and all(map(has_signal, groups)) and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
+    assert len(groups) == 6 and all(g.has_signal for g in groups) and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
     groups, _, counts = collect(1, [*first, "same", "same", "differ"])
-    assert len(groups) == 6 and sum(map(has_signal, groups)) == 4 and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
+    assert len(groups) == 6 and sum(g.has_signal for g in groups) == 4 and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
     groups, _, counts = collect(0, first)
-    assert sum(map(has_signal, groups)) == 3 and counts == {}
+    assert sum(g.has_signal for g in groups) == 3 and counts == {}
     ids = [g.rollouts[0].problem.id for g in collect(3, [*first, *["differ"] * 3])[0]]
     assert len(set(ids)) == 6
 
