@@ -55,7 +55,7 @@ def engine_step(kind: str, model_dir: Path) -> Callable[[], float]:
 
     def step() -> float:
         metrics = engine.forward_backward(batch, CrossEntropy())
-        engine.optim_step(OptimParams(LR, 1 / batch.num_scored_tokens))
+        engine.optim_step(OptimParams(LR, 1 / batch.num_target_tokens))
         return metrics["loss:sum"] / metrics["tokens:sum"]
 
     return step
@@ -79,7 +79,7 @@ def bare_loop_step(model_dir: Path) -> Callable[[], float]:
         p.data = p.data.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
     (micro,) = pack(samples()).ranks[0]
-    tokens, positions, scored = (torch.from_numpy(a) for a in (micro.tokens, micro.positions, micro.scored))
+    tokens, positions, scored = (torch.from_numpy(a) for a in (micro.tokens, micro.positions, micro.targets))
 
     def step() -> float:
         documents = pack_documents(micro.positions, torch.device("cpu"))

@@ -11,10 +11,10 @@ from rl.controller.config import CriticConfig, ReferenceConfig, RunConfig, Train
 from rl.envs.sort_letters import SortLetters
 from rl.loss.cispo import CISPO
 from rl.loss.clip import Clip
-from rl.loss.credit.gae import GAE
-from rl.loss.credit.group_mean import GroupMean
-from rl.loss.credit.reinforce_pp import ReinforcePP
-from rl.loss.credit.rloo import RLOO
+from rl.loss.advantages.gae import GAE
+from rl.loss.advantages.group_mean import GroupMean
+from rl.loss.advantages.reinforce_pp import ReinforcePP
+from rl.loss.advantages.rloo import RLOO
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -27,7 +27,7 @@ from rl.models.sources import ModelDir
 
 def grpo() -> RunConfig:
     """GRPO as published: mean of each sequence, k3 penalty to the warm start in the loss."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), credit=GroupMean(), loss_agg="seq_mean", kl=KL(coef=0.001, estimator="k3"))
+    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), advantages=GroupMean(), loss_agg="seq_mean", kl=KL(coef=0.001, estimator="k3"))
 
 
 def dapo() -> RunConfig:
@@ -37,7 +37,7 @@ def dapo() -> RunConfig:
 
 def dr_grpo() -> RunConfig:
     """Dr.GRPO: no division by the group's deviation nor by the response's length."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), credit=GroupMean(adv_norm="none"), loss_agg="constant")
+    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), advantages=GroupMean(adv_norm="none"), loss_agg="constant")
 
 
 def gspo() -> RunConfig:
@@ -52,12 +52,12 @@ def cispo() -> RunConfig:
 
 def rloo() -> RunConfig:
     """RLOO: leave-one-out baseline, REINFORCE with ratios, k1 penalty in the reward."""
-    return replace(quickstart(), loss=ImportanceSampling(), credit=RLOO(), kl=KL(coef=0.01, estimator="k1", into="reward"))
+    return replace(quickstart(), loss=ImportanceSampling(), advantages=RLOO(), kl=KL(coef=0.01, estimator="k1", into="reward"))
 
 
 def reinforce_pp() -> RunConfig:
     """REINFORCE++: returns of tokens whitened over the batch, k1 penalty in the reward."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), credit=ReinforcePP(), kl=KL(coef=0.01, estimator="k1", into="reward"))
+    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), advantages=ReinforcePP(), kl=KL(coef=0.01, estimator="k1", into="reward"))
 
 
 def ppo() -> RunConfig:
@@ -65,7 +65,7 @@ def ppo() -> RunConfig:
     return replace(
         quickstart(),
         loss=Clip(low=0.2, high=0.2),
-        credit=GAE(lam=0.95),
+        advantages=GAE(lam=0.95),
         critic=CriticConfig(lr=1e-3),
         kl=KL(coef=0.01, estimator="k1", into="reward"),
         minibatches=2,

@@ -20,7 +20,7 @@ tokens = HFTokenizer(model_dir).encode("engines know nothing of roles")
 batch = pack([supervised_sample(tokens[:1], tokens[1:])] * 4, num_ranks=layout.data_parallel)
 for step in range(20):
     metrics = engine.forward_backward(batch, CrossEntropy())
-    engine.optim_step(OptimParams(lr=3e-3, grad_scale=1 / batch.num_scored_tokens))
+    engine.optim_step(OptimParams(lr=3e-3, grad_scale=1 / batch.num_target_tokens))
     if engine.dp_rank == 0:
         print(f"step {step}: loss {metrics['loss:sum'] / metrics['tokens:sum']:.3f}", flush=True)
 engine.save_hf("runs/engine_alone/hf")

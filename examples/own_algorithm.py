@@ -1,4 +1,4 @@
-"""A loss and a credit of one's own: `rl train examples/own_algorithm.py:best_of_group`.
+"""A loss and an advantage estimator of one's own: `rl train examples/own_algorithm.py:best_of_group`.
 
 Both are functions (or frozen dataclasses with __call__, whose fields become settings). They travel to the trainer by value.
 """
@@ -13,7 +13,7 @@ from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 
 def only_the_best(groups):
-    """A credit: the rollouts of the step, by prompt -> for each one advantage, or one for each token.
+    """An advantage estimator: the rollouts of the step, by prompt -> for each one advantage, or one for each token.
 
     The best of each group are reinforced; a group of equals teaches nothing.
     """
@@ -37,4 +37,4 @@ def squared_ratio(logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
 
 def best_of_group() -> RunConfig:
     """The quickstart with both."""
-    return replace(quickstart(), loss=squared_ratio, credit=only_the_best, minibatches=2)
+    return replace(quickstart(), loss=squared_ratio, advantages=only_the_best, minibatches=2)

@@ -13,13 +13,13 @@ def to_sample(rollout: Rollout, advantages: float | np.ndarray = 0.0, id: str = 
     """advantages: [M] of its sampled tokens, or one for all of them. Weight 1 each."""
     sampled = [np.full(len(s.tokens), s.sampled) for s in rollout.segments]
     loss_mask = np.concatenate(sampled)
-    spread = np.zeros(len(loss_mask), np.float32)
-    spread[loss_mask] = advantages
+    per_token = np.zeros(len(loss_mask), np.float32)
+    per_token[loss_mask] = advantages
     return Sample(
         tokens=np.concatenate([np.asarray(s.tokens, np.int64) for s in rollout.segments]),
         loss_mask=loss_mask,
         generator_logprobs=np.concatenate([np.asarray(s.logprobs, np.float32) for s in rollout.segments]),
-        advantages=spread,
+        advantages=per_token,
         weights=loss_mask.astype(np.float32),
         id=id,
     )
@@ -33,18 +33,18 @@ def supervised_sample(prompt: Sequence[int], target: Sequence[int], id: str = ""
     return Sample(tokens, loss_mask, zeros, zeros, loss_mask.astype(np.float32), id=id)
 
 
-def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1, together: int = 1) -> Batch:
+def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1, samples_per_unit: int = 1) -> Batch:
     """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
 
     Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same time, are alike.
     Every rank gets the same number of micro-batches, because they meet in collectives; one without a sequence holds filler
-    only. Rows are filled up to `multiple_of` tokens. Each `together` consecutive samples share a micro-batch.
+    only. Rows are filled up to `multiple_of` tokens. Each `samples_per_unit` consecutive samples share a micro-batch.
     """
-    units = [list(range(i, i + together)) for i in range(0, len(samples), together)]
+    units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
     lengths = [sum(len(samples[i]) for i in unit) for unit in units]
     longest = max(lengths, default=0)
     if longest > max_tokens:
-        what = "a sequence" if together == 1 else f"{together} sequences that belong together,"
+        what = "a sequence" if samples_per_unit == 1 else f"{samples_per_unit} sequences that belong together,"
         raise RunError(
             f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens, or make prompts and responses shorter"
         )
@@ -52,8 +52,8 @@ def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 819
     while (bins := _fill(lengths, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
     bins.sort(key=lambda bin: -sum(lengths[u] for u in bin))
-    columns = set.intersection(*(set(s.columns) for s in samples)) if samples else set()
-    rows = [_micro_batch(samples, [i for u in bin for i in units[u]], multiple_of, sorted(columns)) for bin in bins]
+    names = set.intersection(*(set(s.loss_inputs) for s in samples)) if samples else set()
+    rows = [_micro_batch(samples, [i for u in bin for i in units[u]], multiple_of, sorted(names)) for bin in bins]
     return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)))
 
 
@@ -70,7 +70,7 @@ def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[i
     return bins
 
 
-def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int, columns: Sequence[str]) -> MicroBatch:
+def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int, names: Sequence[str]) -> MicroBatch:
     lengths = [len(samples[i]) for i in ids]
     filler = max(-sum(lengths) % multiple_of, 0 if ids else multiple_of)
     starts = np.cumsum([0, *lengths])[:-1]
@@ -78,14 +78,14 @@ def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int, co
     def join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
-    masks = [samples[i].scored for i in ids]
+    masks = [samples[i].target_mask for i in ids]
     return MicroBatch(
         tokens=join([*(samples[i].tokens for i in ids), np.zeros(filler)], np.int64),
         positions=join([*(np.arange(n) for n in lengths), np.arange(filler)], np.int64),
-        scored=join([start + np.flatnonzero(m) for start, m in zip(starts, masks, strict=True)], np.int64),
+        targets=join([start + np.flatnonzero(m) for start, m in zip(starts, masks, strict=True)], np.int64),
         sample_ids=join([np.full(m.sum(), i) for i, m in zip(ids, masks, strict=True)], np.int64),
         generator_logprobs=join([samples[i].generator_logprobs[m] for i, m in zip(ids, masks, strict=True)], np.float32),
         advantages=join([samples[i].advantages[m] for i, m in zip(ids, masks, strict=True)], np.float32),
         weights=join([samples[i].weights[m] for i, m in zip(ids, masks, strict=True)], np.float32),
-        columns={c: join([samples[i].columns[c][m] for i, m in zip(ids, masks, strict=True)], np.float32) for c in columns},
+        loss_inputs={c: join([samples[i].loss_inputs[c][m] for i, m in zip(ids, masks, strict=True)], np.float32) for c in names},
     )

@@ -1,4 +1,4 @@
-"""Errors that a user can mend. Each message says what, the value, and the remedy."""
+"""Errors that a user can fix. Each message says what, the value, and the remedy."""
 
 
 class ConfigError(Exception):

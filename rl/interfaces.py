@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     import torch
 
     from rl.loss.base import LossOutput, TokenInputs
-    from rl.loss.credit.base import Groups
+    from rl.loss.advantages.base import Groups
     from rl.weight_sync.manifest import LocalShard, Manifest, Shard
 
 
 class Loss(Protocol):
     """A picklable callable: logprobs [M] with gradient -> a sum over tokens, and metrics.
 
-    Attributes it may have: `needs_reference = True` asks for the column ref_logprobs; `drops_zero_advantages = True` says that
+    Attributes it may have: `needs_reference = True` asks for the loss input ref_logprobs; `drops_zero_advantages = True` says that
     a sequence of advantages 0 has no gradient, and need not be computed; `needs_rewards = False` that advantages are not read.
     """
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput: ...
 
 
-class Credit(Protocol):
+class AdvantageEstimator(Protocol):
     """A picklable callable: the step's groups of trajectories -> for each trajectory its advantages [M], or one for all tokens.
 
     Attributes it may have: `needs_critic = True`, with a method `returns(groups)`, what the critic learns to say.

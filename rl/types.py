@@ -1,7 +1,7 @@
 """The nouns. Frozen, built once, free of torch and Monarch, and cheap to send between processes.
 
-Axes: T tokens of one sequence, M scored tokens of one micro-batch.
-A token at index t is *scored* when the policy sampled it (or is taught it): its logprob is log p(token t | tokens < t).
+Axes: T tokens of one sequence, M target tokens of one micro-batch.
+A token at index t is a *target* when the policy sampled it (or is taught it): its logprob is log p(token t | tokens < t).
 """
 
 from collections.abc import Mapping
@@ -133,43 +133,43 @@ class Sample:
     generator_logprobs: np.ndarray  # float32, nats
     advantages: np.ndarray  # float32
     weights: np.ndarray  # float32, the token's share in the loss
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32, what else a loss reads: ref_logprobs, values, ...
+    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32, what else a loss reads: ref_logprobs, values, ...
     id: str = ""  # for people
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
-    def scored(self) -> np.ndarray:
-        """[T] bool: the tokens that can be learnt. A sequence's first token has no context to be scored in."""
+    def target_mask(self) -> np.ndarray:
+        """[T] bool: the tokens that can be learnt. A sequence's first token has no context to be predicted from."""
         return self.loss_mask & (np.arange(len(self)) > 0)
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """[M] values of the scored tokens -> [T], 0 elsewhere."""
-        spread = np.zeros(len(self), np.float32)
-        spread[self.scored] = values
-        return spread
+    def scatter(self, values: np.ndarray) -> np.ndarray:
+        """[M] values of the target tokens -> [T], 0 elsewhere."""
+        scattered = np.zeros(len(self), np.float32)
+        scattered[self.target_mask] = values
+        return scattered
 
-    def but(self, **columns: np.ndarray) -> "Sample":
-        """With more columns [T]."""
-        return replace(self, columns={**self.columns, **columns})
+    def with_loss_inputs(self, **loss_inputs: np.ndarray) -> "Sample":
+        """With more loss inputs [T]."""
+        return replace(self, loss_inputs={**self.loss_inputs, **loss_inputs})
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences packed without padding into one row; the [M] arrays hold only its scored tokens.
+    """Sequences packed without padding into one row; the [M] arrays hold only its target tokens.
 
-    `positions` restarts at 0 with each sequence. Trailing filler tokens form a sequence of their own and are never scored.
+    `positions` restarts at 0 with each sequence. Trailing filler tokens form a sequence of their own and are never targets.
     """
 
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
-    scored: np.ndarray  # [M] int64, indices into T; the hidden state at scored - 1 predicts the token
+    targets: np.ndarray  # [M] int64, indices into T; the hidden state at targets - 1 predicts the token
     sample_ids: np.ndarray  # [M] int64, indices into the samples that were packed
     generator_logprobs: np.ndarray  # [M] float32
     advantages: np.ndarray  # [M] float32
     weights: np.ndarray  # [M] float32
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # [M] float32 each: those that every sample has
+    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [M] float32 each: those that every sample has
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ class Batch:
     ranks: tuple[tuple[MicroBatch, ...], ...]
 
     @property
-    def num_scored_tokens(self) -> int:
-        return sum(len(micro.scored) for rank in self.ranks for micro in rank)
+    def num_target_tokens(self) -> int:
+        return sum(len(micro.targets) for rank in self.ranks for micro in rank)
 
 
 POLICY = "policy"

@@ -21,7 +21,7 @@ from rl.envs.sort_letters import ALPHABET, SortLetters
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
-from rl.loss.credit.gae import GAE
+from rl.loss.advantages.gae import GAE
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -109,7 +109,7 @@ def ppo_with_everything() -> RunConfig:
     return _small(
         trainer=TrainerConfig(lr=2e-3, betas=(0.9, 0.99)),
         loss=Clip(low=0.2, high=0.28, dual=3.0),
-        credit=GAE(discount=0.99, lam=0.9),
+        advantages=GAE(discount=0.99, lam=0.9),
         critic=CriticConfig(lr=2e-3),
         kl=KL(coef=0.05, estimator="k1", into="reward"),
         reference=ReferenceConfig(refresh_every=2),
@@ -149,7 +149,7 @@ def pairs() -> RunConfig:
 
 def explodes() -> RunConfig:
     """The loss is finite, but the gradient of one sample is not: the first rollout of the last prompt's."""
-    return _small(loss=infinite_slope, credit=marked, save_every=0)
+    return _small(loss=infinite_slope, advantages=marked, save_every=0)
 
 
 def marked(groups):

@@ -35,10 +35,10 @@ def test_packing_keeps_every_scored_token_with_its_sample_and_position():
         assert micro.positions[0] == 0 and all(
             micro.positions[i] == micro.positions[i - 1] + 1 for i in range(1, len(micro.tokens)) if i not in starts
         )
-        seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.tokens[micro.scored], strict=True)]
+        seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.tokens[micro.targets], strict=True)]
     expected = [(i, int(t)) for i, s in enumerate(samples) for t in s.tokens[1:]]
     assert sorted(seen) == sorted(expected)
-    assert batch.num_scored_tokens == len(expected)
+    assert batch.num_target_tokens == len(expected)
 
 
 def test_every_rank_gets_equally_many_micro_batches_and_a_balanced_load():
@@ -62,13 +62,13 @@ def test_no_rank_waits_for_another_ranks_long_row():
 
 def test_a_rank_without_a_sequence_gets_filler_that_is_never_scored():
     batch = pack([sample(4)], num_ranks=3, multiple_of=2)
-    assert [len(rank[0].scored) for rank in batch.ranks] == [3, 0, 0]
+    assert [len(rank[0].targets) for rank in batch.ranks] == [3, 0, 0]
     assert all(len(rank[0].tokens) >= 2 for rank in batch.ranks)
 
 
 def test_a_first_token_is_not_scored_because_nothing_predicts_it():
     batch = pack([supervised_sample([], [5, 6])])
-    assert batch.ranks[0][0].tokens[batch.ranks[0][0].scored].tolist() == [6]
+    assert batch.ranks[0][0].tokens[batch.ranks[0][0].targets].tolist() == [6]
 
 
 def test_a_sequence_over_the_limit_says_what_to_change():

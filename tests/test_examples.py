@@ -35,14 +35,14 @@ def test_a_loss_and_a_credit_of_ones_own_run(tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     assert [m["updates"] for m in steps] == [2, 2] and all(m["grad_norm"] > 0 and m["ratio"] > 0.5 for m in steps)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["loss"].endswith("squared_ratio") and config["credit"].endswith("only_the_best")
+    assert config["loss"].endswith("squared_ratio") and config["advantages"].endswith("only_the_best")
 
 
 def test_the_credit_of_the_example_worked_by_hand():
     import numpy as np
 
     from examples.own_algorithm import only_the_best
-    from rl.loss.credit.base import Trajectory
+    from rl.loss.advantages.base import Trajectory
 
     group = [Trajectory(np.array([0.0, r])) for r in (0.0, 1.0, 1.0, 0.5)]
     assert only_the_best([group, group[:1], []]) == [[0, 1, 1, 0], [0], []]

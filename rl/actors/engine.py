@@ -93,20 +93,20 @@ class EngineHandle:
             num_ranks=self._config.layout.data_parallel,
             max_tokens=self._config.max_seq_len,
             multiple_of=self._config.row_multiple,
-            together=together,
+            samples_per_unit=together,
         )
 
     async def ready(self) -> list[str]:
         return await self._all("ready")
 
     async def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
-        """Sample index -> logprobs of its scored tokens, fp32 nats; a critic's values."""
+        """Sample index -> logprobs of its target tokens, fp32 nats; a critic's values."""
         return {k: v for part in await self._all("forward", batch, adapter) for k, v in part.items()}
 
     async def scores(self, samples: Sequence[Sample], adapter: str | None = None) -> list[np.ndarray]:
         """What `forward` gives, as [T] for each sample, 0 where a token is not scored."""
         found = await self.forward(self.pack(samples), adapter)
-        return [sample.spread(found.get(i, np.zeros(0, np.float32))) for i, sample in enumerate(samples)]
+        return [sample.scatter(found.get(i, np.zeros(0, np.float32))) for i, sample in enumerate(samples)]
 
     async def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """Metrics over all ranks, still named `name:sum` or `name:max`."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rl.envs.base import Env
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
-from rl.loss.credit.group_mean import GroupMean
+from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.kl import KL
 from rl.loss.objective import Objective
 from rl.loss.shaping import Shaping
@@ -73,7 +73,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic: there where the credit asks for one (GAE). It starts from the policy's weights when RL begins."""
+    """The critic: there where the advantage estimator asks for one (GAE). It starts from the policy's weights when RL begins."""
 
     lr: float = 1e-5
     """Learning rate, with the trainer's lr_warmup_steps, betas, eps and weight_decay."""
@@ -135,7 +135,7 @@ class RunConfig:
     """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what env.demonstration and
     env.preference give for prompts_per_step problems."""
     loss: Any = Clip()  # an interfaces.Loss: one of rl/loss, or a function
-    credit: Any = GroupMean()  # an interfaces.Credit: one of rl/loss/credit, or a function
+    advantages: Any = GroupMean()  # an interfaces.AdvantageEstimator: one of rl/loss/advantages, or a function
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its tokens (GRPO). constant:
     the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
@@ -190,7 +190,7 @@ class RunConfig:
 
     @property
     def needs_critic(self) -> bool:
-        return self.data == "rollouts" and getattr(self.credit, "needs_critic", False)
+        return self.data == "rollouts" and getattr(self.advantages, "needs_critic", False)
 
     @property
     def reference_is_adapter(self) -> bool:

@@ -1,4 +1,4 @@
-"""Experience: what a step learns from. Groups are scored by reference, critic and policy, and credit is assigned."""
+"""Experience: what a step learns from. Groups are scored by reference, critic and policy, and advantages are estimated."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +11,7 @@ from rl.batching import to_sample
 from rl.controller.config import RunConfig
 from rl.controller.launch import Fleet
 from rl.errors import RunError
-from rl.loss.credit.base import Trajectory
+from rl.loss.advantages.base import Trajectory
 from rl.loss.kl import estimate
 from rl.types import Group, Rollout, Sample, Score
 
@@ -32,13 +32,13 @@ class Experience:
     units: list[Unit]
     groups: list[Group] = field(default_factory=list)  # all that was sampled, where something was
     metrics: dict[str, float] = field(default_factory=dict)
-    together: int = 1  # consecutive samples that share a micro-batch
+    samples_per_unit: int = 1  # consecutive samples that share a micro-batch
 
 
 async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Experience:
-    """Forward passes that the run's settings ask for, all at the same time, and credit.
+    """Forward passes that the run's settings ask for, all at the same time, and advantages.
 
-    Where credit needs none of them, they are spared for samples that will not learn.
+    Where the advantages need none of them, they are spared for samples that will not learn.
     """
     members = [list(zip(g.rollouts, g.scores, strict=True)) for g in groups]
     counts = [[i for i, (_, score) in enumerate(g) if score.error is None or not config.reads_rewards] for g in members]
@@ -47,11 +47,11 @@ async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Ex
         [to_sample(g[i][0], id=f"{g[i][0].problem.id}, rollout {i}") for i in those] for g, those in zip(members, counts, strict=True)
     ]
     scorers = _scorers(config, fleet)
-    credit_first = not config.needs_critic and not config.kl.in_reward
-    if not credit_first:
-        samples = await with_columns(samples, scorers)
+    advantages_first = not config.needs_critic and not config.kl.in_reward
+    if not advantages_first:
+        samples = await with_scorers(samples, scorers)
     rewards, metrics = _token_rewards(scored, samples, config)
-    samples = assign_credit(samples, rewards, config)
+    samples = estimate_advantages(samples, rewards, config)
     if config.reads_rewards:
         metrics["advantages/nonzero"] = float(np.mean([s.advantages.any() for group in samples for s in group] or [0.0]))
     samples = [
@@ -59,10 +59,10 @@ async def assess(groups: Sequence[Group], config: RunConfig, fleet: Fleet) -> Ex
         for pairs, group in zip(scored, samples, strict=True)
     ]
     kept = _with_gradient(samples, config)
-    if credit_first:
-        kept = await with_columns(kept, scorers)
+    if advantages_first:
+        kept = await with_scorers(kept, scorers)
     units = [
-        Unit(weighted(those, config), sum(int(s.scored.sum()) for s in everyone), len(everyone))
+        Unit(weighted(those, config), sum(int(s.target_mask.sum()) for s in everyone), len(everyone))
         for those, everyone in zip(kept, samples, strict=True)
     ]
     return Experience(units, list(groups), metrics)
@@ -81,12 +81,12 @@ def _scorers(config: RunConfig, fleet: Fleet) -> dict[str, Scorer]:
     return scorers
 
 
-async def with_columns(groups: list[list[Sample]], scorers: dict[str, Scorer]) -> list[list[Sample]]:
+async def with_scorers(groups: list[list[Sample]], scorers: dict[str, Scorer]) -> list[list[Sample]]:
     samples = [s for group in groups for s in group]
     if not scorers or not samples:
         return groups
     columns = await asyncio.gather(*(score(samples) for score in scorers.values()))
-    full = iter(s.but(**dict(zip(scorers, values, strict=True))) for s, values in zip(samples, zip(*columns, strict=True), strict=True))
+    full = iter(s.with_loss_inputs(**dict(zip(scorers, values, strict=True))) for s, values in zip(samples, zip(*columns, strict=True), strict=True))
     return [[next(full) for _ in group] for group in groups]
 
 
@@ -96,7 +96,7 @@ def _token_rewards(
     """[M] for each rollout: the verifier's reward where it belongs, shaped, less the KL penalty."""
     rewards, bonuses, kls = [], [], []
     for pairs, group in zip(scored, samples, strict=True):
-        lengths = [int(s.scored.sum()) for s in group]
+        lengths = [int(s.target_mask.sum()) for s in group]
         added = config.shaping([score.reward for _, score in pairs], lengths, config.env.max_new_tokens)
         bonuses += added
         rewards.append([spread_reward(rollout, score, bonus) for (rollout, score), bonus in zip(pairs, added, strict=True)])
@@ -132,31 +132,31 @@ def spread_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndar
 
 
 def _kl(sample: Sample, config: RunConfig) -> np.ndarray:
-    policy = sample.columns.get("old_logprobs", sample.generator_logprobs)[sample.scored]
-    reference = sample.columns["ref_logprobs"][sample.scored]
+    policy = sample.loss_inputs.get("old_logprobs", sample.generator_logprobs)[sample.target_mask]
+    reference = sample.loss_inputs["ref_logprobs"][sample.target_mask]
     return estimate(torch.from_numpy(policy).double(), torch.from_numpy(reference).double(), config.kl.estimator).numpy()
 
 
-def assign_credit(samples: list[list[Sample]], rewards: list[list[np.ndarray]], config: RunConfig) -> list[list[Sample]]:
-    """The samples with their advantages; with a critic, also with the column `returns`.
+def estimate_advantages(samples: list[list[Sample]], rewards: list[list[np.ndarray]], config: RunConfig) -> list[list[Sample]]:
+    """The samples with their advantages; with a critic, also with the loss input `returns`.
 
-    Raises RunError where the credit does not give a finite advantage for each token.
+    Raises RunError where the estimator does not give a finite advantage for each token.
     """
     if not config.reads_rewards:
         return samples
     none = np.zeros(0)
     groups = [
-        [Trajectory(r, s.columns["values"][s.scored].astype(np.float64) if config.needs_critic else none) for s, r in zip(*g, strict=True)]
+        [Trajectory(r, s.loss_inputs["values"][s.target_mask].astype(np.float64) if config.needs_critic else none) for s, r in zip(*g, strict=True)]
         for g in zip(samples, rewards, strict=True)
     ]
-    columns = {"advantages": config.credit(groups)} | ({"returns": config.credit.returns(groups)} if config.needs_critic else {})
+    columns = {"advantages": config.advantages(groups)} | ({"returns": config.advantages.returns(groups)} if config.needs_critic else {})
     for name, values in columns.items():
         _check(name, values, groups, config)
     return [
         [
             replace(
-                s.but(**{name: s.spread(np.asarray(values[g][i])) for name, values in columns.items() if name != "advantages"}),
-                advantages=s.spread(np.asarray(columns["advantages"][g][i])),
+                s.with_loss_inputs(**{name: s.scatter(np.asarray(values[g][i])) for name, values in columns.items() if name != "advantages"}),
+                advantages=s.scatter(np.asarray(columns["advantages"][g][i])),
             )
             for i, s in enumerate(group)
         ]
@@ -165,18 +165,18 @@ def assign_credit(samples: list[list[Sample]], rewards: list[list[np.ndarray]], 
 
 
 def _check(name: str, values: Sequence[Sequence[float | np.ndarray]], groups: list[list[Trajectory]], config: RunConfig) -> None:
-    credit = getattr(config.credit, "__name__", type(config.credit).__name__)
+    estimator = getattr(config.advantages, "__name__", type(config.advantages).__name__)
     if [len(g) for g in values] != [len(g) for g in groups]:
-        raise RunError(f"credit {credit} returned {name} for {[len(g) for g in values]} rollouts of {[len(g) for g in groups]}; "
+        raise RunError(f"advantages {estimator} returned {name} for {[len(g) for g in values]} rollouts of {[len(g) for g in groups]}; "
                        f"return as many, group by group")  # fmt: skip
     for got, group in zip(values, groups, strict=True):
         for value, trajectory in zip(got, group, strict=True):
             if np.ndim(value) and np.shape(value) != trajectory.rewards.shape:
                 raise RunError(
-                    f"credit {credit} returned {np.shape(value)} {name} for {trajectory.rewards.shape} tokens; return one for each"
+                    f"advantages {estimator} returned {np.shape(value)} {name} for {trajectory.rewards.shape} tokens; return one for each"
                 )
             if not np.isfinite(value).all():
-                raise RunError(f"credit {credit} returned {name} that are not finite, for rewards {[t.reward for t in group]}")
+                raise RunError(f"advantages {estimator} returned {name} that are not finite, for rewards {[t.reward for t in group]}")
 
 
 def _with_gradient(samples: list[list[Sample]], config: RunConfig) -> list[list[Sample]]:
@@ -193,4 +193,4 @@ def weighted(samples: list[Sample], config: RunConfig) -> list[Sample]:
     """Each token's share in the loss; the denominator comes with optim_step."""
     if config.loss_agg != "seq_mean":
         return samples
-    return [replace(s, weights=s.weights / max(1, s.scored.sum())) for s in samples]
+    return [replace(s, weights=s.weights / max(1, s.target_mask.sum())) for s in samples]

@@ -45,7 +45,7 @@ class Fleet:
     rewards: RewardPool
     reference: Reference | None  # where the loss or the KL penalty asks for one
     reference_kind: str
-    critic: EngineHandle | None  # where the credit asks for one
+    critic: EngineHandle | None  # where the advantage estimator asks for one
     adapter: str | None  # what the policy is sampled with: its LoRA adapter, where it has one
 
     async def publish(self, version: PolicyVersion) -> None:

@@ -1,6 +1,6 @@
-"""The synchronous loop: sample, score, assign credit, learn, publish; again. One loop for every algorithm.
+"""The synchronous loop: sample, score, estimate advantages, learn, publish; again. One loop for every algorithm.
 
-What differs between them are parts of the config: `loss`, `credit`, `kl`, `critic`, `data` and so on. What each of them does is
+What differs between them are parts of the config: `loss`, `advantages`, `kl`, `critic`, `data` and so on. What each of them does is
 in rl/loss; here is their order alone.
 """
 

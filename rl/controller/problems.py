@@ -16,8 +16,8 @@ import torch
 from rl.controller.config import RunConfig
 from rl.controller.launch import critic_path, processes
 from rl.errors import ConfigError
-from rl.loss.credit.group_mean import GroupMean
-from rl.loss.credit.rloo import RLOO
+from rl.loss.advantages.group_mean import GroupMean
+from rl.loss.advantages.rloo import RLOO
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -35,10 +35,10 @@ _PROCESSES_PER_CORE = 4
 def problems(config: RunConfig) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
     found = _out_of_range(config)
-    found += config.env.problems() or _env_at_work(config)
+    found += config.env.validate() or _env_at_work(config)
     found += _algorithm(config) + _without_effect(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(not 0 <= b < 1 for b in config.trainer.betas)
-    model_problems = config.model.problems()
+    model_problems = config.model.validate()
     found += model_problems
     if not model_problems:
         found += _models_against_layouts(config)
@@ -80,7 +80,7 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
     elif config.needs_reference and weights and not Path(weights).is_dir():
         found.append(f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; give an earlier checkpoint")
     if config.needs_critic and not is_complete(critic_path(path)):
-        found.append(f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set credit as it was, or move both")
+        found.append(f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set advantages as it was, or move both")
     return found
 
 
@@ -133,7 +133,7 @@ def _out_of_range(config: RunConfig) -> list[str]:
     ]
 
 
-# Of losses and credits, which differ from run to run: the bounds of a field of this name, whatever its owner.
+# Of losses and estimators, which differ from run to run: the bounds of a field of this name, whatever its owner.
 _FIELD_BOUNDS = {
     "low": (0, 1), "high": (0, math.inf), "eps": (0, math.inf), "beta": (0, math.inf), "label_smoothing": (0, 0.5), "nll_coef": (0, math.inf),
     "discount": (0, 1), "lam": (0, 1),
@@ -143,7 +143,7 @@ _FIELD_BOUNDS = {
 def _algorithm(config: RunConfig) -> list[str]:
     """Parts of the algorithm that do not go together, and values out of range."""
     found = []
-    for part in ("loss", "credit"):
+    for part in (("loss", "advantages")):
         chosen = getattr(config, part)
         if not callable(chosen) or isinstance(chosen, type):
             found.append(f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function")
@@ -158,10 +158,10 @@ def _algorithm(config: RunConfig) -> list[str]:
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
     if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:
         found.append(f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them")
-    if config.needs_critic and not hasattr(config.credit, "returns"):
-        found.append("credit needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE")
+    if config.needs_critic and not hasattr(config.advantages, "returns"):
+        found.append("advantages needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE")
     if config.data == "rollouts" and config.reads_rewards and config.group_size < 2:
-        if isinstance(config.credit, GroupMean | RLOO) or getattr(config.credit, "baseline", "") == "group_mean":
+        if isinstance(config.advantages, GroupMean | RLOO) or getattr(config.advantages, "baseline", "") == "group_mean":
             found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
         for name, value in (("shaping.length_coef", config.shaping.length_coef), ("resampling_rounds", config.resampling_rounds)):
             if value:
@@ -181,13 +181,13 @@ def _algorithm(config: RunConfig) -> list[str]:
     if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
         found.append("loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))")
     if config.reference.model is not None:
-        found += config.reference.model.problems() or _tokenizers(config)
+        found += config.reference.model.validate() or _tokenizers(config)
     return found
 
 
 def _tokenizers(config: RunConfig) -> list[str]:
     """A teacher scores the student's tokens: they must mean the same to it."""
-    if config.model.problems():
+    if config.model.validate():
         return []
     with tempfile.TemporaryDirectory() as directory:
         theirs, ours = (
@@ -206,9 +206,9 @@ def _without_effect(config: RunConfig) -> list[str]:
         ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
         ("reference", not config.needs_reference, "neither kl.coef nor the loss asking for a reference; set kl.coef"),
         ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
-        ("critic", not config.needs_critic, "a credit that asks for no critic; use GAE"),
+        ("critic", not config.needs_critic, "an estimator that asks for no critic; use GAE"),
         ("shaping", not rollouts, f"data={config.data}"),
-        ("credit", not rollouts or not reads_rewards, "nothing that reads rewards"),
+        ("advantages", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("group_size", not rollouts, f"data={config.data}"),
         ("resampling_rounds", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("correction", not rollouts, f"data={config.data}"),
@@ -232,10 +232,10 @@ def _without_effect(config: RunConfig) -> list[str]:
         found.append(f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with shaping.overlong_penalty=0; set it")
     if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
         found.append("shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards")
-    if getattr(config.credit, "baseline", "none") == "group_mean" and getattr(config.credit, "discount", 1.0) != 1.0:
-        found.append(f"credit.discount={config.credit.discount} has no effect with credit.baseline=group_mean; set one of them")
-    if isinstance(config.credit, GroupMean) and config.credit.adv_norm == "none" and config.credit.eps != GroupMean().eps:
-        found.append(f"credit.eps={config.credit.eps} has no effect with credit.adv_norm=none; leave it")
+    if getattr(config.advantages, "baseline", "none") == "group_mean" and getattr(config.advantages, "discount", 1.0) != 1.0:
+        found.append(f"advantages.discount={config.advantages.discount} has no effect with advantages.baseline=group_mean; set one of them")
+    if isinstance(config.advantages, GroupMean) and config.advantages.adv_norm == "none" and config.advantages.eps != GroupMean().eps:
+        found.append(f"advantages.eps={config.advantages.eps} has no effect with advantages.adv_norm=none; leave it")
     return found
 
 
@@ -254,7 +254,7 @@ def _env_at_work(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     except Exception as error:  # the user's own code: say so, rather than show our stack
-        return [f"env {type(config.env).__name__} failed to make a problem ({error!r}); mend it, or its settings"]
+        return [f"env {type(config.env).__name__} failed to make a problem ({error!r}); fix it, or its settings"]
     return []
 
 
@@ -272,7 +272,7 @@ def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
 def _models_against_layouts(config: RunConfig) -> list[str]:
     found = []
     for name, (layout, model) in _layouts(config).items():
-        if model.problems():  # of a teacher, which are listed already
+        if model.validate():  # of a teacher, which are listed already
             continue
         hf, tensor_parallel = model.config(), layout.tensor_parallel
         if config.trainer.engine == "titan" and name != "critic.layout":

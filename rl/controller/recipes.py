@@ -79,4 +79,4 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path)]
         line = error.lineno if isinstance(error, SyntaxError) else (lines or ["?"])[-1]
-        raise ConfigError(f"{path} line {line}: {type(error).__name__}: {error}; mend the recipe") from error
+        raise ConfigError(f"{path} line {line}: {type(error).__name__}: {error}; fix the recipe") from error

@@ -34,8 +34,8 @@ FOREIGN_NAMES = {
     "eps_clip": "loss.low",
     "epsilon_high": "loss.high",
     "clip_ratio_high": "loss.high",
-    "scale_rewards": "credit.adv_norm",
-    "norm_adv_by_std_in_grpo": "credit.adv_norm",
+    "scale_rewards": "advantages.adv_norm",
+    "norm_adv_by_std_in_grpo": "advantages.adv_norm",
     "clip_ratio_c": "loss.dual",
     "delta": "loss.dual",
     "clip_low": "loss.low",
@@ -82,11 +82,11 @@ FOREIGN_NAMES = {
     "nll_loss_coef": "loss.nll_coef",
     "sft_loss_weight": "loss.nll_coef",
     "rpo_alpha": "loss.nll_coef",
-    "minus_baseline": "credit.baseline",
-    "lambd": "credit.lam",
-    "gae_lambda": "credit.lam",
-    "gamma": "credit.discount",
-    "gae_gamma": "credit.discount",
+    "minus_baseline": "advantages.baseline",
+    "lambd": "advantages.lam",
+    "gae_lambda": "advantages.lam",
+    "gamma": "advantages.discount",
+    "gae_gamma": "advantages.discount",
     "token_level_loss": "loss_agg",
     "loss_reduction": "loss_agg",
     "ref_update_interval": "reference.refresh_every",
@@ -179,7 +179,7 @@ def _check_names(config: RunConfig, arguments: list[str]) -> None:
         if name.split(".")[-1] == "temperature":
             raise ConfigError("there is no setting --temperature: training samples at 1, evaluation is greedy")
         same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-        own = next((k for k in same_leaf if k.startswith(("loss.", "credit."))), None)  # DPO's beta is not the KL's
+        own = next((k for k in same_leaf if k.startswith(("loss.", "advantages."))), None)  # DPO's beta is not the KL's
         ours = own or FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(name.split(".")[-1])
         if ours in known:
             note = ", and is a number of them, not their size" if ours == "minibatches" and "size" in name else ""

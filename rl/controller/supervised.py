@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rl.batching import supervised_sample
 from rl.controller.config import RunConfig
-from rl.controller.experience import Experience, Unit, weighted, with_columns
+from rl.controller.experience import Experience, Unit, weighted, with_scorers
 from rl.controller.launch import Fleet
 from rl.envs.base import derive_seed
 from rl.errors import NotFinite, RunError
@@ -28,8 +28,8 @@ class Lessons:
         pairs = self.config.data == "preferences"
         units = [self.pair(seed) if pairs else weighted([self.demonstration(seed)], self.config) for seed in seeds]
         reference = self.fleet.reference
-        units = await with_columns(units, {"ref_logprobs": reference.scores} if reference else {})
-        return Experience([_unit(unit) for unit in units], together=2 if pairs else 1)
+        units = await with_scorers(units, {"ref_logprobs": reference.scores} if reference else {})
+        return Experience([_unit(unit) for unit in units], samples_per_unit=2 if pairs else 1)
 
     def demonstration(self, seed: int) -> Sample:
         problem = self.config.env.train_problem(seed)
@@ -52,13 +52,13 @@ class Lessons:
             batch = trainer.pack([self.demonstration(seed) for seed in seeds])
             try:
                 learned = await trainer.forward_backward(batch, CrossEntropy())
-                await trainer.optim_step(OptimParams(warmup.lr, 1 / batch.num_scored_tokens))
+                await trainer.optim_step(OptimParams(warmup.lr, 1 / batch.num_target_tokens))
             except NotFinite as error:
                 raise RunError(f"warm-up step {step}: {error}; lower warmup.lr={warmup.lr}") from error
-            recorder.warmup(step, warmup.steps, learned["loss:sum"] / batch.num_scored_tokens)
+            recorder.warmup(step, warmup.steps, learned["loss:sum"] / batch.num_target_tokens)
         if warmup.steps:
             await trainer.reset_optimizer()
 
 
 def _unit(samples: list[Sample]) -> Unit:
-    return Unit(samples, sum(int(s.scored.sum()) for s in samples), len(samples))
+    return Unit(samples, sum(int(s.target_mask.sum()) for s in samples), len(samples))

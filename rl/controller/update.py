@@ -50,7 +50,7 @@ async def learn(experience: Experience, step: int, config: RunConfig, fleet: Fle
     trainer, critic = config.trainer, config.critic
     plan = minibatches(experience.units, config, step)
     policy = Learner(fleet.trainer, config.objective, trainer.lr, trainer.max_grad_norm)
-    tasks = [_updates(policy, plan, experience.together, step, config)]
+    tasks = [_updates(policy, plan, experience.samples_per_unit, step, config)]
     if fleet.critic is not None:
         learner = Learner(fleet.critic, ClippedValue(critic.value_clip), critic.lr, critic.max_grad_norm)
         tasks.append(_updates(learner, plan, 1, step, config))
@@ -63,7 +63,7 @@ async def learn(experience: Experience, step: int, config: RunConfig, fleet: Fle
 
 
 def minibatches(units: Sequence[Unit], config: RunConfig, step: int) -> list[list[Unit]]:
-    """Every epoch deals the units out anew. Minibatches of which nothing has a gradient come last: parity is measured on the first."""
+    """Every epoch deals the units out again. Minibatches of which nothing has a gradient come last: parity is measured on the first."""
     plan = []
     for epoch in range(config.epochs):
         order = np.random.default_rng(derive_seed(config.seed, "minibatches", step, epoch)).permutation(len(units))
@@ -132,5 +132,5 @@ async def _offender(learner: Learner, samples: list[Sample], together: int, para
         samples = parts[0]
     names = " with ".join(s.id for s in samples)
     if everywhere:
-        return f"every sample that was tried fails alone, {names} among them, so look at the weights: lower the learning rate, or mend the loss"
-    return f"the sample is {names}: look at its reward and logprobs, lower the learning rate, or mend the loss"
+        return f"every sample that was tried fails alone, {names} among them, so look at the weights: lower the learning rate, or fix the loss"
+    return f"the sample is {names}: look at its reward and logprobs, lower the learning rate, or fix the loss"

@@ -54,7 +54,7 @@ class Env:
         """Two responses: the better one, then the worse."""
         raise ConfigError(f"{type(self).__name__} has no preferences; implement preference()")
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         """What is wrong with this configuration, one line each."""
         return []
 

@@ -51,7 +51,7 @@ class QuestionFile(Env):
             raise ConfigError(f"{problem.id} has no chosen and rejected, which data=preferences learns from; add them to every line")
         return str(row["chosen"]), str(row["rejected"])
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         if not Path(self.path).is_file():
             return [f"env.path={self.path!r} is not a file; give a JSON-lines file with question and answer on each line"]
         try:
@@ -66,7 +66,7 @@ class QuestionFile(Env):
             return [f"every question of {self.path} is among the {self.num_eval} held-out ones; lower env.num_eval"]
         bad = [p.id for p in self._read() if self.match == "number" and not _NUMBER.fullmatch(p.answer.strip())]
         if bad:
-            return [f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}; set --env.match exact, or mend them"]
+            return [f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}; set --env.match exact, or fix them"]
         return []
 
     def _read(self) -> list[Problem]:
@@ -107,5 +107,5 @@ def _rows(path: str, modified: int) -> dict[int, dict]:
             rows[number] = json.loads(line)
             rows[number]["question"], rows[number]["answer"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} line {number} is not an object with question and answer ({error!r}); mend the line") from error
+            raise ConfigError(f"{path} line {number} is not an object with question and answer ({error!r}); fix the line") from error
     return rows

@@ -36,7 +36,7 @@ class ReasoningGym(Env):
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  2 s
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         if importlib.util.find_spec("reasoning_gym") is None:
             return ["the reasoning-gym package is missing; run: make tasks"]
         return []

@@ -41,7 +41,7 @@ class SortLetters(Env):
             pass
         return problem.answer, rejected
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         if not 0 <= self.corruption <= 1:
             return [f"env.corruption={self.corruption} must lie in [0, 1]"]
         if not 1 <= self.min_letters <= self.max_letters:

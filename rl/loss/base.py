@@ -1,6 +1,6 @@
-"""What every loss takes and returns. A loss is a sum over the scored tokens; the controller divides once, in `optim_step`.
+"""What every loss takes and returns. A loss is a sum over the target tokens; the controller divides once, in `optim_step`.
 
-M scored tokens of one micro-batch, S sequences. All per-token tensors are [M]; `logprobs` carries the gradient, nats.
+M target tokens of one micro-batch, S sequences. All per-token tensors are [M]; `logprobs` carries the gradient, nats.
 A sequence is never split over micro-batches.
 """
 
@@ -24,20 +24,20 @@ class TokenInputs:
     advantages: torch.Tensor
     weights: torch.Tensor  # the token's share in the loss: 1 for token means
     sample_ids: torch.Tensor  # which sequence the token belongs to
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else the samples carry, by name
+    loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else the samples carry, by name
 
-    def column(self, name: str) -> torch.Tensor:
-        """Raises RunError where the samples do not carry it. A batch without samples has every column, empty."""
+    def loss_input(self, name: str) -> torch.Tensor:
+        """Raises RunError where the samples do not carry it. A batch without samples has every loss input, empty."""
         if not len(self.weights):
             return self.weights
-        if name not in self.columns:
-            raise RunError(f"the loss reads {name!r}, which the samples do not carry (they have {sorted(self.columns) or 'no columns'})")
-        return self.columns[name]
+        if name not in self.loss_inputs:
+            raise RunError(f"the loss reads {name!r}, which the samples do not carry (they have {sorted(self.loss_inputs) or 'none'})")
+        return self.loss_inputs[name]
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """What ratios are taken against: the column of that name (see Correction), or else the generator's logprobs."""
-        return self.columns.get("old_logprobs", self.generator_logprobs)
+        """What ratios are taken against: the loss input of that name (see Correction), or else the generator's logprobs."""
+        return self.loss_inputs.get("old_logprobs", self.generator_logprobs)
 
 
 class LossOutput(NamedTuple):

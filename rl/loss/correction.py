@@ -15,7 +15,7 @@ class Correction:
     2025) and masking (IcePop, Ling Team, 2025), for tokens or for sequences.
 
     gap_t = exp(trainer_t - generator_t), where trainer_t is the trainer's logprob before the first update on the batch, read
-    from the column `old_logprobs`, and without it from this very update; of a sequence: the product over its tokens. The weight of a token is multiplied by min(gap_t, tis_clip), and is 0 where the gap lies
+    from the loss input `old_logprobs`, and without it from this very update; of a sequence: the product over its tokens. The weight of a token is multiplied by min(gap_t, tis_clip), and is 0 where the gap lies
     outside [mask_low, mask_high]. Its tokens still count in the mean.
     """
 
@@ -41,8 +41,8 @@ class Correction:
         return self.old_logprobs == "trainer" or self.mask_low > 0 or self.mask_high > 0
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
-        """The inputs with their weights changed, and with what ratios are taken against as the column `old_logprobs`."""
-        trainers = inputs.columns.get("old_logprobs", logprobs.detach())
+        """The inputs with their weights changed, and with what ratios are taken against as the loss input `old_logprobs`."""
+        trainers = inputs.loss_inputs.get("old_logprobs", logprobs.detach())
         weights, metrics = inputs.weights, {}
         if self.tis_clip or self.mask_low or self.mask_high:
             gap = self._gap(trainers, inputs)
@@ -55,7 +55,7 @@ class Correction:
             weights = weights.masked_fill(outside, 0.0)
             metrics["gap_masked:sum"] = outside.sum()
         against = trainers if self.old_logprobs == "trainer" else inputs.generator_logprobs
-        return replace(inputs, weights=weights, columns={**inputs.columns, "old_logprobs": against}), metrics
+        return replace(inputs, weights=weights, loss_inputs={**inputs.loss_inputs, "old_logprobs": against}), metrics
 
     def _gap(self, trainers: torch.Tensor, inputs: TokenInputs) -> torch.Tensor:
         """[M]"""

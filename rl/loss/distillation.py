@@ -21,7 +21,7 @@ class Distillation:
     needs_rewards: ClassVar[bool] = False
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
-        teacher, old = inputs.column("ref_logprobs"), inputs.old_logprobs
+        teacher, old = inputs.loss_input("ref_logprobs"), inputs.old_logprobs
         ratio = log_ratio(logprobs, old).exp()
         loss = -(ratio * (teacher - old) * inputs.weights).sum()
         return LossOutput(loss, {"reverse_kl:sum": (inputs.generator_logprobs - teacher).sum()})

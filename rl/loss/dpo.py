@@ -36,8 +36,8 @@ class DPO:
         num, index = per_sequence(inputs.sample_ids)
         ids = inputs.sample_ids.unique()
         if num % 2 or not torch.equal(ids[::2] + 1, ids[1::2]) or (ids[::2] % 2).any():
-            raise RunError("DPO needs chosen and rejected side by side; pack pairs with together=2")
-        rewards = self.beta * sequence_sums((logprobs - inputs.column("ref_logprobs")) * inputs.weights, num, index)
+            raise RunError("DPO needs chosen and rejected side by side; pack pairs with samples_per_unit=2")
+        rewards = self.beta * sequence_sums((logprobs - inputs.loss_input("ref_logprobs")) * inputs.weights, num, index)
         margin = rewards[::2] - rewards[1::2]
         loss = -((1 - self.label_smoothing) * F.logsigmoid(margin) + self.label_smoothing * F.logsigmoid(-margin)).sum()
         if self.nll_coef:

@@ -25,7 +25,7 @@ class KL:
     (GRPO's) one that equals it near the reference, and k1 one whose mean is 0: take k1 in the reward alone."""
 
     into: Literal["loss", "reward"] = "loss"
-    """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before credit is assigned (PPO)."""
+    """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before advantages are estimated (PPO)."""
 
     @property
     def in_loss(self) -> bool:

@@ -27,7 +27,7 @@ class Objective:
                 raise RunError(f"the loss's metric {name!r} does not say how tokens are combined; call it {name}:sum or {name}:max")
         metrics |= own
         if self.kl.in_loss:
-            kl = estimate(logprobs, inputs.column("ref_logprobs"), self.kl.estimator)
+            kl = estimate(logprobs, inputs.loss_input("ref_logprobs"), self.kl.estimator)
             loss = loss + self.kl.coef * (kl * corrected.weights).sum()
             metrics["kl:sum"] = kl.detach().sum()
         return LossOutput(loss, metrics)

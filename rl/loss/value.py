@@ -12,14 +12,14 @@ class ClippedValue:
     """The value loss of PPO's implementations (arXiv 2005.12729, section 3): the worse of the value and its clipped form.
 
     loss = sum_t w_t / 2 * max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2)
-    Called with the critic's values in place of logprobs; reads the columns `values` (old_t) and `returns` (R_t).
+    Called with the critic's values in place of logprobs; reads the loss inputs `values` (old_t) and `returns` (R_t).
     """
 
     clip: float = 0.2
     """How far values may move from those the advantages were computed with; 0 is no clip."""
 
     def __call__(self, values: torch.Tensor, inputs: TokenInputs) -> LossOutput:
-        old, returns = inputs.column("values"), inputs.column("returns")
+        old, returns = inputs.loss_input("values"), inputs.loss_input("returns")
         squares = (values - returns).square()
         metrics = {"error:sum": (values - returns).detach().square().sum(), "return:sum": returns.sum(),
                    "return_squared:sum": returns.square().sum()}  # fmt: skip

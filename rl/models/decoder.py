@@ -1,6 +1,6 @@
 """torchtitan's Qwen3 and Llama3 decoders, built from a Hugging Face config.json and ending in a head that scores tokens.
 
-B batch (1), T tokens of a row (those of this process under context parallelism), D hidden size, M scored tokens, V vocabulary,
+B batch (1), T tokens of a row (those of this process under context parallelism), D hidden size, M target tokens, V vocabulary,
 E experts, R routed tokens, F hidden size of an expert.
 
 Two choices keep every parameter equal, row for row, to its Hugging Face tensor, so that a shard of one is a shard of the

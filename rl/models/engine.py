@@ -100,7 +100,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
-        """Logprobs of this rank's scored tokens: sample index -> [scored tokens of the sample], fp32 nats. Without dropout.
+        """Logprobs of this rank's target tokens: sample index -> [target tokens of the sample], fp32 nats. Without dropout.
 
         With a value head: the value before each of them.
         """
@@ -115,7 +115,7 @@ class Engine(ABC):
         return logprobs
 
     def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
-        """Add the gradient of `loss`, a sum over the batch's scored tokens, to what has accumulated since `optim_step`.
+        """Add the gradient of `loss`, a sum over the batch's target tokens, to what has accumulated since `optim_step`.
 
         Returns this rank's share of the metrics, named `name:sum` or `name:max`; data-parallel ranks are combined by the
         caller. Raises NotFinite on every rank where the loss is not finite on one, and drops all that has accumulated.
@@ -131,12 +131,12 @@ class Engine(ABC):
                 logprobs, entropy = self._run(micro, with_targets=True)
                 inputs = TokenInputs(
                     *(self._tensor(a) for a in (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)),
-                    columns={name: self._tensor(column) for name, column in micro.columns.items()},
+                    loss_inputs={name: self._tensor(column) for name, column in micro.loss_inputs.items()},
                 )
                 output = loss(logprobs, inputs)
                 _check_finite(output.loss)
                 output.loss.backward()
-                measured = {**output.metrics, "loss:sum": output.loss.detach(), "tokens:sum": len(micro.scored)}
+                measured = {**output.metrics, "loss:sum": output.loss.detach(), "tokens:sum": len(micro.targets)}
                 if self.config.head == "tokens":
                     measured |= _parity(logprobs.detach(), inputs.generator_logprobs) | {"entropy:sum": entropy.sum()}
                 _accumulate(totals, measured)
@@ -156,7 +156,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def logits(self, batch: Batch, adapter: str | None = None) -> list[torch.Tensor]:
-        """This rank's [M, V] logits that predict its scored tokens, for each micro-batch: for inspection."""
+        """This rank's [M, V] logits that predict its target tokens, for each micro-batch: for inspection."""
         self._require("logits", model=True)
         with self._computing(adapter):
             self._model.eval()

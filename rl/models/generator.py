@@ -118,7 +118,7 @@ class GeneratorEngine:
     async def load_weights(self, manifest: Manifest, fetched: Fetched) -> None:
         """Switch to another version of the model, or of an adapter, between two steps.
 
-        Running requests go on: their cache is computed anew. A new version of the model drops the adapters.
+        Running requests go on: their cache is computed again. A new version of the model drops the adapters.
         """
         async with self._lock:
             if manifest.adapter is None:

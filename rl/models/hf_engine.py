@@ -4,7 +4,7 @@ Sequences are packed where the architecture's attention can be told of it; where
 attention, windows that are in the mask alone), they are padded rows: of n sequences, n times the longest, whatever the packed
 row's length. Which of the two is right, and that logits are computed as transformers computes them, is checked against
 transformers' own forward when the engine is built.
-B rows (1 where packed), T tokens of a row, D hidden size, M scored tokens, V vocabulary, N heads, H head size.
+B rows (1 where packed), T tokens of a row, D hidden size, M target tokens, V vocabulary, N heads, H head size.
 """
 
 from collections.abc import Callable, Iterator
@@ -81,8 +81,8 @@ class HFEngine(Engine):
         return super()._name(parameter).removeprefix("lm.")
 
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
-        targets = micro.tokens[micro.scored] if with_targets else None
-        return self._forward(micro.tokens, micro.positions, micro.scored - 1, targets)
+        targets = micro.tokens[micro.targets] if with_targets else None
+        return self._forward(micro.tokens, micro.positions, micro.targets - 1, targets)
 
     def _forward(self, tokens: np.ndarray, positions: np.ndarray, predictors: np.ndarray, targets: np.ndarray | None) -> Any:
         """tokens, positions: [L] packed; predictors: [M] indices into L."""

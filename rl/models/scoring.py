@@ -1,6 +1,6 @@
 """Logprobs and entropy of chosen tokens from hidden states, a chunk of the vocabulary's logits at a time.
 
-M scored tokens, D hidden size, V vocabulary.
+M target tokens, D hidden size, V vocabulary.
 """
 
 import math

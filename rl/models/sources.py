@@ -22,7 +22,7 @@ class ModelDir:
     def materialize(self, run_dir: Path) -> Path:
         return Path(self.path)
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         try:
             hf.read_config(self.path)
             hf.check_weights(self.path)
@@ -70,7 +70,7 @@ class TinyQwen3:
         _character_tokenizer(self.alphabet, path)
         return path
 
-    def problems(self) -> list[str]:
+    def validate(self) -> list[str]:
         if len(set(self.alphabet)) != len(self.alphabet):
             return [f"model.alphabet={self.alphabet!r} repeats a character; name each once"]
         sizes = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "max_length")

@@ -113,7 +113,7 @@ class TitanEngine(Engine):
                            f"multiple_of=config.row_multiple")  # fmt: skip
         if self._context_group is not None:
             return self._run_context_parallel(micro, with_targets)
-        tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.scored))
+        tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.targets))
         if self._packed_sdpa:
             documents = pack_documents(micro.positions, self.device)
         else:
@@ -128,13 +128,13 @@ class TitanEngine(Engine):
         layout = self.config.layout
         pieces = row_pieces(len(micro.tokens), layout.context_parallel)
         here = pieces[self._context_rank]
-        mine = np.flatnonzero(np.isin(micro.scored - 1, here))  # which of the scored tokens
-        predictors = np.searchsorted(here, micro.scored[mine] - 1)
-        targets = self._tensor(micro.tokens[micro.scored[mine]]) if with_targets else None
+        mine = np.flatnonzero(np.isin(micro.targets - 1, here))  # which of the target tokens
+        predictors = np.searchsorted(here, micro.targets[mine] - 1)
+        targets = self._tensor(micro.tokens[micro.targets[mine]]) if with_targets else None
         documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
         tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]
         scores = self._model(tokens, positions, documents, self._tensor(predictors), targets)
-        index, total = self._tensor(mine), len(micro.scored)
+        index, total = self._tensor(mine), len(micro.targets)
         if not with_targets:
             return self._join(scores, index, total)
         logprobs, entropy = scores

@@ -29,7 +29,7 @@ class FakeEngine(EngineHandle):
         self._bad = False
 
     def _scores(self, micro, who=""):
-        seeds = [zlib.crc32(f"{self.name} {who} {self.updates} {i} {t}".encode()) for i, t in enumerate(micro.tokens[micro.scored])]
+        seeds = [zlib.crc32(f"{self.name} {who} {self.updates} {i} {t}".encode()) for i, t in enumerate(micro.tokens[micro.targets])]
         return np.array([np.random.default_rng(seed).normal(-1.5, 0.4) for seed in seeds], np.float32)
 
     def note(self, *what):
@@ -39,7 +39,7 @@ class FakeEngine(EngineHandle):
         return []
 
     async def forward(self, batch, adapter=None):
-        self.note("forward", adapter, batch.num_scored_tokens)
+        self.note("forward", adapter, batch.num_target_tokens)
         found = {}
         for micro in (m for rank in batch.ranks for m in rank):
             scores = self._scores(micro, adapter or "")
@@ -51,17 +51,17 @@ class FakeEngine(EngineHandle):
 
         totals = {"tokens:sum": 0.0, "loss:sum": 0.0, "logprob_diff:sum": 0.0, "logprob_diff:max": 0.0, "ratio_outside:sum": 0.0}
         for micro in (m for rank in batch.ranks for m in rank):
-            bad = self.fail_on is not None and self.updates >= self.fail_on[2] and self.fail_on[1] in [None, *micro.tokens[micro.scored]]
+            bad = self.fail_on is not None and self.updates >= self.fail_on[2] and self.fail_on[1] in [None, *micro.tokens[micro.targets]]
             if bad and self.fail_on[0] == "loss":
                 raise NotFinite("the loss is nan", "loss")
             self._bad |= bad
             logprobs = torch.from_numpy(self._scores(micro)).requires_grad_()
             arrays = (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)
-            inputs = TokenInputs(*map(torch.from_numpy, arrays), {n: torch.from_numpy(c) for n, c in micro.columns.items()})
+            inputs = TokenInputs(*map(torch.from_numpy, arrays), {n: torch.from_numpy(c) for n, c in micro.loss_inputs.items()})
             output = loss(logprobs, inputs)
             (gradient,) = torch.autograd.grad(output.loss + logprobs.sum() * 0, logprobs)
             totals["loss:sum"] += output.loss.item()
-            totals["tokens:sum"] += len(micro.scored)
+            totals["tokens:sum"] += len(micro.targets)
             for name, value in output.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
             self.note("learn", micro.tokens.tolist(), output.loss.item(), gradient.tolist())

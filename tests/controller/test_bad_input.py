@@ -10,8 +10,8 @@ import torch
 from rl import cli
 from rl.controller.settings import setting_names
 from rl.envs.sort_letters import ALPHABET
-from rl.loss.credit.gae import GAE
-from rl.loss.credit.reinforce_pp import ReinforcePP
+from rl.loss.advantages.gae import GAE
+from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.dpo import DPO
 from rl.loss.gspo import GSPO
 from rl.models.sources import TinyQwen3
@@ -93,7 +93,7 @@ def test_a_recipe_at_fault_is_named_with_its_line(one_line, tmp_path):
     file.write_text("x = 1\ndef f(:\n")
     assert "recipe.py line 2: SyntaxError" in one_line("train", f"{file}:f")
     file.write_text("x = 1\nimport no_such_module\n")
-    assert "recipe.py line 2: ModuleNotFoundError: No module named 'no_such_module'; mend the recipe" in one_line("train", f"{file}:f")
+    assert "recipe.py line 2: ModuleNotFoundError: No module named 'no_such_module'; fix the recipe" in one_line("train", f"{file}:f")
     file.write_text("def f():\n    return {}['x']\n")
     assert "recipe.py line 2: KeyError: 'x'" in one_line("train", f"{file}:f")
 
@@ -141,7 +141,7 @@ def test_every_foreign_name_leads_to_a_setting_that_exists():
     from rl.controller.settings import FOREIGN_NAMES
     from rl.models.sources import ModelDir
 
-    parts = [{}, {"model": ModelDir("")}, {"loss": GSPO()}, {"loss": DPO()}, {"credit": GAE()}, {"credit": ReinforcePP()}]
+    parts = [{}, {"model": ModelDir("")}, {"loss": GSPO()}, {"loss": DPO()}, {"advantages": GAE()}, {"advantages": ReinforcePP()}]
     known = {name for part in parts for name in setting_names(dataclasses.replace(quickstart(), **part))}
     assert set(FOREIGN_NAMES.values()) <= known
 

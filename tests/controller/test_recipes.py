@@ -38,7 +38,7 @@ def test_a_recipe_runs_through_the_loop(name, tmp_path):
 
 def test_all_rl_recipes_share_their_warm_start():
     """They are compared with each other: only the algorithm may differ."""
-    algorithm = {"loss", "credit", "loss_agg", "kl", "critic", "shaping", "minibatches", "resampling_rounds", "reference"}
+    algorithm = {"loss", "advantages", "loss_agg", "kl", "critic", "shaping", "minibatches", "resampling_rounds", "reference"}
     base = load_recipe("quickstart")[1]
     assert base.warmup != WarmupConfig()
     for name in QUICK[:8]:

@@ -16,10 +16,10 @@ from rl.envs.sort_letters import SortLetters
 from rl.loss.cispo import CISPO
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
-from rl.loss.credit.gae import GAE
-from rl.loss.credit.group_mean import GroupMean
-from rl.loss.credit.reinforce_pp import ReinforcePP
-from rl.loss.credit.rloo import RLOO
+from rl.loss.advantages.gae import GAE
+from rl.loss.advantages.group_mean import GroupMean
+from rl.loss.advantages.reinforce_pp import ReinforcePP
+from rl.loss.advantages.rloo import RLOO
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -52,7 +52,7 @@ def everything_done(config: RunConfig, tmp_path) -> str:
     return repr(calls)
 
 
-PPO = {"loss": Clip(), "credit": GAE(), "minibatches": 2}
+PPO = {"loss": Clip(), "advantages": GAE(), "minibatches": 2}
 TWICE = {"minibatches": 2}
 # What a run does is written down with a fleet that has no processes. (what the run is, the setting, another value)
 IN_THE_LOOP = [
@@ -61,22 +61,22 @@ IN_THE_LOOP = [
     ({}, "loss.dual", 1.1),
     ({"loss": GSPO(low=0.01, high=0.01)}, "loss.low", 0.2),
     ({"loss": GSPO(low=0.01, high=0.01)}, "loss.high", 0.2),
-    ({"loss": GSPO(0.3, 0.3), "credit": GAE()}, "loss.level", "token"),
+    ({"loss": GSPO(0.3, 0.3), "advantages": GAE()}, "loss.level", "token"),
     ({"loss": CISPO()}, "loss.low", 0.1),
     ({"loss": CISPO()}, "loss.high", 0.1),
     ({"loss": DRO()}, "loss.beta", 0.5),
     ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.beta", 0.5),
     ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.label_smoothing", 0.1),
     ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.nll_coef", 0.1),
-    ({}, "credit.adv_norm", "none"),
-    ({}, "credit.eps", 0.5),
-    ({"credit": ReinforcePP()}, "credit.discount", 0.5),
-    ({"credit": ReinforcePP()}, "credit.baseline", "group_mean"),
-    ({"credit": ReinforcePP()}, "credit.eps", 0.5),
-    (PPO, "credit.discount", 0.5),
-    (PPO, "credit.lam", 0.5),
-    (PPO, "credit.whiten", False),
-    (PPO, "credit.eps", 0.5),
+    ({}, "advantages.adv_norm", "none"),
+    ({}, "advantages.eps", 0.5),
+    ({"advantages": ReinforcePP()}, "advantages.discount", 0.5),
+    ({"advantages": ReinforcePP()}, "advantages.baseline", "group_mean"),
+    ({"advantages": ReinforcePP()}, "advantages.eps", 0.5),
+    (PPO, "advantages.discount", 0.5),
+    (PPO, "advantages.lam", 0.5),
+    (PPO, "advantages.whiten", False),
+    (PPO, "advantages.eps", 0.5),
     ({}, "loss_agg", "seq_mean"),
     ({}, "loss_agg", "constant"),
     (TWICE, "correction.old_logprobs", "trainer"),
@@ -214,11 +214,11 @@ def test_a_setting_of_the_processes_changes_what_is_started(case, tmp_path):
 def test_every_setting_is_tested():
     tested = {setting for _, setting, _ in [*IN_THE_LOOP, *AT_LAUNCH]} | set(ELSEWHERE)
     configs = [small(loss=loss) for loss in (Clip(), GSPO(), CISPO(), ImportanceSampling(), DRO(), CrossEntropy(), DPO(), Distillation())]
-    configs += [small(credit=credit) for credit in (GroupMean(), RLOO(), ReinforcePP(), GAE())]
+    configs += [small(advantages=estimator) for estimator in (GroupMean(), RLOO(), ReinforcePP(), GAE())]
     for config in configs:
-        for name in set(setting_names(config)) - {"loss", "credit"}:
+        for name in set(setting_names(config)) - {("loss", "advantages")}:
             assert name in tested, name
-        for part in ("loss", "credit"):
+        for part in (("loss", "advantages")):
             chosen = getattr(config, part)
             for field in dataclasses.fields(chosen):
                 assert any(
@@ -241,14 +241,14 @@ def test_a_teacher_is_another_model(tmp_path):
     [
         ({"kl": KL(estimator="k1")}, "kl=KL(coef=0.0, estimator='k1', into='loss') has no effect with kl.coef=0"),
         ({"reference": ReferenceConfig(refresh_every=3)}, "has no effect with neither kl.coef nor the loss asking for a reference"),
-        ({"critic": CriticConfig(lr=1.0)}, "has no effect with a credit that asks for no critic"),
+        ({"critic": CriticConfig(lr=1.0)}, "has no effect with an estimator that asks for no critic"),
         ({"shaping": Shaping(overlong_penalty=0.5)}, "shaping.overlong_penalty=0.5 has no effect"),
         ({"shaping": Shaping(overlong_tokens=9)}, "shaping.overlong_tokens=9 is over env.max_new_tokens=8"),
         ({"correction": Correction(level="sequence")}, "correction.level=sequence has no effect"),
         ({"correction": Correction(tis_clip=2.0)}, "correction.tis_clip=2.0 needs correction.old_logprobs=trainer"),
         ({"correction": Correction(mask_low=2.0, mask_high=1.0)}, "correction.mask_high=1.0 is under correction.mask_low=2.0"),
-        ({"credit": ReinforcePP(discount=0.9, baseline="group_mean")}, "credit.discount=0.9 has no effect"),
-        ({"credit": GroupMean(adv_norm="none", eps=1.0)}, "credit.eps=1.0 has no effect"),
+        ({"advantages": ReinforcePP(discount=0.9, baseline="group_mean")}, "advantages.discount=0.9 has no effect"),
+        ({"advantages": GroupMean(adv_norm="none", eps=1.0)}, "advantages.eps=1.0 has no effect"),
         ({"minibatches": 3}, "minibatches=3 does not divide prompts_per_step=4"),
         ({"minibatches": 0}, "minibatches=0 must be at least 1"),
         ({"loss": DPO()}, "loss DPO learns from preferences, not from data=rollouts"),
@@ -259,21 +259,21 @@ def test_a_teacher_is_another_model(tmp_path):
         ({"data": "demonstrations", "loss": CrossEntropy(), "resampling_rounds": 1}, "resampling_rounds=1 has no effect"),
         ({"loss": Distillation()}, "loss Distillation needs a teacher; set reference.model"),
         ({"loss": Distillation(), "kl": KL(coef=0.1, into="reward")}, "has no effect with nothing that reads rewards"),
-        ({"loss": Distillation(), "credit": RLOO()}, "credit=RLOO() has no effect with nothing that reads rewards"),
+        ({"loss": Distillation(), "advantages": RLOO()}, "advantages=RLOO() has no effect with nothing that reads rewards"),
         ({"loss": Distillation(), "shaping": Shaping(length_coef=1.0)}, "length_coef have no effect with nothing that reads rewards"),
         ({"shaping": Shaping(overlong_tokens=2, overlong_penalty=0)}, "shaping.overlong_tokens=2 has no effect"),
         ({"group_size": 1}, "group_size=1 gives every advantage 0"),
-        ({"group_size": 1, "credit": ReinforcePP(baseline="group_mean")}, "group_size=1 gives every advantage 0"),
-        ({"group_size": 1, "credit": GAE(), "resampling_rounds": 1}, "resampling_rounds=1 compares the rollouts of a group"),
-        ({"group_size": 1, "credit": GAE(), "shaping": Shaping(length_coef=0.1)}, "shaping.length_coef=0.1 compares the rollouts"),
-        ({"credit": GAE(), "critic": CriticConfig(layout=Layout(tensor_parallel=2))}, "critic.layout.tensor_parallel=2 does not divide"),
+        ({"group_size": 1, "advantages": ReinforcePP(baseline="group_mean")}, "group_size=1 gives every advantage 0"),
+        ({"group_size": 1, "advantages": GAE(), "resampling_rounds": 1}, "resampling_rounds=1 compares the rollouts of a group"),
+        ({"group_size": 1, "advantages": GAE(), "shaping": Shaping(length_coef=0.1)}, "shaping.length_coef=0.1 compares the rollouts"),
+        ({"advantages": GAE(), "critic": CriticConfig(layout=Layout(tensor_parallel=2))}, "critic.layout.tensor_parallel=2 does not divide"),
         ({"kl": KL(0.1), "reference": ReferenceConfig(layout=Layout(tensor_parallel=2))}, "reference.layout.tensor_parallel=2 does not"),
-        ({"credit": NoReturns()}, "credit needs a critic but has no method returns(groups)"),
+        ({"advantages": NoReturns()}, "advantages needs a critic but has no method returns(groups)"),
         ({"kl": KL(0.1), "reference": ReferenceConfig(model=TinyQwen3(alphabet="abc>"))}, "has another tokenizer than the model"),
         ({"loss": Clip(dual=0.5)}, "loss.dual=0.5 must be over 1"),
         ({"loss": Clip(low=1.5)}, "loss.low=1.5 must be at least 0 and at most 1"),
         ({"loss": 3}, "loss=3 cannot be called"),
-        ({"credit": GAE(lam=1.5)}, "credit.lam=1.5 must be at least 0 and at most 1"),
+        ({"advantages": GAE(lam=1.5)}, "advantages.lam=1.5 must be at least 0 and at most 1"),
         ({"kl": KL(coef=-1.0)}, "kl.coef=-1.0 must be at least 0"),
         ({"reference": ReferenceConfig(model=ModelDir("nowhere")), "kl": KL(coef=0.1)}, "model directory nowhere has no config.json"),
     ],
@@ -298,6 +298,6 @@ def test_truncated_rollouts_are_dropped_from_any_loss(loss):
 
 
 def test_settings_of_any_loss_can_be_given_on_the_command_line():
-    config = override(small(loss=GSPO(), credit=GAE()), ["--loss.level", "token", "--credit.lam", "0.5", "--critic.lr", "0.1"], "rl")
-    assert config.loss == GSPO(level="token") and config.credit == GAE(lam=0.5) and config.critic.lr == 0.1
+    config = override(small(loss=GSPO(), advantages=GAE()), ["--loss.level", "token", "--advantages.lam", "0.5", "--critic.lr", "0.1"], "rl")
+    assert config.loss == GSPO(level="token") and config.advantages == GAE(lam=0.5) and config.critic.lr == 0.1
     assert RewardConfig() == config.reward

@@ -11,7 +11,7 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.controller.config import ReferenceConfig, WarmupConfig
-from rl.controller.experience import Unit, assess, assign_credit, spread_reward
+from rl.controller.experience import Unit, assess, estimate_advantages, spread_reward
 from rl.controller.loop import Run
 from rl.controller.problems import problems
 from rl.controller.rollouts import Sampling
@@ -19,7 +19,7 @@ from rl.controller.update import denominator, minibatches
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
 from rl.loss.correction import Correction
-from rl.loss.credit.gae import GAE
+from rl.loss.advantages.gae import GAE
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.kl import KL
 from rl.models.tokenizer import HFTokenizer
@@ -48,7 +48,7 @@ def rollout(*segments, name="p"):
 
 @pytest.mark.parametrize(("num_minibatches", "epochs"), [(1, 1), (2, 1), (1, 3), (3, 2), (6, 2)])
 def test_as_many_optimizer_steps_as_configured(tmp_path, num_minibatches, epochs):
-    calls, recorder = run(config(minibatches=num_minibatches, epochs=epochs, credit=GAE()), tmp_path)
+    calls, recorder = run(config(minibatches=num_minibatches, epochs=epochs, advantages=GAE()), tmp_path)
     for who in ("trainer", "critic"):
         assert sum(call[:2] == (who, "step") for call in calls) == 2 * num_minibatches * epochs  # of two RL steps
     assert all(metrics["updates"] == num_minibatches * epochs for metrics in recorder.steps.values())
@@ -76,10 +76,10 @@ def test_denominators():
 def test_the_loss_of_a_batch_is_the_mean_it_is_called_by(tmp_path, agg):
     """Two rollouts of 2 and 4 tokens with advantages 1 and -1: the mean by hand, and what the trainer is told to compute."""
     group = Group((rollout([1], [5, 6]), rollout([1], [5, 6, 7, 8])), (Score(1.0), Score(0.0)))
-    settings = config(loss_agg=agg, credit=lambda groups: [[1.0, -1.0]])
+    settings = config(loss_agg=agg, advantages=lambda groups: [[1.0, -1.0]])
     fleet, _ = fake_fleet(settings, tmp_path)
     (unit,) = asyncio.run(assess([group], settings, fleet)).units
-    total = sum((s.advantages * s.weights)[s.scored].sum() for s in unit.samples) / denominator([unit], settings)
+    total = sum((s.advantages * s.weights)[s.target_mask].sum() for s in unit.samples) / denominator([unit], settings)
     assert total == pytest.approx({"token_mean": (2 - 4) / 6, "seq_mean": (1 - 1) / 2, "constant": (2 - 4) / (2 * 8)}[agg])
 
 
@@ -99,16 +99,16 @@ def test_rewards_of_turns_and_tokens_go_where_they_belong():
 def test_the_penalty_goes_off_the_reward_of_each_token(tmp_path):
     seen = []
 
-    def credit(groups):
+    def estimator(groups):
         seen.extend(t.rewards for g in groups for t in g)
         return [[0.0] * len(g) for g in groups]
 
-    settings = config(kl=KL(coef=0.5, estimator="k1", into="reward"), credit=credit)
+    settings = config(kl=KL(coef=0.5, estimator="k1", into="reward"), advantages=estimator)
     fleet, _ = fake_fleet(settings, tmp_path)
     group = Group((rollout([1], [5, 6, 7]),), (Score(1.0),))
     experience = asyncio.run(assess([group], settings, fleet))
     (sample,) = (s for u in experience.units for s in u.samples)
-    kl = sample.generator_logprobs[1:] - sample.columns["ref_logprobs"][1:]
+    kl = sample.generator_logprobs[1:] - sample.loss_inputs["ref_logprobs"][1:]
     assert seen[0] == pytest.approx(np.array([0, 0, 1.0]) - 0.5 * kl)
     assert experience.metrics["kl"] == pytest.approx(kl.mean())
 
@@ -132,12 +132,12 @@ def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tm
     in_reward = {"correction": Correction(old_logprobs="trainer"), "kl": KL(coef=0.1, into="reward")}
     assert forwards(**in_reward) == ({"trainer": 9, "reference": 9}, [2, 2])
     assert forwards(kl=KL(coef=0.1)) == ({"reference": 9}, [2, 2])
-    assert forwards(**old, credit=GAE(), kl=KL(coef=0.1, into="reward")) == ({"trainer": 9, "reference": 9, "critic": 9}, [2, 2])
+    assert forwards(**old, advantages=GAE(), kl=KL(coef=0.1, into="reward")) == ({"trainer": 9, "reference": 9, "critic": 9}, [2, 2])
 
 
 def test_forward_passes_overlap(tmp_path):
     """Each waits until all three have begun: one after the other they would never end."""
-    settings = config(correction=Correction(old_logprobs="trainer"), epochs=2, credit=GAE(), kl=KL(coef=0.1))
+    settings = config(correction=Correction(old_logprobs="trainer"), epochs=2, advantages=GAE(), kl=KL(coef=0.1))
     fleet, _ = fake_fleet(settings, tmp_path)
 
     async def main():
@@ -279,7 +279,7 @@ def test_supervised_losses_of_ones_own_get_a_reference_where_they_ask_for_one(tm
         return CrossEntropy()(logprobs, inputs)
 
     def with_reference(logprobs, inputs):
-        return CrossEntropy()(logprobs - inputs.column("ref_logprobs"), inputs)
+        return CrossEntropy()(logprobs - inputs.loss_input("ref_logprobs"), inputs)
 
     with_reference.needs_reference = True
     for data in ("demonstrations", "preferences"):
@@ -305,19 +305,19 @@ def test_a_credit_at_fault_is_named(tmp_path):
         return [[np.zeros(99)] * len(g) for g in groups]
 
     group = Group((rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(0.0)))
-    for credit, words in ((lopsided, "returned advantages for"), (infinite, "that are not finite"), (long, r"returned \(99,\) advantages")):
-        settings = config(credit=credit)
+    for estimator, words in ((lopsided, "returned advantages for"), (infinite, "that are not finite"), (long, r"returned \(99,\) advantages")):
+        settings = config(advantages=estimator)
         fleet, _ = fake_fleet(settings, tmp_path)
-        with pytest.raises(RunError, match=f"credit {credit.__name__} .*{words}|credit {credit.__name__} {words}"):
+        with pytest.raises(RunError, match=f"advantages {estimator.__name__} .*{words}|advantages {estimator.__name__} {words}"):
             asyncio.run(assess([group], settings, fleet))
 
 
 def test_advantages_of_one_number_reach_every_token():
-    settings = config(credit=lambda groups: [[2.0, np.array([1.0, 0.0, -1.0])] for _ in groups])
+    settings = config(advantages=lambda groups: [[2.0, np.array([1.0, 0.0, -1.0])] for _ in groups])
     from rl.batching import to_sample
 
     samples = [[to_sample(rollout([1], [5, 6])), to_sample(rollout([1], [7, 8, 9]))]]
-    (first, second) = assign_credit(samples, [[np.zeros(2), np.zeros(3)]], settings)[0]
+    (first, second) = estimate_advantages(samples, [[np.zeros(2), np.zeros(3)]], settings)[0]
     assert first.advantages.tolist() == [0, 2, 2] and second.advantages.tolist() == [0, 1, 0, -1]
 
 
@@ -331,7 +331,7 @@ def test_a_references_weights_stay_on_disk_while_a_checkpoint_notes_them(tmp_pat
 
 
 def test_a_references_weights_go_with_the_checkpoints_that_noted_them(tmp_path):
-    settings = config(steps=6, save_every=1, keep_checkpoints=1, kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1), credit=GAE())
+    settings = config(steps=6, save_every=1, keep_checkpoints=1, kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1), advantages=GAE())
     run(settings, tmp_path)
     # A checkpoint may still be being written when the next refresh comes, so the one before it is there too.
     assert {path.name for path in (tmp_path / "reference").iterdir()} == {"step-5", "step-6"}
@@ -361,7 +361,7 @@ def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
         ({}, {"kl": KL(coef=0.1)}, "saved with reference: none, but the run has: policy"),
         ({"kl": KL(coef=0.1)}, {"kl": KL(coef=0.1), "reference": "teacher"}, "saved with reference: policy, but the run has: teacher"),
         ({"kl": KL(coef=0.1), "reference": "teacher"}, {"kl": KL(coef=0.1)}, "saved with reference: teacher, but the run has: policy"),
-        ({}, {"credit": GAE()}, "has no critic beside it"),
+        ({}, {"advantages": GAE()}, "has no critic beside it"),
     ],
 )
 def test_a_run_does_not_go_on_with_another_reference_or_without_its_critic(tmp_path, before, after, words):

@@ -51,7 +51,7 @@ def test_a_question_file_splits_and_verifies(tmp_path):
     env = QuestionFile(path=str(file), num_eval=2)
     assert [p.question for p in env.eval_problems()] == ["0+1", "1+1"]
     assert {env.train_problem(i).question for i in range(50)} == {"2+1", "3+1", "4+1"}
-    assert env.problems() == []
+    assert env.validate() == []
     problem = Problem("1", "q", "1,000")
     assert env.reward(problem, "so 7 plus 993 is 1000.", StopReason.STOP) == 1
     assert env.reward(problem, "1000 or 7", StopReason.STOP) == 0
@@ -64,7 +64,7 @@ def test_a_question_file_never_trains_on_what_it_holds_out_and_names_answers_it_
     env = QuestionFile(path=str(file), num_eval=1)
     assert {env.train_problem(i).question for i in range(20)} == {"b"}
     file.write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "so #### 42"}\n')
-    assert "1 answers of" in env.problems()[0] and "data.jsonl:2" in env.problems()[0]
+    assert "1 answers of" in env.validate()[0] and "data.jsonl:2" in env.validate()[0]
 
 
 def test_drive_keeps_tokens_as_they_were_sampled(tmp_path):

@@ -30,7 +30,7 @@ async def main(run_dir: Path) -> dict:
             result["versions"].append(sorted({(r.versions.oldest, r.versions.newest) for r in rollouts}))
             batch = pack([to_sample(r, 1.0 if i % 2 else -1.0) for i, r in enumerate(rollouts)], num_ranks=2)
             metrics = await fleet.trainer.forward_backward(batch, config.loss)
-            await fleet.trainer.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_scored_tokens))
+            await fleet.trainer.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_target_tokens))
             return metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]
 
         for version in range(3):

@@ -69,7 +69,7 @@ def test_correction_weights_masks_and_ratios():
             logprobs, inputs = random_inputs(rng)
             correction = Correction(old_logprobs="trainer", tis_clip=1.5, mask_low=0.3, mask_high=4.0, level=level)
             got, metrics = correction(logprobs, inputs)
-            old, generator, ids = (a.tolist() for a in (inputs.columns["old_logprobs"], inputs.generator_logprobs, inputs.sample_ids))
+            old, generator, ids = (a.tolist() for a in (inputs.loss_inputs["old_logprobs"], inputs.generator_logprobs, inputs.sample_ids))
             expected, num_clipped, num_masked = [], 0, 0
             for t in range(len(old)):
                 tokens = [t] if level == "token" else [s for s in range(len(old)) if ids[s] == ids[t]]
@@ -80,7 +80,7 @@ def test_correction_weights_masks_and_ratios():
                 num_clipped += gap > 1.5
             assert got.weights.tolist() == pytest.approx(expected, rel=1e-9)
             assert (int(metrics["gap_masked:sum"]), int(metrics["tis/clipped:sum"])) == (num_masked, num_clipped)
-            assert got.old_logprobs is inputs.columns["old_logprobs"] and not got.weights.requires_grad
+            assert got.old_logprobs is inputs.loss_inputs["old_logprobs"] and not got.weights.requires_grad
 
 
 def test_without_a_column_the_trainers_logprobs_are_those_of_this_very_update():
@@ -114,7 +114,7 @@ def test_the_objective_adds_the_kl_with_the_tokens_weights():
         nothing = lambda logprobs, inputs: LossOutput(logprobs.sum() * 0, {})  # noqa: E731
         output = Objective(nothing, kl=KL(coef=0.3, estimator="k2"))(logprobs, inputs)
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
-        apart = [p - r for p, r in zip(logprobs.tolist(), inputs.columns["ref_logprobs"].tolist(), strict=True)]
+        apart = [p - r for p, r in zip(logprobs.tolist(), inputs.loss_inputs["ref_logprobs"].tolist(), strict=True)]
         weights = inputs.weights.tolist()
         assert output.loss.item() == pytest.approx(0.3 * sum(w * d * d / 2 for w, d in zip(weights, apart, strict=True)))
         assert gradient.tolist() == pytest.approx([0.3 * w * d for w, d in zip(weights, apart, strict=True)])

@@ -237,7 +237,7 @@ def test_dpo_refuses_sequences_that_are_not_side_by_side():
     from rl.errors import RunError
 
     one = Row([-1.0], [-1.0], [0.0], [1.0], [-1.0], [0.0])
-    with pytest.raises(RunError, match="pack pairs with together=2"):
+    with pytest.raises(RunError, match="pack pairs with samples_per_unit=2"):
         run(DPO(), [one])
 
 

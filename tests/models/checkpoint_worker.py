@@ -58,8 +58,8 @@ def learn(engine: TitanEngine, step: int, adapter: str | None) -> float:
     batch = pack(samples, num_ranks=layout.data_parallel, multiple_of=engine.config.row_multiple)
     loss = torch.tensor(engine.forward_backward(batch, CrossEntropy(), adapter)["loss:sum"], dtype=torch.float64) / layout.procs_per_row
     dist.all_reduce(loss)
-    engine.optim_step(OptimParams(lr=1e-3, grad_scale=1 / batch.num_scored_tokens), adapter)
-    return loss.item() / batch.num_scored_tokens
+    engine.optim_step(OptimParams(lr=1e-3, grad_scale=1 / batch.num_target_tokens), adapter)
+    return loss.item() / batch.num_target_tokens
 
 
 def die_while_writing(engine: TitanEngine, path: Path) -> None:

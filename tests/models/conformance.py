@@ -113,7 +113,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     samples = [supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60))) for _ in range(9)]
     batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=96, multiple_of=engine.config.row_multiple)
-    scale = 1 / batch.num_scored_tokens
+    scale = 1 / batch.num_target_tokens
     result: dict[str, Any] = {"losses": [], "initial": _published(engine, adapter), "logits": _gather_rows(engine, batch, adapter)}
 
     def loss() -> float:
@@ -167,7 +167,7 @@ def _published(engine: Any, adapter: str | None) -> dict[str, Any]:
 
 
 def _gather_rows(engine: Any, batch: Any, adapter: str | None) -> dict[int, Any]:
-    """Sample -> [its scored tokens, V] logits."""
+    """Sample -> [its target tokens, V] logits."""
     rows = {}
     for micro, logits in zip(batch.ranks[engine.dp_rank], engine.logits(batch, adapter), strict=True):
         rows |= {int(i): logits[micro.sample_ids == i].float().numpy() for i in np.unique(micro.sample_ids)}

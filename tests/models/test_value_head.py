@@ -40,7 +40,7 @@ def learn(engine, num_steps=3):
     losses = []
     for _ in range(num_steps):
         metrics = engine.forward_backward(batch, ClippedValue(clip=0.0))
-        engine.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_scored_tokens))
+        engine.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_target_tokens))
         losses.append(metrics["loss:sum"])
     return losses, engine.forward(batch)
 
@@ -58,8 +58,8 @@ def test_values_start_at_zero_and_learn_the_returns_by_the_gradient_of_transform
     for sample in samples():
         with torch.no_grad():
             hidden = model.model(torch.from_numpy(sample.tokens)[None]).last_hidden_state[0]
-        for t in np.flatnonzero(sample.scored):
-            expected -= sample.columns["returns"][t] * hidden[t - 1]
+        for t in np.flatnonzero(sample.target_mask):
+            expected -= sample.loss_inputs["returns"][t] * hidden[t - 1]
     head = next(p for n, p in engine._tensors.items() if n == "value_head.weight")
     gradient = head.grad.full_tensor() if hasattr(head.grad, "full_tensor") else head.grad
     assert torch.allclose(gradient[0], expected, atol=1e-4)

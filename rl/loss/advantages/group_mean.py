@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from rl.loss.credit.base import Groups, each_group
+from rl.loss.advantages.base import Groups, each_group
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every credit takes. M sampled tokens of a rollout."""
+"""What every estimator takes. M sampled tokens of a rollout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ _NO_VALUES = np.zeros(0)
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A rollout as credit sees it."""
+    """A rollout as estimators see it."""
 
     rewards: np.ndarray  # [M] float64: the verdict on the last token, a turn's on the turn's last, penalties on their own
     values: np.ndarray = field(default_factory=lambda: _NO_VALUES)  # [M] the critic's value before each token; empty without a critic

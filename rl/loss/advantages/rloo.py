@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.loss.credit.base import Groups, each_group
+from rl.loss.advantages.base import Groups, each_group
 
 
 @dataclass(frozen=True)

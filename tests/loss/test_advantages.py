@@ -1,4 +1,4 @@
-"""Each credit against an implementation that shares no code with it: Python's statistics and plain loops, token by token."""
+"""Each estimator against an implementation that shares no code with it: Python's statistics and plain loops, token by token."""
 
 import math
 import random
@@ -7,11 +7,11 @@ import statistics
 import numpy as np
 import pytest
 
-from rl.loss.credit.base import Trajectory
-from rl.loss.credit.gae import GAE
-from rl.loss.credit.group_mean import GroupMean
-from rl.loss.credit.reinforce_pp import ReinforcePP
-from rl.loss.credit.rloo import RLOO
+from rl.loss.advantages.base import Trajectory
+from rl.loss.advantages.gae import GAE
+from rl.loss.advantages.group_mean import GroupMean
+from rl.loss.advantages.reinforce_pp import ReinforcePP
+from rl.loss.advantages.rloo import RLOO
 
 
 def group(*rewards):
@@ -76,7 +76,7 @@ def flat(advantages):
 
 
 def cases(groups):
-    """(credit, its advantages, what they should be)."""
+    """(estimator, its advantages, what they should be)."""
     yield GroupMean(), expected_group_mean(groups, divide=True)
     yield GroupMean(eps=1e-2), expected_group_mean(groups, divide=True, eps=1e-2)
     yield GroupMean(adv_norm="none"), expected_group_mean(groups, divide=False)
@@ -99,20 +99,20 @@ def test_every_credit_equals_an_independent_implementation():
     rng = random.Random(0)
     for _ in range(100):
         groups = random_groups(rng)
-        for credit, expected in cases(groups):
-            got = credit(groups)
+        for estimator, expected in cases(groups):
+            got = estimator(groups)
             assert [len(g) for g in got] == [len(g) for g in groups]
             # A difference of nearly equal rewards, divided by nearly nothing, keeps fewer digits.
-            assert flat(got) == pytest.approx(flat(expected), rel=1e-6, abs=1e-6), credit
+            assert flat(got) == pytest.approx(flat(expected), rel=1e-6, abs=1e-6), estimator
 
 
 def test_gae_returns_are_advantages_plus_values():
     rng = random.Random(1)
     for _ in range(20):
         groups = random_groups(rng)
-        credit = GAE(0.9, 0.8)
+        estimator = GAE(0.9, 0.8)
         expected = [[[a + v for a, v in zip(expected_gae(t, 0.9, 0.8), t.values, strict=True)] for t in g] for g in groups]
-        assert flat(credit.returns(groups)) == pytest.approx(flat(expected), abs=1e-9)
+        assert flat(estimator.returns(groups)) == pytest.approx(flat(expected), abs=1e-9)
     # With lam 1 the return does not depend on the critic at all.
     assert flat(GAE(1.0, 1.0).returns([[Trajectory(np.array([1.0, 2.0]), np.array([5.0, -7.0]))]])) == pytest.approx([3.0, 2.0])
 
@@ -127,8 +127,8 @@ def test_worked_by_hand():
     assert GAE(1.0, 0.5, whiten=False)([[one]])[0][0] == pytest.approx([0.55, 0.5])
 
 
-@pytest.mark.parametrize("credit", [GroupMean(), GroupMean(adv_norm="none"), RLOO()])
-def test_a_group_without_signal_has_no_advantage(credit):
-    assert credit([group(0.1, 0.1, 0.1)]) == [[0, 0, 0]]
-    assert credit([group(1.0)]) == [[0]]
-    assert credit([[]]) == [[]]
+@pytest.mark.parametrize("estimator", [GroupMean(), GroupMean(adv_norm="none"), RLOO()])
+def test_a_group_without_signal_has_no_advantage(estimator):
+    assert estimator([group(0.1, 0.1, 0.1)]) == [[0, 0, 0]]
+    assert estimator([group(1.0)]) == [[0]]
+    assert estimator([[]]) == [[]]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from rl.loss.credit.base import Groups, Trajectory, discounted_sums, whiten
+from rl.loss.advantages.base import Groups, Trajectory, discounted_sums, whiten
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Advantage estimators: from the rewards of a batch of rollouts to the advantage of each of their tokens. Pure numpy, float64."""

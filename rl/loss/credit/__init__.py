@@ -1,1 +1,0 @@
-"""Credit: from the rewards of a batch of rollouts to the advantage of each of their tokens. Pure numpy, float64."""
