@@ -143,7 +143,7 @@ _FIELD_BOUNDS = {
 def _algorithm(config: RunConfig) -> list[str]:
     """Parts of the algorithm that do not go together, and values out of range."""
     found = []
-    for part in (("loss", "advantages")):
+    for part in ("loss", "advantages"):
         chosen = getattr(config, part)
         if not callable(chosen) or isinstance(chosen, type):
             found.append(f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function")

@@ -216,9 +216,9 @@ def test_every_setting_is_tested():
     configs = [small(loss=loss) for loss in (Clip(), GSPO(), CISPO(), ImportanceSampling(), DRO(), CrossEntropy(), DPO(), Distillation())]
     configs += [small(advantages=estimator) for estimator in (GroupMean(), RLOO(), ReinforcePP(), GAE())]
     for config in configs:
-        for name in set(setting_names(config)) - {("loss", "advantages")}:
+        for name in set(setting_names(config)) - {"loss", "advantages"}:
             assert name in tested, name
-        for part in (("loss", "advantages")):
+        for part in ("loss", "advantages"):
             chosen = getattr(config, part)
             for field in dataclasses.fields(chosen):
                 assert any(
