@@ -54,7 +54,7 @@ def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 819
     bins.sort(key=lambda bin: -sum(lengths[u] for u in bin))
     names = set.intersection(*(set(s.loss_inputs) for s in samples)) if samples else set()
     rows = [_micro_batch(samples, [i for u in bin for i in units[u]], multiple_of, sorted(names)) for bin in bins]
-    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)))
+    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), max(map(len, samples), default=0))
 
 
 def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:

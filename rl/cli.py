@@ -2,6 +2,8 @@
 
 import sys
 
+from rl.cluster.environment import prepare_environment
+
 _USAGE = """usage: rl COMMAND ...
 
   rl train RECIPE [--section.field value ...]   train; RECIPE is a name in configs/ or path/to/file.py:function
@@ -12,6 +14,7 @@ _USAGE = """usage: rl COMMAND ...
 
 
 def main() -> None:
+    prepare_environment()
     from rl.errors import ConfigError, RunError
 
     arguments = sys.argv[1:]

@@ -55,9 +55,17 @@ class Tokenizer(Protocol):
 class Transport(Protocol):
     """Moves weights between processes; versioned, so that no reader ever sees half of one version and half of another.
 
-    A version is readable from the moment its manifest exists until `release`. `name`: "model", or an adapter's.
+    A version is readable from the moment its manifest exists until `release`, which its owner calls: the WeightStore.
     """
 
-    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]: ...
-    async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]: ...
-    async def release(self, name: str, version: PolicyVersion, rank: int) -> None: ...
+    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
+        """In a trainer rank's process. `name`: "model", or an adapter's."""
+        ...
+
+    def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
+        """In a thread of the process that computes with the weights."""
+        ...
+
+    async def release(self, manifest: Manifest) -> None:
+        """In the controller's process."""
+        ...

@@ -1,11 +1,20 @@
-"""What Linux offers so that no process outlives a run; elsewhere these do nothing."""
+"""What Linux offers so that no process outlives a run; elsewhere these do nothing. And where a process is."""
 
+import asyncio
 import ctypes
+import os
 import signal
+import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from rl.types import ProcessInfo
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_STOP_SECONDS = 4.0
 
 
 def end_with_parent() -> None:
@@ -18,3 +27,22 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent has ended, so that they can be found and ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def process_info(device: str = "cpu") -> ProcessInfo:
+    """Of this process."""
+    return ProcessInfo(os.getpid(), socket.gethostname(), device)
+
+
+async def kill_processes(mesh: Any, processes: Sequence[ProcessInfo]) -> None:
+    """End the processes of a mesh that may hang: first by force, as a mesh whose ranks do not answer cannot be stopped."""
+    for process in processes:
+        if process.host == socket.gethostname():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    with suppress(Exception):  # what is dead cannot be asked to stop
+        await asyncio.wait_for(_stopped(mesh), _STOP_SECONDS)
+
+
+async def _stopped(mesh: Any) -> None:
+    await mesh.stop("it is replaced")

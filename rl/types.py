@@ -23,6 +23,15 @@ class VersionRange:
     newest: PolicyVersion
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """Where an actor lives, for people who look for it."""
+
+    pid: int
+    host: str
+    device: str
+
+
 class StopReason(StrEnum):
     STOP = "stop"  # the model ended the completion (EOS or a stop token)
     LENGTH = "length"  # max_new_tokens was reached
@@ -67,6 +76,8 @@ class Completion:
     logprobs: list[float]  # [T] nats, at temperature 1, under the policy that sampled them
     versions: VersionRange
     stop: StopReason
+    token_versions: tuple[PolicyVersion, ...] = ()  # [T] which version sampled each token; empty where all are the same
+    num_cached_tokens: int = 0  # of the prompt: found in the cache, not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +126,7 @@ class Score:
 class Group:
     """The rollouts of one prompt with their scores: the unit over which advantages are computed."""
 
+    index: int  # the prompt's number in the run, from which its problem and all its seeds follow
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
 
@@ -122,6 +134,11 @@ class Group:
     def has_signal(self) -> bool:
         """Whether its rewards differ."""
         return len({score.reward for score in self.scores if score.error is None}) > 1
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest weights that sampled any of its tokens."""
+        return min(rollout.versions.oldest for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +194,11 @@ class Batch:
     """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; every rank has equally many."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
+    longest: int  # tokens of the longest sequence on any rank, so that all ranks raise where one would
+
+    def for_rank(self, rank: int) -> "Batch":
+        """What one data-parallel rank is sent: its own micro-batches."""
+        return Batch(tuple(part if i == rank else () for i, part in enumerate(self.ranks)), self.longest)
 
     @property
     def num_target_tokens(self) -> int:
@@ -223,3 +245,7 @@ class OptimParams:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0 turns clipping off
+
+    def scaled(self, lr_factor: float, grad_scale: float) -> "OptimParams":
+        """With a share of the learning rate, and a gradient scale."""
+        return replace(self, lr=self.lr * lr_factor, grad_scale=grad_scale)

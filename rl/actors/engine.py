@@ -1,6 +1,7 @@
 """EngineActor: one rank of an engine as an actor, and the handle that drives all ranks as one.
 
-A critic and a reference are this and no more; the PolicyTrainer adds what concerns weight sync.
+A critic and a reference are this and no more; the PolicyTrainer adds what concerns weight sync. Which adapter is meant
+comes with each call; None is the model itself.
 """
 
 import asyncio
@@ -10,11 +11,14 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, endpoint
 
-from rl.actors.remote import call
+from rl.actors.remote import Caller, Deadline
 from rl.batching import pack
 from rl.interfaces import Loss
 from rl.models.engine_config import EngineConfig
-from rl.types import Batch, OptimParams, Sample
+from rl.observability.timeline import Timeline
+from rl.processes import process_info
+from rl.types import Batch, LoRA, OptimParams, ProcessInfo, Sample
+from rl.waiting import Deadlines
 
 
 class EngineActor(Actor):
@@ -25,28 +29,34 @@ class EngineActor(Actor):
         from rl.models.build import ENGINES  # torchtitan: 3 s that the controller need not spend
 
         self._engine = ENGINES[kind](model_dir, config)
-        self._adapter: str | None = None  # what learns, where it is not the model itself
 
     @endpoint
-    async def ready(self) -> str:
-        """The device this rank computes on."""
-        return str(self._engine.device)
+    async def ready(self) -> ProcessInfo:
+        return process_info(str(self._engine.device))
 
     @endpoint
-    async def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
-        return self._engine.forward(batch, adapter or self._adapter)
+    async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
+        self._engine.adapters.add(name, lora, seed)
 
     @endpoint
-    async def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        return self._engine.forward_backward(batch, loss, self._adapter)
+    async def copy_adapter(self, source: str, target: str) -> None:
+        self._engine.adapters.copy(source, target)
 
     @endpoint
-    async def optim_step(self, params: OptimParams) -> dict[str, float]:
-        return self._engine.optim_step(params, self._adapter)
+    async def forward(self, batch: Batch, adapter: str | None) -> dict[int, np.ndarray]:
+        return self._engine.forward(batch, adapter)
 
     @endpoint
-    async def reset_optimizer(self) -> None:
-        self._engine.reset_optimizer(self._adapter)
+    async def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None) -> dict[str, float]:
+        return self._engine.forward_backward(batch, loss, adapter)
+
+    @endpoint
+    async def optim_step(self, params: OptimParams, adapter: str | None) -> dict[str, float]:
+        return self._engine.optim_step(params, adapter)
+
+    @endpoint
+    async def reset_optimizer(self, adapter: str | None) -> None:
+        self._engine.reset_optimizer(adapter)
 
     @endpoint
     async def load_weights(self, model_dir: str) -> None:
@@ -54,7 +64,7 @@ class EngineActor(Actor):
 
     @endpoint
     async def save_checkpoint(self, path: str, state: dict[str, Any], keep_last: int, wait: bool) -> None:
-        """Without `wait` returns when everything is copied; the next call, or finish_checkpoint, waits until it is written."""
+        """Without `wait` returns when everything is copied; the next call, or finish_checkpoint, waits for the files."""
         self._engine.save(path, state, keep_last=keep_last, wait=wait)
 
     @endpoint
@@ -69,74 +79,102 @@ class EngineActor(Actor):
 class EngineHandle:
     """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it."""
 
-    def __init__(self, name: str, actors: Any, config: EngineConfig, deadline_seconds: float):
+    def __init__(self, name: str, actors: Any, config: EngineConfig, deadlines: Deadlines, timeline: Timeline):
         self.name = name
+        self.config = config
         self._actors = actors
-        self._config = config
-        self._deadline = deadline_seconds
+        self._deadlines = deadlines
+        self._timeline = timeline
+        self._caller = Caller(name, f"logs/{name}-*.log of the run")
         self._turn = asyncio.Lock()  # every rank gets the calls in the same order, whoever makes them
 
-    async def _every(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank; returns their answers, in the order of ranks."""
+    async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
+        """Call every rank with the same arguments; returns their answers, in the order of ranks."""
+        deadline = Deadline(kind, getattr(self._deadlines, kind))
         async with self._turn:
-            answers = await call(getattr(self._actors, method).call(*args), f"{self.name}.{method}", self._deadline)
+            with self._timeline.span(self.name, method):
+                answers = await self._caller.call(getattr(self._actors, method).call(*args), method, deadline)
         return list(answers.values())
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        """As `_every`, with one answer for each data-parallel rank (ranks that share rows agree)."""
-        return (await self._every(method, *args))[:: self._config.layout.procs_per_row]
+    async def _data_parallel(self, method: str, batch: Batch, *args: Any) -> list[Any]:
+        """Send each rank its own part of the batch; returns an answer for each data-parallel rank."""
+        layout, deadline = self.config.layout, Deadline("train", self._deadlines.train)
 
-    def pack(self, samples: Sequence[Sample], together: int = 1) -> Batch:
+        async def one(rank: int) -> Any:
+            actor = self._actors.slice(procs=rank)
+            part = batch.for_rank(rank // layout.procs_per_row)
+            return await getattr(actor, method).call_one(part, *args)
+
+        async with self._turn:
+            with self._timeline.span(self.name, method):
+                answers = asyncio.gather(*(one(rank) for rank in range(layout.num_procs)))
+                return (await self._caller.call(answers, method, deadline))[:: layout.procs_per_row]
+
+    def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack."""
         return pack(
             samples,
-            num_ranks=self._config.layout.data_parallel,
-            max_tokens=self._config.max_seq_len,
-            multiple_of=self._config.row_multiple,
-            samples_per_unit=together,
+            num_ranks=self.config.layout.data_parallel,
+            max_tokens=self.config.max_seq_len,
+            multiple_of=self.config.row_multiple,
+            samples_per_unit=samples_per_unit,
         )
 
-    async def ready(self) -> list[str]:
-        return await self._all("ready")
+    async def ready(self) -> None:
+        self._caller.processes = tuple(await self._every("ready", kind="start"))
+
+    async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
+        await self._every("add_adapter", name, lora, seed, kind="load")
+
+    async def copy_adapter(self, source: str, target: str) -> None:
+        """`target` becomes what `source` is now."""
+        await self._every("copy_adapter", source, target, kind="load")
 
     async def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
         """Sample index -> logprobs of its target tokens, fp32 nats; a critic's values."""
-        return {k: v for part in await self._all("forward", batch, adapter) for k, v in part.items()}
+        parts = await self._data_parallel("forward", batch, adapter)
+        return {index: values for part in parts for index, values in part.items()}
 
-    async def scores(self, samples: Sequence[Sample], adapter: str | None = None) -> list[np.ndarray]:
-        """What `forward` gives, as [T] for each sample, 0 where a token is not scored."""
+    async def forward_samples(self, samples: Sequence[Sample], adapter: str | None = None) -> list[np.ndarray]:
+        """What `forward` gives, as [T] for each sample, 0 where a token is not a target."""
         found = await self.forward(self.pack(samples), adapter)
-        return [sample.scatter(found.get(i, np.zeros(0, np.float32))) for i, sample in enumerate(samples)]
+        nothing = np.zeros(0, np.float32)
+        return [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]
 
-    async def forward_backward(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    async def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
         """Metrics over all ranks, still named `name:sum` or `name:max`."""
-        return combine(await self._all("forward_backward", batch, loss))
+        return combine(await self._data_parallel("forward_backward", batch, loss, adapter))
 
-    async def optim_step(self, params: OptimParams) -> dict[str, float]:
-        return (await self._all("optim_step", params))[0]
+    async def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
+        return (await self._every("optim_step", params, adapter))[0]
 
-    async def reset_optimizer(self) -> None:
-        await self._all("reset_optimizer")
+    async def reset_optimizer(self, adapter: str | None = None) -> None:
+        await self._every("reset_optimizer", adapter)
 
     async def load_weights(self, model_dir: str) -> None:
         """Take over the weights of a directory that a trainer's `save_hf` wrote."""
-        await self._all("load_weights", model_dir)
+        await self._every("load_weights", model_dir, kind="load")
 
-    async def save_checkpoint(self, path: str, state: dict[str, Any], keep_last: int, wait: bool = False) -> None:
-        """`state`: plain data that `load_checkpoint` returns. Without `wait` written in the background: see `finish_checkpoint`."""
-        await self._all("save_checkpoint", path, state, keep_last, wait)
+    async def save_checkpoint(
+        self, path: str, state: dict[str, Any], keep_last: int, wait: bool = False
+    ) -> None:
+        """`state`: plain data that `load_checkpoint` returns. Without `wait` it is written in the background."""
+        await self._every("save_checkpoint", path, state, keep_last, wait, kind="checkpoint")
 
     async def finish_checkpoint(self) -> None:
-        await self._all("finish_checkpoint")
+        await self._every("finish_checkpoint", kind="checkpoint")
 
     async def load_checkpoint(self, path: str) -> dict[str, Any]:
-        return (await self._all("load_checkpoint", path))[0]
+        return (await self._every("load_checkpoint", path, kind="checkpoint"))[0]
 
 
 def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     """Metrics named `name:sum` or `name:max`, of several ranks or batches, as one."""
-    parts = list(parts)
-    return {
-        name: (max if name.endswith(":max") else sum)(part[name] for part in parts if name in part)
-        for name in {name: None for part in parts for name in part}
-    }
+    combined: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in combined:
+                combined[name] = value
+            else:
+                combined[name] = max(combined[name], value) if name.endswith(":max") else combined[name] + value
+    return combined

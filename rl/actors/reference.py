@@ -9,14 +9,12 @@ import numpy as np
 
 from rl.actors.engine import EngineHandle
 from rl.actors.trainer import TrainerHandle
-from rl.types import REFERENCE, Sample
+from rl.types import POLICY, REFERENCE, Sample
 
 
 class Reference(Protocol):
-    async def ready(self) -> object: ...
-
-    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Logprobs of each sample, [T], 0 where a token is not scored."""
+    async def compute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Logprobs of each sample, [T], 0 where a token is not a target."""
         ...
 
     async def refresh(self, step: int) -> None:
@@ -33,7 +31,10 @@ class Reference(Protocol):
 
 
 class ReferenceMesh:
-    """A frozen engine in processes of its own. It is refreshed by way of a Hugging Face directory, which a resumed run finds again."""
+    """A frozen engine in processes of its own.
+
+    It is refreshed through a Hugging Face directory, which a resumed run finds again.
+    """
 
     def __init__(self, engine: EngineHandle, trainer: TrainerHandle, directory: Path):
         self._engine = engine
@@ -42,11 +43,8 @@ class ReferenceMesh:
         self._weights = ""  # the model's own, as the mesh was started
         self._notes: dict[Path, str] = {}  # checkpoint -> the weights it notes
 
-    async def ready(self) -> list[str]:
-        return await self._engine.ready()
-
-    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return await self._engine.scores(samples)
+    async def compute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return await self._engine.forward_samples(samples)
 
     async def refresh(self, step: int) -> None:
         path = str(self._directory / f"step-{step}")
@@ -69,19 +67,19 @@ class ReferenceMesh:
 
 
 class ReferenceAdapter:
-    """Where the policy is an adapter: a second one in the trainer itself. The base weights exist once, and checkpoints hold both."""
+    """Where the policy is an adapter: a second one in the trainer itself.
+
+    The base weights exist once, and checkpoints hold both.
+    """
 
     def __init__(self, trainer: TrainerHandle):
         self._trainer = trainer
 
-    async def ready(self) -> list[str]:
-        return await self._trainer.ready()
-
-    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return await self._trainer.scores(samples, REFERENCE)
+    async def compute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return await self._trainer.forward_samples(samples, REFERENCE)
 
     async def refresh(self, step: int) -> None:
-        await self._trainer.keep_reference()
+        await self._trainer.copy_adapter(POLICY, REFERENCE)
 
     async def restore(self, weights: str) -> None:
         pass  # they came with the trainer's checkpoint

@@ -4,37 +4,71 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint
 
-from rl.actors.remote import Replicas
+from rl.actors.remote import Caller, Deadline, ProcessDied
+from rl.actors.replica import Pool, Replica
 from rl.envs.base import Env
-from rl.envs.verifier import Verifier
-from rl.types import Rollout, Score
+from rl.envs.verifier import START_SECONDS, Verifier
+from rl.observability.timeline import Timeline
+from rl.processes import kill_processes, process_info
+from rl.types import ProcessInfo, Rollout, Score
+from rl.waiting import Deadlines
+
+_PING_SECONDS = 60.0
 
 
 class RewardWorker(Actor):
     def __init__(self, env: Env, limit_seconds: float):
         self._verifier = Verifier(env, limit_seconds)
 
-    @endpoint
-    async def ready(self) -> bool:
-        return True
+    @concurrent_endpoint
+    async def ready(self) -> ProcessInfo:
+        return process_info()
 
-    @endpoint
+    @concurrent_endpoint
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout. A reward that raises or outlasts the limit gets a Score with its cause."""
         return await asyncio.to_thread(self._verifier.score, rollouts)
 
 
-class RewardPool:
-    """The replicas as one."""
+class RewardProcess:
+    """A running reward worker. See replica.Member."""
 
-    def __init__(self, actors: Any, num_replicas: int, deadline_seconds: float):
-        members = [actors.slice(procs=i) for i in range(num_replicas)]
-        self._replicas = Replicas("reward", members, deadline_seconds, max_in_flight=1)
+    def __init__(
+        self, name: str, mesh: Any, actor: Any, limit_seconds: float, deadlines: Deadlines, timeline: Timeline
+    ):
+        self._mesh = mesh
+        self._actor = actor
+        self._limit = limit_seconds
+        self._deadlines = deadlines
+        self._timeline = timeline
+        self._caller = Caller(name, f"logs/{name}.log of the run")
 
     async def ready(self) -> None:
-        await self._replicas.ready()
+        deadline = Deadline("start", self._deadlines.start)
+        self._caller.processes = (await self._caller.call(self._actor.ready.call_one(), "start", deadline),)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        return await self._replicas.call(lambda r: r.score.call_one(rollouts), load=len(rollouts))
+        # Each call of the reward function is limited in the worker; past the limit its process is started again.
+        seconds = len(rollouts) * (self._limit + START_SECONDS)
+        with self._timeline.span(self._caller.name, "score"):
+            call = self._actor.score.call_one(rollouts)
+            return await self._caller.call(call, "score", Deadline("reward", seconds), past=ProcessDied)
+
+    async def check(self) -> None:
+        deadline = Deadline("reward", _PING_SECONDS)
+        await self._caller.call(self._actor.ready.call_one(), "ready", deadline, past=ProcessDied)
+
+    async def kill(self) -> None:
+        await kill_processes(self._mesh, self._caller.processes)
+
+
+class RewardPool(Pool[Replica[RewardProcess]]):
+    """The workers as one; each verifies one group at a time."""
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        return await self.ask(
+            lambda replica: replica.ask(lambda process: process.score(rollouts)),
+            takes=lambda replica: replica.load == 0,
+        )

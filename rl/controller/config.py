@@ -1,19 +1,21 @@
-"""RunConfig: all settings of a run, frozen. What is wrong with them: problems.py."""
+"""RunConfig: all settings of a run, frozen. What is wrong with them: validate.py."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.kl import KL
-from rl.loss.objective import Objective
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelSource
 from rl.types import LoRA
+from rl.waiting import Deadlines
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,19 @@ class TrainerConfig:
     """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
-    max_tokens: int = 8192
+    max_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch, and so of a sequence."""
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Learning rate, constant after lr_warmup_steps."""
-    lr_warmup_steps: int = 5
+    lr_warmup_steps: NonNegativeInt = 5
     """Steps over which the learning rate rises linearly."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
 
 
@@ -50,14 +52,22 @@ class TrainerConfig:
 class GeneratorConfig:
     """The vLLM generators."""
 
-    num_replicas: int = 1
-    """Engines, each a process with the whole model."""
-    max_num_seqs: int = 256
+    num_replicas: PositiveInt = 1
+    """Engines, each with the whole model."""
+    tensor_parallel: PositiveInt = 1
+    """Processes of each engine, which split its layers."""
+    max_num_seqs: PositiveInt = 256
     """Most sequences an engine runs at a time."""
-    kv_cache_gib: float = 0.25
+    kv_cache_gib: PositiveFloat = 0.25
     """Memory of each engine's key-value cache."""
+    block_size: PositiveInt = 32
+    """Tokens of a block of that cache; samples of a prompt share the whole blocks of it. On a CPU a multiple of 32."""
     compile: bool = False
     """Compile and capture graphs: faster tokens after a slow start (40 s on a CPU)."""
+    updates: Literal["in_flight", "drain"] = "in_flight"
+    """New weights while samples are under way. in_flight: these go on with the new weights. drain: they finish first."""
+    max_restarts: NonNegativeInt = 3
+    """How often a generator that dies, or stops to answer, is started again."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class ReferenceConfig:
 
     model: ModelSource | None = None
     """The teacher; none means the policy as it is when RL begins."""
-    refresh_every: int = 0
+    refresh_every: NonNegativeInt = 0
     """Steps after which the reference becomes what the policy then is; 0 is never."""
     layout: Layout = Layout()
 
@@ -75,11 +85,11 @@ class ReferenceConfig:
 class CriticConfig:
     """The critic: there where the advantage estimator asks for one (GAE). It starts from the policy's weights when RL begins."""
 
-    lr: float = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """Learning rate, with the trainer's lr_warmup_steps, betas, eps and weight_decay."""
-    value_clip: float = 0.2
+    value_clip: NonNegativeFloat = 0.2
     """How far values may move from those the advantages were computed with; 0 is no clip."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
     layout: Layout = Layout()
 
@@ -88,21 +98,23 @@ class CriticConfig:
 class RewardConfig:
     """The processes that verify."""
 
-    num_procs: int = 1
+    num_procs: PositiveInt = 1
     """Reward processes; each verifies one rollout at a time."""
-    limit_seconds: float = 5.0
+    limit_seconds: PositiveFloat = 5.0
     """Time for one call of the reward function; past it the sample is dropped and counted."""
+    max_restarts: NonNegativeInt = 3
+    """How often a reward process that dies is started again."""
 
 
 @dataclass(frozen=True)
 class WarmupConfig:
     """Supervised steps on the environment's demonstrations before the first RL step, with an optimizer of their own."""
 
-    steps: int = 0
+    steps: NonNegativeInt = 0
     """Number of supervised steps."""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """Demonstrations of a step."""
-    lr: float = 3e-3
+    lr: NonNegativeFloat = 3e-3
     """Learning rate, constant."""
 
 
@@ -112,14 +124,6 @@ class WeightSyncConfig:
 
     transport: Literal["shared_memory", "torchstore"] = "shared_memory"
     """shared_memory between processes of one host; torchstore goes through storage actors."""
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Processes and deadlines."""
-
-    deadline_seconds: float = 600.0
-    """Longest time any endpoint may take, loading a model included."""
 
 
 @dataclass(frozen=True)
@@ -146,68 +150,57 @@ class RunConfig:
     shaping: Shaping = Shaping()
     warmup: WarmupConfig = WarmupConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    launch: LaunchConfig = LaunchConfig()
-    steps: int = 100
+    deadlines: Deadlines = Deadlines()
+    steps: PositiveInt = 100
     """RL steps."""
-    prompts_per_step: int = 32
+    prompts_per_step: PositiveInt = 32
     """Prompts of a step."""
-    group_size: int = 8
+    max_offpolicy_steps: NonNegativeInt = 0
+    """How many steps a rollout may lag behind: begun with version v, it is trained on at version v + so many at the latest. 0 is
+    the synchronous loop; with 1 or more, generation, training and weight sync overlap."""
+    group_size: PositiveInt = 8
     """Rollouts of each prompt, over which advantages are computed."""
-    minibatches: int = 1
+    minibatches: PositiveInt = 1
     """Optimizer steps for each pass over a step's prompts, each on as many of them."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over a step's rollouts."""
-    resampling_rounds: int = 0
-    """Dynamic sampling (DAPO): groups whose rewards are all the same are replaced by new prompts, in at most so many further rounds."""
+    resampling_rounds: NonNegativeInt = 0
+    """Dynamic sampling (DAPO): groups whose rewards are all the same make way for new prompts, at most so many times
+    prompts_per_step of them in a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """In which trainer and generator compute. Master weights, gradient reduction and optimizer state are fp32 always."""
-    seed: int = 0
-    """All randomness follows from it and from the step, the prompt and the sample."""
-    eval_every: int = 20
+    seed: Seed = 0
+    """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the step."""
+    eval_every: PositiveInt = 20
     """Steps between evaluations on the held-out problems; the first and the last step are always evaluated."""
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves only the last step."""
-    keep_checkpoints: int = 0
+    keep_checkpoints: NonNegativeInt = 0
     """How many of the newest checkpoints to keep; 0 keeps all."""
     resume_from: str = ""
     """A checkpoint directory (runs/.../checkpoints/step-N): go on after its step, with its weights and optimizer."""
     run_dir: str = ""
     """Where everything is written; empty means runs/<recipe>-<time>."""
+    trace: bool = False
+    """Write trace.json: what every process was asked to do and when; https://ui.perfetto.dev opens it."""
 
     @property
-    def objective(self) -> Objective:
-        """What the trainer is given."""
-        return Objective(self.loss, self.correction, self.kl)
-
-    @property
-    def reads_rewards(self) -> bool:
-        """Whether the loss reads advantages."""
-        return getattr(self.loss, "needs_rewards", True)
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl.coef > 0 or getattr(self.loss, "needs_reference", False)
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.data == "rollouts" and getattr(self.advantages, "needs_critic", False)
+    def algorithm(self) -> Algorithm:
+        """How groups become updates, and what that needs."""
+        names = [field.name for field in dataclasses.fields(Algorithm) if field.name != "max_new_tokens"]
+        return Algorithm(**{name: getattr(self, name) for name in names}, max_new_tokens=self.env.max_new_tokens)
 
     @property
     def reference_is_adapter(self) -> bool:
         """Whether the reference lives in the trainer, beside the adapter that is the policy."""
-        return self.needs_reference and self.reference.model is None and self.trainer.lora.rank > 0
+        return self.algorithm.needs_reference and self.reference.model is None and self.trainer.lora.rank > 0
 
     @property
     def reference_kind(self) -> Literal["none", "teacher", "adapter", "policy"]:
         """What a checkpoint's reference has to be for this run to go on from it."""
-        if not self.needs_reference:
+        if not self.algorithm.needs_reference:
             return "none"
         return "teacher" if self.reference.model is not None else "adapter" if self.reference_is_adapter else "policy"
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps from one batch."""
-        return self.minibatches * self.epochs
 
 
 def to_json(config: Any) -> Any:

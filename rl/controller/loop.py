@@ -1,95 +1,84 @@
-"""The synchronous loop: sample, score, estimate advantages, learn, publish; again. One loop for every algorithm.
+"""The training loop: one for every algorithm, synchronous and asynchronous.
 
-What differs between them are parts of the config: `loss`, `advantages`, `kl`, `critic`, `data` and so on. What each of them does is
-in rl/loss; here is their order alone.
+What waits in a run, for what, and what unblocks it:
+
+| task | waits for | unblocked by |
+|---|---|---|
+| a prompt (RolloutBuffer) | its turn: (k + served + 1) * P are started at most | a newer version that is served |
+| next_batch | P groups, the due ones among them | groups that finish |
+| update | the trainer, and the critic beside it | their answers |
+| publish | room for a version in the WeightStore | a generator that has read an older one |
+| a generator's update (GeneratorReplica) | a newer version | publish |
+| evaluate | a generator that serves the step's version | that generator's update |
+
+k is max_offpolicy_steps, P prompts_per_step. With k = 0 no prompt starts before its step's weights are served: the
+synchronous loop. With k > 0 everything above goes on at the same time. Each wait on a process has a deadline (waiting.py).
 """
 
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from rl.controller.config import RunConfig
-from rl.controller.experience import Experience, assess
-from rl.controller.launch import Fleet
-from rl.controller.rollouts import Sampling
-from rl.controller.supervised import Lessons
-from rl.controller.update import StepFailed, learn
-from rl.errors import RunError
-from rl.interfaces import Tokenizer
-from rl.models.checkpoint_dir import is_complete, latest
-from rl.observability.metrics import eval_metrics, group_metrics
-from rl.observability.recorder import Recorder
+
+class Stages(Protocol):
+    """What a step consists of. Step n takes the policy from version n - 1 to version n."""
+
+    async def next_batch(self, step: int) -> Any: ...
+    async def update(self, batch: Any, step: int) -> Mapping[str, float]: ...
+    async def publish(self, step: int) -> None: ...
+    async def refresh_reference(self, step: int) -> None: ...
+    async def save(self, step: int) -> None: ...
+    async def evaluate(self, step: int) -> None: ...
+    def record(self, step: int, batch: Any, learned: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run: its settings, its actors, and where it reports."""
+class Schedule:
+    """Which step does what beside learning."""
 
-    config: RunConfig
-    fleet: Fleet
-    tokenizer: Tokenizer
-    recorder: Recorder
+    first: int
+    last: int
+    eval_every: int
+    save_every: int = 0
+    refresh_every: int = 0
+    publish_every_step: bool = True  # else only before evaluations
+    evaluate_beside: bool = False  # go on while an evaluation runs
 
-    async def train(self) -> None:
-        """All steps that are left; the policy before them is evaluated as the step before the first."""
-        config, recorder = self.config, self.recorder
-        done = await self.fleet.load_checkpoint(config.resume_from) if config.resume_from else await self.start()
-        await self.fleet.publish(done)
-        await self.evaluate(done)
-        for step in range(done + 1, config.steps + 1):
-            experience = await self.experience(step)
-            with recorder.time("train"):
-                try:
-                    learned = await learn(experience, step, config, self.fleet)
-                except StepFailed as failure:
-                    raise await self.give_up(step, failure) from failure
-            last, due = step == config.steps, step % config.eval_every == 0
-            if config.data == "rollouts" or due or last:
-                with recorder.time("sync"):
-                    await self.fleet.publish(step)
-            if self.fleet.reference and config.reference.refresh_every and step % config.reference.refresh_every == 0:
-                await self.fleet.reference.refresh(step)
-            alive = {"generators/alive": self.fleet.generators.num_alive}
-            recorder.step(step, group_metrics(experience.groups) | experience.metrics | learned | alive, experience.groups)
-            if due or last:
-                await self.evaluate(step)
-            if last or (config.save_every and step % config.save_every == 0):
-                await self.save(step)
-        await self.fleet.trainer.finish_checkpoint()
+    def evaluates(self, step: int) -> bool:
+        return step == self.last or step % self.eval_every == 0
 
-    async def experience(self, step: int) -> Experience:
-        """What a step learns from."""
-        with self.recorder.time("generate"):
-            if self.config.data != "rollouts":
-                return await Lessons(self.config, self.fleet, self.tokenizer).collect(step)
-            groups, sampled, counts = await Sampling(self.config, self.fleet, self.tokenizer).collect(step)
-        with self.recorder.time("assess"):
-            experience = await assess(groups, self.config, self.fleet)
-        return replace(experience, groups=sampled, metrics=experience.metrics | counts)
+    def saves(self, step: int) -> bool:
+        return step == self.last or (self.save_every > 0 and step % self.save_every == 0)
 
-    async def start(self) -> int:
-        """Warm up; reference and critic begin where the policy then is."""
-        await Lessons(self.config, self.fleet, self.tokenizer).warm_up(self.recorder)
-        if self.config.warmup.steps:
-            await self.fleet.begin_at_policy(self.recorder.run_dir, teacher=self.config.reference.model is not None)
-        return 0
+    def refreshes(self, step: int) -> bool:
+        return self.refresh_every > 0 and step % self.refresh_every == 0
 
-    async def save(self, step: int) -> None:
-        await self.fleet.save_checkpoint(self.recorder.checkpoint_path(step), step, self.config.keep_checkpoints)
 
-    async def evaluate(self, step: int) -> None:
-        """Greedy accuracy on the held-out problems."""
-        with self.recorder.time("eval"):
-            sampling = Sampling(self.config, self.fleet, self.tokenizer)
-            groups = await sampling.rollout(self.config.env.eval_problems(), 0, greedy=True)
-            sampling.check_rewards(groups)
-        self.recorder.evaluation(step, eval_metrics(groups), groups)
-
-    async def give_up(self, step: int, failure: StepFailed) -> RunError:
-        """Leave the last good weights behind, and say who is to blame."""
-        await self.fleet.trainer.finish_checkpoint()
-        path = self.recorder.checkpoint_path(step - 1)
-        if failure.untouched and not is_complete(path):
-            await self.save(step - 1)
-            await self.fleet.trainer.finish_checkpoint()
-        good = latest(path.parent) or self.config.resume_from
-        rest = f"go on from --resume_from {good}" if good else "no checkpoint was due yet: lower save_every"
-        return RunError(f"{failure}; {await failure.find_sample()}; {rest}")
+async def train(schedule: Schedule, stages: Stages) -> None:
+    """All steps that are left; the policy before them is evaluated as the step before the first."""
+    await stages.publish(schedule.first - 1)
+    evaluation = asyncio.create_task(stages.evaluate(schedule.first - 1))
+    try:
+        await evaluation
+        for step in range(schedule.first, schedule.last + 1):
+            batch = await stages.next_batch(step)
+            learned = await stages.update(batch, step)
+            if schedule.publish_every_step or schedule.evaluates(step):
+                await stages.publish(step)
+            if schedule.refreshes(step):
+                await stages.refresh_reference(step)
+            stages.record(step, batch, learned)
+            if schedule.saves(step):
+                await stages.save(step)
+            if schedule.evaluates(step):
+                await evaluation  # the one before
+                evaluation = asyncio.create_task(stages.evaluate(step))
+                if not schedule.evaluate_beside:
+                    await evaluation
+        await evaluation
+    finally:
+        evaluation.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await evaluation

@@ -1,62 +1,50 @@
-"""Rollouts of a step: problems drawn, answered by the generators, scored by the reward processes."""
+"""Rollouts: the group of a prompt, answered by the generators and verified by the reward workers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
-from rl.controller.config import RunConfig
-from rl.controller.launch import Fleet
-from rl.envs.base import derive_seed
+from rl.envs.base import Env, derive_seed
 from rl.errors import RunError
-from rl.interfaces import Tokenizer
-from rl.types import Group, Problem, SamplingParams
+from rl.interfaces import Sampler, Tokenizer
+from rl.types import Group, Problem, Rollout, SamplingParams, Score
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the policy is sampled. Every seed follows from the run's, the step, the round and the prompt."""
+class Rollouts:
+    """How the policy is sampled. Problems and seeds follow from the run's seed and the prompt's index, and nothing else."""
 
-    config: RunConfig
-    fleet: Fleet
+    env: Env
     tokenizer: Tokenizer
+    score: Callable[[Sequence[Rollout]], Awaitable[list[Score]]]
+    group_size: int
+    seed: int
+    adapter: str | None = None  # the policy, where it is one
 
-    async def collect(self, step: int) -> tuple[list[Group], list[Group], dict[str, float]]:
-        """`prompts_per_step` groups to learn from, all that were sampled, and how many that took.
+    async def train_group(self, index: int, sampler: Sampler) -> Group:
+        """`group_size` samples of the prompt with this index."""
+        problem = self.env.train_problem(derive_seed(self.seed, "problem", index))
+        seed = derive_seed(self.seed, "sample", index) % 2**32
+        return await self._group(index, problem, sampler, self.group_size, 1.0, seed)
 
-        Dynamic sampling: in each of `resampling_rounds` the groups without a signal make way for as many new prompts. Those
-        without a signal that are left after the last round stay: they count in the mean and teach nothing.
-        Raises RunError where not one reward of the prompts could be had: nothing can be learnt from such a task.
-        """
-        config = self.config
-        groups = await self.rollout(self.problems(step, 0, config.prompts_per_step), derive_seed(config.seed, "sample", step))
-        self.check_rewards(groups)
-        sampled, rounds = list(groups), 0
-        while rounds < config.resampling_rounds and (missing := sum(not g.has_signal for g in groups)):
-            rounds += 1
-            problems = self.problems(step, len(sampled), missing)
-            sampled += await self.rollout(problems, derive_seed(config.seed, "sample", step, rounds))
-            groups = sorted(sampled, key=attrgetter("has_signal"), reverse=True)[: config.prompts_per_step]
-        counts = {"resampling/rounds": rounds, "resampling/extra_prompts": len(sampled) - config.prompts_per_step}
-        return groups, sampled, counts if config.resampling_rounds else {}
+    async def evaluate(self, sampler: Sampler) -> list[Group]:
+        """A greedy answer to each held-out problem."""
+        problems = self.env.eval_problems()
+        groups = (self._group(i, problem, sampler, 1, 0.0, 0) for i, problem in enumerate(problems))
+        return await asyncio.gather(*groups)
 
-    def problems(self, step: int, first: int, count: int) -> list[Problem]:
-        seeds = (derive_seed(self.config.seed, "problem", step, i) for i in range(first, first + count))
-        return [self.config.env.train_problem(seed) for seed in seeds]
+    async def _group(
+        self, index: int, problem: Problem, sampler: Sampler, size: int, temperature: float, seed: int
+    ) -> Group:
+        prompt = self.env.encode(problem, self.tokenizer)
+        stop = (self.tokenizer.eos_id,)
+        params = SamplingParams(self.env.max_new_tokens, temperature, seed, stop, self.adapter)
+        rollouts = await self.env.drive(prompt, size, params, sampler, self.tokenizer)
+        return Group(index, tuple(rollouts), tuple(await self.score(rollouts)))
 
-    async def rollout(self, problems: Sequence[Problem], seed: int, *, greedy: bool = False) -> list[Group]:
-        """A group for each problem: `group_size` samples of it, or one that is greedy."""
-        return await asyncio.gather(*(self._group(problem, derive_seed(seed, i) % 2**32, greedy) for i, problem in enumerate(problems)))
 
-    def check_rewards(self, groups: Sequence[Group]) -> None:
-        """Raises RunError where every reward failed."""
-        causes = [score.error for group in groups for score in group.scores]
-        if all(causes) and self.config.reads_rewards:
-            raise RunError(f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run")
-
-    async def _group(self, problem: Problem, seed: int, greedy: bool) -> Group:
-        env, stop = self.config.env, (self.tokenizer.eos_id,)
-        params = SamplingParams(env.max_new_tokens, 0.0 if greedy else 1.0, seed, stop, self.fleet.adapter)
-        prompt = env.encode(problem, self.tokenizer)
-        rollouts = await env.drive(prompt, 1 if greedy else self.config.group_size, params, self.fleet.generators, self.tokenizer)
-        return Group(tuple(rollouts), tuple(await self.fleet.rewards.score(rollouts)))
+def check_rewards(groups: Sequence[Group]) -> None:
+    """Raises RunError where every reward failed: nothing can be learnt from such a task."""
+    causes = [score.error for group in groups for score in group.scores]
+    if all(causes):
+        raise RunError(f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run")

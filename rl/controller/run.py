@@ -5,22 +5,27 @@ import json
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+from rl.cluster.launch import launch
 from rl.controller.config import RunConfig, to_json
-from rl.controller.launch import launch, processes
-from rl.controller.loop import Run
-from rl.controller.problems import problems
+from rl.controller.loop import train
+from rl.controller.specs import actor_specs, roles
+from rl.controller.stages import RunStages
+from rl.controller.validate import validate
 from rl.errors import ConfigError
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
+from rl.observability.timeline import Timeline
+from rl.waiting import beside
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(recipe: str, config: RunConfig) -> int:
     """Check, then train. Raises ConfigError with every problem before any process starts. Returns the exit code."""
-    if found := problems(config):
+    if found := validate(config):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -46,22 +51,34 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupt)
     try:
-        await train(recipe, config, run_dir)
+        await run_recipe(recipe, config, run_dir)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
 
-async def train(recipe: str, config: RunConfig, run_dir: Path) -> None:
+async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
+    """From the first process to the last file."""
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
-    started = ", ".join(f"{count} {role}" for role, count in processes(config).items())
+    started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
-    with Recorder(run_dir, config.steps) as recorder:
-        async with launch(config, model_dir, run_dir) as fleet:
-            await Run(config, fleet, tokenizer, recorder).train()
-            await fleet.trainer.save_hf(str(run_dir / "hf"))
+    timeline = Timeline(run_dir / "trace.json" if config.trace else None)
+    with closing(timeline), Recorder(run_dir, config.steps, timeline) as recorder:
+        async with launch(actor_specs(config, model_dir, run_dir), run_dir, timeline) as actors:
+            stages = RunStages(config, actors, tokenizer, recorder)
+            schedule = await stages.start()
+            async with beside(*stages.background()):
+                await train(schedule, stages)
+            await actors.trainer.finish_checkpoint()
+            await actors.trainer.save_hf(str(run_dir / "hf"), actors.adapter)
         curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
+        print(_overhead(timeline))
+
+
+def _overhead(timeline: Timeline) -> str:
+    share = timeline.overhead_seconds / timeline.total_seconds if timeline.total_seconds else 0.0
+    return f"controller overhead: {share:.1%} of the steps' time, in which no process had anything to do"
 
 
 def _title(recipe: str, config: RunConfig) -> str:

@@ -9,13 +9,11 @@ from functools import partial
 import numpy as np
 
 from rl.actors.engine import EngineHandle
-from rl.controller.config import RunConfig
-from rl.controller.experience import Experience, Unit
-from rl.controller.launch import Fleet
+from rl.controller.algorithm import Algorithm
+from rl.controller.training_batch import TrainingBatch, TrainingGroup
 from rl.envs.base import derive_seed
 from rl.errors import NotFinite, RunError
 from rl.interfaces import Loss
-from rl.loss.value import ClippedValue
 from rl.observability.metrics import critic_metrics, learning_metrics
 from rl.types import OptimParams, Sample
 
@@ -33,104 +31,128 @@ class StepFailed(RunError):
 
 
 @dataclass(frozen=True)
-class Learner:
-    """An engine with what it learns by."""
+class Updater:
+    """What learns, of which engine, and by which loss and optimizer."""
 
     engine: EngineHandle
+    adapter: str | None
     loss: Loss
-    lr: float
-    max_grad_norm: float
+    optim: OptimParams  # at the full learning rate
+    lr_warmup_steps: int
+
+    async def forward_backward(self, samples: Sequence[Sample], samples_per_unit: int) -> dict[str, float]:
+        batch = self.engine.pack(samples, samples_per_unit)
+        return await self.engine.forward_backward(batch, self.loss, self.adapter)
+
+    async def optim_step(self, params: OptimParams) -> dict[str, float]:
+        return await self.engine.optim_step(params, self.adapter)
+
+    def params(self, step: int, denominator: float) -> OptimParams:
+        """The learning rate rises over the first steps and then stays."""
+        warm = min(1.0, step / max(1, self.lr_warmup_steps))
+        return self.optim.scaled(warm, 1 / denominator)
 
 
-async def learn(experience: Experience, step: int, config: RunConfig, fleet: Fleet) -> dict[str, float]:
+async def learn(
+    batch: TrainingBatch, step: int, algorithm: Algorithm, seed: int, policy: Updater, critic: Updater | None
+) -> dict[str, float]:
     """`minibatches` * `epochs` optimizer steps of the policy, and as many of the critic. Returns metrics.
 
     Raises StepFailed, which names the metric and the sample, where a loss or gradient is not finite.
     """
-    trainer, critic = config.trainer, config.critic
-    plan = minibatches(experience.units, config, step)
-    policy = Learner(fleet.trainer, config.objective, trainer.lr, trainer.max_grad_norm)
-    tasks = [_updates(policy, plan, experience.samples_per_unit, step, config)]
-    if fleet.critic is not None:
-        learner = Learner(fleet.critic, ClippedValue(critic.value_clip), critic.lr, critic.max_grad_norm)
-        tasks.append(_updates(learner, plan, 1, step, config))
+    plan = minibatches(batch.groups, algorithm, seed, step)
+    tasks = [_updates(policy, plan, batch.samples_per_unit, step, algorithm)]
+    if critic is not None:
+        tasks.append(_updates(critic, plan, 1, step, algorithm))
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for failure in results:
         if isinstance(failure, BaseException):
             raise failure
-    metrics = learning_metrics(results[0], sampled=config.data == "rollouts")
-    return metrics | (critic_metrics(results[1]) if fleet.critic is not None else {})
+    metrics = learning_metrics(results[0], sampled=algorithm.samples_rollouts)
+    return metrics | (critic_metrics(results[1]) if critic is not None else {})
 
 
-def minibatches(units: Sequence[Unit], config: RunConfig, step: int) -> list[list[Unit]]:
-    """Every epoch deals the units out again. Minibatches of which nothing has a gradient come last: parity is measured on the first."""
+def minibatches(
+    groups: Sequence[TrainingGroup], algorithm: Algorithm, seed: int, step: int
+) -> list[list[TrainingGroup]]:
+    """Every epoch deals the groups out again.
+
+    Minibatches of which nothing has a gradient come last: parity is measured on the first.
+    """
     plan = []
-    for epoch in range(config.epochs):
-        order = np.random.default_rng(derive_seed(config.seed, "minibatches", step, epoch)).permutation(len(units))
-        parts = [[units[i] for i in part] for part in np.array_split(order, config.minibatches)]
-        plan += sorted(parts, key=lambda part: not any(unit.samples for unit in part))
+    for epoch in range(algorithm.epochs):
+        order = np.random.default_rng(derive_seed(seed, "minibatches", step, epoch)).permutation(len(groups))
+        parts = [[groups[i] for i in part] for part in np.array_split(order, algorithm.minibatches)]
+        plan += sorted(parts, key=lambda part: not any(group.samples for group in part))
     return plan
 
 
-def denominator(units: Sequence[Unit], config: RunConfig) -> float:
+def denominator(groups: Sequence[TrainingGroup], algorithm: Algorithm) -> float:
     """What the sum over a minibatch's tokens is divided by."""
-    if config.data == "preferences":
-        return max(1, len(units))
-    num_sequences = max(1, sum(u.num_sequences for u in units))
-    match config.loss_agg:
+    if algorithm.data == "preferences":
+        return max(1, len(groups))
+    num_sequences = max(1, sum(group.num_sequences for group in groups))
+    match algorithm.loss_agg:
         case "token_mean":
-            return max(1, sum(u.num_tokens for u in units))
+            return max(1, sum(group.num_tokens for group in groups))
         case "seq_mean":
             return num_sequences
         case "constant":
-            return num_sequences * config.env.max_new_tokens
+            return num_sequences * algorithm.max_new_tokens
 
 
-async def _updates(learner: Learner, plan: Sequence[Sequence[Unit]], together: int, step: int, config: RunConfig) -> list[dict[str, float]]:
+async def _updates(
+    updater: Updater,
+    plan: Sequence[Sequence[TrainingGroup]],
+    samples_per_unit: int,
+    step: int,
+    algorithm: Algorithm,
+) -> list[dict[str, float]]:
     """One dictionary of sums for each optimizer step, with `denominator` and `grad_norm`."""
     updates = []
-    for units in plan:
-        samples, total = [s for u in units for s in u.samples], denominator(units, config)
-        params = optim_params(learner, step, total, config)
+    for groups in plan:
+        samples, total = [s for group in groups for s in group.samples], denominator(groups, algorithm)
+        params = updater.params(step, total)
         try:
-            learned = await learner.engine.forward_backward(learner.engine.pack(samples, together), learner.loss)
-            stepped = await learner.engine.optim_step(params)
+            learned = await updater.forward_backward(samples, samples_per_unit)
+            stepped = await updater.optim_step(params)
         except NotFinite as error:
-            untouched = not updates and not config.needs_critic  # of two that learn at a time, the other may have gone ahead
-            message = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {learner.engine.name}: {error} ({error.metric})"
-            raise StepFailed(message, untouched, partial(_offender, learner, samples, together, params)) from error
+            # Of two that learn at a time, the other may have gone ahead.
+            untouched = not updates and not algorithm.needs_critic
+            which = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
+            blame = partial(_find_sample, updater, samples, samples_per_unit, params)
+            raise StepFailed(f"{which}: {error} ({error.metric})", untouched, blame) from error
         updates.append(learned | stepped | {"denominator": total})
     return updates
 
 
-def optim_params(learner: Learner, step: int, total: float, config: RunConfig) -> OptimParams:
-    """The learning rate rises over the first steps and then stays."""
-    trainer = config.trainer
-    lr = learner.lr * min(1.0, step / max(1, trainer.lr_warmup_steps))
-    return OptimParams(lr, 1 / total, trainer.betas, trainer.eps, trainer.weight_decay, learner.max_grad_norm)
-
-
-async def _offender(learner: Learner, samples: list[Sample], together: int, params: OptimParams) -> str:
+async def _find_sample(
+    updater: Updater, samples: list[Sample], samples_per_unit: int, params: OptimParams
+) -> str:
     """Halve the batch until the sample is found whose loss or gradient alone is not finite."""
     probe = OptimParams(lr=0.0, grad_scale=params.grad_scale)
 
     async def fails(part: list[Sample]) -> bool:
         try:
-            await learner.engine.forward_backward(learner.engine.pack(part, together), learner.loss)
-            await learner.engine.optim_step(probe)
+            await updater.forward_backward(part, samples_per_unit)
+            await updater.optim_step(probe)
         except NotFinite:
             return True
         return False
 
-    everywhere = len(samples) > together
-    while len(samples) > together:
-        half = math.ceil(len(samples) / 2 / together) * together
+    everywhere = len(samples) > samples_per_unit
+    while len(samples) > samples_per_unit:
+        half = math.ceil(len(samples) / 2 / samples_per_unit) * samples_per_unit
         parts = [part for part in (samples[:half], samples[half:]) if await fails(part)]
         if not parts:
-            return f"it takes more than one sample: none of {samples[0].id} and {len(samples) - 1} others fails alone"
+            first, others = samples[0].id, len(samples) - 1
+            return f"it takes more than one sample: none of {first} and {others} others fails alone"
         everywhere &= len(parts) == 2
         samples = parts[0]
     names = " with ".join(s.id for s in samples)
     if everywhere:
-        return f"every sample that was tried fails alone, {names} among them, so look at the weights: lower the learning rate, or fix the loss"
+        return (
+            f"every sample that was tried fails alone, {names} among them, so look at the weights: "
+            f"lower the learning rate, or fix the loss"
+        )
     return f"the sample is {names}: look at its reward and logprobs, lower the learning rate, or fix the loss"

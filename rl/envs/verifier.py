@@ -24,7 +24,7 @@ from rl.errors import RunError
 from rl.processes import end_with_parent
 from rl.types import Rewards, Rollout, Score
 
-_START_SECONDS = 60.0  # to start Python and import what the Env needs
+START_SECONDS = 60.0  # to start Python and import what the Env needs
 
 
 class Verifier:
@@ -67,7 +67,7 @@ class Verifier:
         )
         try:
             _write(child.stdin.fileno(), self._env)
-            _read(child.stdout.fileno(), _START_SECONDS)
+            _read(child.stdout.fileno(), START_SECONDS)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             child.kill()
             raise RunError("the process of the reward function did not start; see the reward actor's log") from error

@@ -340,14 +340,13 @@ class Engine(ABC):
     # ---- for the kinds of engine
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
-        """This rank's part. Every rank looks at all of it, so that all raise where one would."""
+        """This rank's part. Every rank raises where one would."""
         if len(batch.ranks) != self.config.layout.data_parallel:
             raise RunError(f"a batch packed for {len(batch.ranks)} data-parallel ranks, of which there are {self.config.layout.data_parallel}; "
                            f"pack with num_ranks=layout.data_parallel")  # fmt: skip
-        longest = max((int(micro.positions.max()) + 1 for rank in batch.ranks for micro in rank), default=0)
-        if longest > self.max_seq_len:
+        if batch.longest > self.max_seq_len:
             raise RunError(
-                f"a sequence of {longest} tokens exceeds the {self.max_seq_len} positions of the model; shorten it, or raise max_seq_len"
+                f"a sequence of {batch.longest} tokens exceeds the {self.max_seq_len} positions of the model; shorten it, or raise max_seq_len"
             )
         return batch.ranks[self.dp_rank]
 

@@ -29,13 +29,13 @@ def shards(
         delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
         if not data.numel() or not _speaks_for(param, layout):
             continue
-        data = (data if delta is None else data.float() + delta).to(dtype)
+        data = data if delta is None else data.float() + delta
         names = split(name, param.shape[0])
         if names is None:
-            yield LocalShard(name, tuple(param.shape), offsets, data)
+            yield LocalShard(name, tuple(param.shape), offsets, data, dtype)
         else:
             for i, part in enumerate(data, offsets[0]):
-                yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part)
+                yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part, dtype)
 
 
 def whole_tensors(

@@ -4,12 +4,11 @@ import json
 import math
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rl.observability.timeline import Timeline
 from rl.types import Group
 
 _ROLLOUTS_PER_STEP = 4
@@ -19,10 +18,10 @@ _SILENCE_SECONDS = 15.0
 class Recorder:
     """metrics.jsonl, TensorBoard events, rollouts.jsonl, curve.png and the progress line. Use as a context manager.
 
-    Step 0 is the policy before RL. Each line of metrics.jsonl is one step.
+    Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one evaluation, written at once.
     """
 
-    def __init__(self, run_dir: Path, num_steps: int, out: TextIO = sys.stdout):
+    def __init__(self, run_dir: Path, num_steps: int, timeline: Timeline, out: TextIO = sys.stdout):
         from torch.utils.tensorboard import SummaryWriter  # 1 s to import
 
         self.run_dir = run_dir
@@ -33,9 +32,7 @@ class Recorder:
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
         self._last_kept = time.monotonic()
         self._said_no_signal = False
-        self._durations: dict[str, float] = defaultdict(float)
-        self._pending: dict[int, dict[str, float]] = {}
-        self._step_started = time.monotonic()
+        self._timeline = timeline
         self._step_seconds: list[float] = []
         self.rewards: dict[int, float] = {}  # step -> mean reward
         self.accuracies: dict[int, tuple[float, float]] = {}  # step -> held-out accuracy, standard error
@@ -44,43 +41,25 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._flush()
         self._metrics.close()
         self._rollouts.close()
         self._board.close()
         if self._out.isatty():
             print(file=self._out)
 
-    def checkpoint_path(self, step: int) -> Path:
-        path = self.run_dir / "checkpoints" / f"step-{step}"
-        path.parent.mkdir(exist_ok=True)
-        return path
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Adds to the step's `time/<name>`, seconds."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._durations[name] += time.monotonic() - started
-
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._board.add_scalar("warmup/loss", loss, step)
         if step == num_steps or step % 100 == 0 or self._out.isatty():
-            self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=step == num_steps or not self._out.isatty())
-        self._step_started = time.monotonic()
+            keep = step == num_steps or not self._out.isatty()
+            self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=keep)
 
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        now = time.monotonic()
-        seconds = now - self._step_started
-        self._step_started = now
+        times = self._timeline.window()
+        now, seconds = time.monotonic(), times["time/step"]
         self._step_seconds.append(seconds)
         if "reward/mean" in metrics:
             self.rewards[step] = metrics["reward/mean"]
-        timings = {f"time/{name}": value for name, value in self._durations.items() if name != "eval"}
-        self._record(step, {**metrics, **timings, "time/step": seconds})
-        self._durations.clear()
+        self._record(step, {**metrics, **times})
         self._write_rollouts(step, "train", groups)
         recent = self._step_seconds[-20:]
         eta = (self._num_steps - step) * sum(recent) / len(recent)
@@ -99,12 +78,18 @@ class Recorder:
                 f"step {step}: no rollout had an advantage, so no reward taught anything; is the task too hard, or too easy?", keep=True
             )
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+    def evaluation(
+        self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], pause: bool = True
+    ) -> None:
+        """pause: training waited for it, so that its time is not a step's."""
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
-        self._record(step, {**metrics, "time/eval": self._durations.pop("eval", 0.0)})
+        self._record(step, metrics)
         self._write_rollouts(step, "eval", groups)
-        self._line(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems", keep=True)
-        self._step_started = time.monotonic()
+        self._line(
+            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems", keep=True
+        )
+        if pause:
+            self._timeline.skip()
 
     def draw_curve(self, title: str) -> Path:
         """curve.png: the mean reward of each step and the held-out accuracy with its standard error."""
@@ -132,29 +117,24 @@ class Recorder:
         return path
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step and its evaluation share a line: lines are written when the next step begins."""
-        if step not in self._pending:
-            self._flush()
-            self._pending[step] = {"step": step}
         # JSON has neither NaN nor infinity: what could not be measured is null.
-        self._pending[step] |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        print(json.dumps({"step": step} | finite), file=self._metrics, flush=True)
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
 
-    def _flush(self) -> None:
-        for line in self._pending.values():
-            print(json.dumps(line), file=self._metrics, flush=True)
-        self._pending.clear()
-
     def _write_rollouts(self, step: int, split: str, groups: Sequence[Group]) -> None:
-        pairs = [(r, s) for group in groups for r, s in zip(group.rollouts, group.scores, strict=True)]
-        failed = [pair for pair in pairs if pair[1].error is not None]
-        for i, (rollout, score) in enumerate(pairs):
+        rows = []
+        for group in groups:
+            rows += [(group.index, *pair) for pair in zip(group.rollouts, group.scores, strict=True)]
+        failed = [score.error for _, _, score in rows if score.error is not None]
+        for i, (index, rollout, score) in enumerate(rows):
             if i >= _ROLLOUTS_PER_STEP and score.error is None:
                 continue
             line = {
                 "step": step,
                 "split": split,
+                "prompt": index,
                 "problem": rollout.problem.id,
                 "question": rollout.problem.question,
                 "answer": rollout.problem.answer,
@@ -166,7 +146,7 @@ class Recorder:
             }
             print(json.dumps(line), file=self._rollouts, flush=True)
         if failed:
-            self._line(f"step {step}: {len(failed)} rewards failed, the first: {failed[0][1].error}", keep=True)
+            self._line(f"step {step}: {len(failed)} rewards failed, the first: {failed[0]}", keep=True)
 
     def _line(self, text: str, keep: bool) -> None:
         """On a terminal a line that is not kept is overwritten by the next; elsewhere only kept lines are printed."""

@@ -9,20 +9,23 @@ from rl.weight_sync.manifest import LocalShard, Manifest, Shard
 _ALIGNMENT = 64  # bytes
 
 
-def write_shards(shards: Iterable[LocalShard], key: str, allocate: Callable[[int], torch.Tensor]) -> list[Shard]:
+def write_shards(
+    shards: Iterable[LocalShard], key: str, allocate: Callable[[int], torch.Tensor]
+) -> list[Shard]:
     """Copy shards into the buffer that `allocate(num_bytes)` returns; their locators are "key:offset"."""
     shards = list(shards)
-    offsets = [0]
-    for shard in shards:
-        offsets.append(-(-(offsets[-1] + shard.data.nbytes) // _ALIGNMENT) * _ALIGNMENT)
     if not shards:
         return []
+    offsets = [0]
+    for shard in shards:
+        num_bytes = shard.data.numel() * shard.dtype.itemsize
+        offsets.append(-(-(offsets[-1] + num_bytes) // _ALIGNMENT) * _ALIGNMENT)
     buffer = allocate(offsets[-1])
     published = []
     for shard, offset in zip(shards, offsets, strict=False):
-        dtype, shape = shard.data.dtype, tuple(shard.data.shape)
-        _view(buffer, offset, dtype, shape).copy_(shard.data)
-        published.append(Shard(shard.name, dtype, shard.global_shape, shard.offsets, shape, f"{key}:{offset}"))
+        shape = tuple(shard.data.shape)
+        _view(buffer, offset, shard.dtype, shape).copy_(shard.data)
+        published.append(Shard(shard.name, shard.dtype, shard.global_shape, shard.offsets, shape, f"{key}:{offset}"))
     return published
 
 

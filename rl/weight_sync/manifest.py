@@ -9,14 +9,19 @@ import torch
 from rl.types import LoRA, PolicyVersion
 
 
+MODEL = "model"
+"""The name under which the model's own weights are published; an adapter's are published under the adapter's."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A block of a tensor that this process holds."""
+    """A block of a tensor that this process holds. It is cast to `dtype` as it is copied, so that no second copy is made."""
 
     name: str  # the tensor's Hugging Face name
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]  # where the block starts, for each dimension
     data: torch.Tensor
+    dtype: torch.dtype  # in which it is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,14 @@ class Manifest:
     version: PolicyVersion
     shards: tuple[Shard, ...]
     adapter: tuple[str, LoRA] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.adapter[0] if self.adapter else MODEL
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.dtype.itemsize * torch.Size(shard.shape).numel() for shard in self.shards)
 
 
 def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,7 +32,7 @@ class SharedMemory:
 
         return write_shards(shards, path, allocate)
 
-    async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
+    def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
         """Map the version's files: the tensors are views, valid until the last of them is dropped, even after `release`.
 
         Raises RunError where the version was released already.
@@ -44,8 +44,10 @@ class SharedMemory:
             buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
         return read_shards(manifest, buffers)
 
-    async def release(self, name: str, version: PolicyVersion, rank: int) -> None:
-        self._path(name, version, rank).unlink(missing_ok=True)
+    async def release(self, manifest: Manifest) -> None:
+        """Who has mapped the version keeps it until it drops its views."""
+        for path in keys(manifest):
+            Path(path).unlink(missing_ok=True)
 
     def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
         return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"

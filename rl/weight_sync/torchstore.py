@@ -3,6 +3,7 @@
 Keys are versioned and never written twice, because putting a key again while it is read tears it.
 """
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -64,16 +65,19 @@ class TorchStore:
             await torchstore.put(_key(name, version, rank), buffers[0])
         return published
 
-    async def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
-        """Copies the version into this process. Raises RunError where it was released already."""
+    def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
+        """Copies the version into this process: from a thread without an event loop. Raises RunError where it is gone."""
+        return read_shards(manifest, asyncio.run(self._buffers(manifest)))
+
+    async def release(self, manifest: Manifest) -> None:
+        for key in keys(manifest):
+            await torchstore.delete(key)
+
+    async def _buffers(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         for key in keys(manifest):
             if not await torchstore.exists(key):
-                raise RunError(f"policy version {manifest.version} was released before it was read ({key} is gone); fetch sooner")
-        return read_shards(manifest, {key: await torchstore.get(key) for key in keys(manifest)})
-
-    async def release(self, name: str, version: PolicyVersion, rank: int) -> None:
-        if await torchstore.exists(_key(name, version, rank)):
-            await torchstore.delete(_key(name, version, rank))
+                raise RunError(f"policy version {manifest.version} was released before it was read ({key} is gone)")
+        return {key: await torchstore.get(key) for key in keys(manifest)}
 
 
 def _key(name: str, version: PolicyVersion, rank: int) -> str:

@@ -14,7 +14,9 @@ import psutil
 import torch
 
 from rl.controller.config import RunConfig
-from rl.controller.launch import critic_path, processes
+from rl.bounds import out_of_range
+from rl.controller.checkpoints import critic_path
+from rl.controller.specs import roles
 from rl.errors import ConfigError
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.advantages.rloo import RLOO
@@ -32,9 +34,9 @@ _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes
 _PROCESSES_PER_CORE = 4
 
 
-def problems(config: RunConfig) -> list[str]:
+def validate(config: RunConfig) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
-    found = _out_of_range(config)
+    found = out_of_range(config)
     found += config.env.validate() or _env_at_work(config)
     found += _algorithm(config) + _without_effect(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(not 0 <= b < 1 for b in config.trainer.betas)
@@ -72,65 +74,16 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
     if saved != config.trainer.lora:
         found.append(f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was")
     kind, weights = record["state"].get("reference", ["none", ""])
-    if config.needs_reference and kind != config.reference_kind:
+    if config.algorithm.needs_reference and kind != config.reference_kind:
         found.append(
             f"resume_from={str(path)!r} was saved with reference: {kind}, but the run has: {config.reference_kind}; set kl, loss, "
             f"reference.model and trainer.lora as they were"
         )
-    elif config.needs_reference and weights and not Path(weights).is_dir():
+    elif config.algorithm.needs_reference and weights and not Path(weights).is_dir():
         found.append(f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; give an earlier checkpoint")
-    if config.needs_critic and not is_complete(critic_path(path)):
+    if config.algorithm.needs_critic and not is_complete(critic_path(path)):
         found.append(f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set advantages as it was, or move both")
     return found
-
-
-_AT_LEAST_ONE = (
-    "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "eval_every", "generator.num_replicas", "generator.max_num_seqs", "reward.num_procs",
-    "trainer.max_tokens", "env.max_new_tokens", "env.num_eval", "warmup.batch_size",
-    *(f"{role}.layout.{axis}" for role in ("trainer", "critic", "reference")
-      for axis in ("replicate", "shard", "context_parallel", "tensor_parallel")),
-)  # fmt: skip
-_AT_LEAST_ZERO = (
-    "trainer.lr",
-    "trainer.eps",
-    "trainer.weight_decay",
-    "warmup.lr",
-    "seed",
-    "trainer.lr_warmup_steps",
-    "trainer.max_grad_norm",
-    "warmup.steps",
-    "save_every",
-    "keep_checkpoints",
-    "trainer.lora.rank",
-    "trainer.lora.alpha",
-    "resampling_rounds",
-    "kl.coef",
-    "correction.tis_clip",
-    "correction.mask_low",
-    "correction.mask_high",
-    "reference.refresh_every",
-    "critic.lr",
-    "critic.value_clip",
-    "critic.max_grad_norm",
-    "shaping.overlong_tokens",
-    "shaping.overlong_penalty",
-    "shaping.length_coef",
-)
-_POSITIVE = ("generator.kv_cache_gib", "reward.limit_seconds", "launch.deadline_seconds")
-
-
-def _out_of_range(config: RunConfig) -> list[str]:
-    bounds = [
-        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-        (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
-        (_POSITIVE, lambda v: v > 0, "over 0"),
-    ]
-    return [
-        f"{name}={attrgetter(name)(config)} must be {words}"
-        for names, holds, words in bounds
-        for name in names
-        if not holds(attrgetter(name)(config))
-    ]
 
 
 # Of losses and estimators, which differ from run to run: the bounds of a field of this name, whatever its owner.
@@ -158,9 +111,9 @@ def _algorithm(config: RunConfig) -> list[str]:
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
     if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:
         found.append(f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them")
-    if config.needs_critic and not hasattr(config.advantages, "returns"):
+    if config.algorithm.needs_critic and not hasattr(config.advantages, "returns"):
         found.append("advantages needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE")
-    if config.data == "rollouts" and config.reads_rewards and config.group_size < 2:
+    if config.data == "rollouts" and config.algorithm.reads_rewards and config.group_size < 2:
         if isinstance(config.advantages, GroupMean | RLOO) or getattr(config.advantages, "baseline", "") == "group_mean":
             found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
         for name, value in (("shaping.length_coef", config.shaping.length_coef), ("resampling_rounds", config.resampling_rounds)):
@@ -199,20 +152,22 @@ def _tokenizers(config: RunConfig) -> list[str]:
 
 def _without_effect(config: RunConfig) -> list[str]:
     """Settings that were changed and that nothing reads."""
-    rollouts, reads_rewards = config.data == "rollouts", config.reads_rewards
+    rollouts, reads_rewards = config.data == "rollouts", config.algorithm.reads_rewards
     unread = [
         ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
         ("kl", not rollouts, f"data={config.data}"),
         ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
-        ("reference", not config.needs_reference, "neither kl.coef nor the loss asking for a reference; set kl.coef"),
+        ("reference", not config.algorithm.needs_reference, "neither kl.coef nor the loss asking for a reference; set kl.coef"),
         ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
-        ("critic", not config.needs_critic, "an estimator that asks for no critic; use GAE"),
+        ("critic", not config.algorithm.needs_critic, "an estimator that asks for no critic; use GAE"),
         ("shaping", not rollouts, f"data={config.data}"),
         ("advantages", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("group_size", not rollouts, f"data={config.data}"),
         ("resampling_rounds", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("correction", not rollouts, f"data={config.data}"),
         ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
+        ("max_offpolicy_steps", not rollouts, f"data={config.data}"),
+        ("generator.updates", not config.max_offpolicy_steps, "max_offpolicy_steps=0, where no sample is under way then"),
     ]
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     found = []
@@ -261,7 +216,7 @@ def _env_at_work(config: RunConfig) -> list[str]:
 def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
     """Setting -> the layout of each engine that the run starts, and its model."""
     layouts = {"trainer.layout": (config.trainer.layout, config.model)}
-    started = processes(config)
+    started = roles(config)
     if "critic" in started:
         layouts["critic.layout"] = (config.critic.layout, config.model)
     if "reference" in started:
@@ -284,6 +239,10 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
             if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
                 divisors = [n for n in range(1, heads + 1) if heads % n == 0]
                 found.append(f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}")
+        if name == "trainer.layout" and (heads := hf.get("num_key_value_heads")):
+            split = config.generator.tensor_parallel
+            if heads % split:
+                found.append(f"generator.tensor_parallel={split} does not divide the model's num_key_value_heads={heads}")
         limit = min(max_positions(hf), config.trainer.max_tokens)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
             found.append(
@@ -325,17 +284,19 @@ def _engine(config: RunConfig) -> list[str]:
 
 
 def _machine(config: RunConfig) -> list[str]:
-    total = sum(processes(config).values())
+    total = sum(roles(config).values())
     if torch.cuda.is_available():
         if (model_procs := total - config.reward.num_procs) > (gpus := torch.cuda.device_count()):
-            roles = " + ".join(f"{role} {count}" for role, count in processes(config).items() if role != "reward")
-            return [f"{model_procs} processes ({roles}) need a GPU each but the machine has {gpus}; use fewer"]
+            parts = " + ".join(f"{role} {count}" for role, count in roles(config).items() if role != "reward")
+            return [f"{model_procs} processes ({parts}) need a GPU each but the machine has {gpus}; use fewer"]
         return []
     cores = os.cpu_count() or 1
     free = psutil.virtual_memory().available / 2**30
     most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
     if total > most:
         return [f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"]
+    if config.generator.block_size % 32:
+        return [f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has to be"]
     cache = config.generator.num_replicas * config.generator.kv_cache_gib
     if cache > free:
         return [f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} are free; use less"]

@@ -1,7 +1,7 @@
 """The receiving end of weight sync: a backend of vLLM's weight-transfer API that assembles published shards."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -9,6 +9,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rl.interfaces import Transport
 from rl.weight_sync.manifest import assemble
 
 BACKEND = "rl_shards"
@@ -21,12 +22,14 @@ class ShardsInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShardsUpdateInfo(WeightTransferUpdateInfo):
-    fetched: Any  # what a Transport's fetch returns
+    manifest: Any  # of the version, which the worker fetches by itself
 
 
 class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
     """Reshards from the trainer's layout to vLLM's: full tensors are put together one at a time, and vLLM's own loader
     fuses and splits them. Layerwise reloading handles weights that vLLM repacked after loading, as it does on a CPU."""
+
+    transport: ClassVar[Transport]
 
     init_info_cls = ShardsInitInfo
     update_info_cls = ShardsUpdateInfo
@@ -44,13 +47,13 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ShardsUpdateInfo) -> None:
-        self.model.load_weights(self._tensors(update_info.fetched))
+        self.model.load_weights(self._tensors(self.transport.fetch(update_info.manifest)))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
             if isinstance(experts := _cpu_experts(module), CPUUnquantizedExperts):
-                # vLLM 0.32 packs experts for the CPU at the first loading alone: after it, raw weights would be read as packed.
+                # vLLM 0.32 packs experts for the CPU at the first loading alone: later ones would be read as packed.
                 experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
@@ -69,7 +72,8 @@ def _cpu_experts(module: torch.nn.Module) -> Any:
     return getattr(kernel, "fused_experts", None)
 
 
-def register_backend() -> None:
-    """Make the backend known to vLLM in this process; may be called again."""
+def register_backend(transport: Transport) -> None:
+    """Make the backend known to vLLM in this process, with where its worker fetches from; may be called again."""
+    ShardsEngine.transport = transport
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ShardsEngine)

@@ -1,0 +1,188 @@
+"""Replica: processes that can be replaced, as those of a generator or of a reward worker; and the pool that shares work.
+
+The owner of a mesh from its spawning to its end, however that comes. What dies, or stops to answer, is ended and spawned
+again; whoever waited for it is told, and asks another.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
+
+from rl.actors.remote import ProcessDied
+from rl.errors import RunError
+from rl.waiting import Signal
+
+T = TypeVar("T")
+_HEARTBEAT_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+class State(StrEnum):
+    STARTING = "starting"  # its processes are being spawned
+    LOADING = "loading"  # they answer, and have no weights yet
+    SERVING = "serving"  # they take work
+    DRAINING = "draining"  # they finish what they have, and take no more for now
+    DEAD = "dead"  # they died more often than allowed
+
+
+class Member(Protocol):
+    """The processes behind a replica, once they answer."""
+
+    async def check(self) -> None:
+        """Raises ProcessDied where they are gone or hang."""
+        ...
+
+    async def kill(self) -> None:
+        """End them, whatever they are doing."""
+        ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Replica(Generic[M]):
+    """Invariants: work is given to it only while it is SERVING; work that it holds when it dies raises ProcessDied."""
+
+    def __init__(
+        self, name: str, spawn: Callable[[], Awaitable[M]], max_restarts: int, changed: Signal
+    ):
+        self.name = name
+        self.state = State.STARTING
+        self.load = 0  # work in flight
+        self.num_restarts = 0
+        self._spawn = spawn
+        self._max_restarts = max_restarts
+        self._changed = changed
+        self._member: M | None = None
+        self._lost: asyncio.Future[ProcessDied] | None = None  # of the present member
+
+    async def run(self) -> None:
+        """Until cancelled, or dead for good. Raises RunError where the processes cannot be started at all."""
+        while True:
+            self._enter(State.STARTING)
+            try:
+                member = await self._spawn()
+            except ProcessDied as death:
+                if not self.num_restarts:
+                    raise RunError(f"{death}; it did not even start") from death
+            else:
+                death = await self._live(member)
+            if self.num_restarts == self._max_restarts:
+                _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)
+                self._enter(State.DEAD)
+                return
+            self.num_restarts += 1
+            _log.warning("%s; it is started again (%d of %d)", death, self.num_restarts, self._max_restarts)
+
+    async def ask(self, invoke: Callable[[M], Awaitable[T]], load: int = 1) -> T:
+        """Only while SERVING. Raises ProcessDied where it dies, or stops to answer, before the work is done."""
+        member, lost = self._member, self._lost
+        self.load += load
+        work = asyncio.ensure_future(invoke(member))
+        try:
+            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise lost.result()
+            return await work
+        except ProcessDied as death:
+            self._report(lost, death)
+            raise
+        finally:
+            work.cancel()
+            self.load -= load
+            self._changed.notify()
+
+    async def _live(self, member: M) -> ProcessDied:
+        """Serve until the processes die."""
+        self._member, self._lost = member, asyncio.get_running_loop().create_future()
+        helpers = [asyncio.create_task(part) for part in (self._watch(member), self.serve(member))]
+        try:
+            await asyncio.wait({*helpers, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            for helper in helpers:
+                if helper.done() and not isinstance(helper.exception(), ProcessDied):
+                    helper.result()  # not a death: the run's own error
+                elif helper.done():
+                    self._report(self._lost, helper.exception())
+            return self._lost.result()
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            self._report(self._lost, ProcessDied(f"{self.name} was ended"))
+            self._enter(State.STARTING)
+            await asyncio.shield(member.kill())
+
+    async def _watch(self, member: M) -> None:
+        while True:
+            await member.check()
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+
+    async def serve(self, member: M) -> None:
+        """What it does beside the work that it is asked for. Never returns."""
+        self._enter(State.SERVING)
+        await asyncio.Event().wait()
+
+    def _report(self, lost: asyncio.Future, death: BaseException) -> None:
+        if not lost.done():
+            lost.set_result(death)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._changed.notify()
+
+
+R = TypeVar("R", bound=Replica)
+
+
+class Pool(Generic[R]):
+    """Interchangeable replicas: work goes to the one with the least of it, and to another where one dies."""
+
+    def __init__(self, name: str, replicas: Sequence[R], changed: Signal):
+        self._name = name
+        self.replicas = tuple(replicas)
+        self._changed = changed
+
+    async def run(self) -> None:
+        """Keep every replica alive, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self.replicas:
+                tasks.create_task(replica.run())
+
+    async def started(self) -> None:
+        """Every replica's processes have answered for the first time."""
+        await self._changed.wait_for(lambda: all(r.state != State.STARTING or r.num_restarts for r in self.replicas))
+
+    async def ask(
+        self,
+        invoke: Callable[[R], Awaitable[T]],
+        takes: Callable[[R], bool] = lambda replica: True,
+        prefer: R | None = None,
+    ) -> T:
+        """invoke(replica) does the work, which must be repeatable. `prefer`: unless it has far more to do than others.
+
+        Waits while none that `takes` it is serving. Raises ProcessDied once all are dead for good.
+        """
+        while True:
+            await self._changed.wait_for(lambda: self._candidates(takes) or self.num_alive == 0)
+            candidates = self._candidates(takes)
+            if not candidates:
+                raise ProcessDied(f"every {self._name} has died for good; see their logs under the run's logs/")
+            idlest = min(candidates, key=lambda r: r.load)
+            chosen = prefer if prefer in candidates and prefer.load <= 2 * idlest.load + 8 else idlest
+            try:
+                return await invoke(chosen)
+            except ProcessDied as death:
+                _log.warning("%s; its work goes to another %s", death, self._name)
+
+    def _candidates(self, takes: Callable[[R], bool]) -> list[R]:
+        return [r for r in self.replicas if r.state == State.SERVING and takes(r)]
+
+    @property
+    def num_alive(self) -> int:
+        """Those that serve, or will again."""
+        return sum(replica.state != State.DEAD for replica in self.replicas)
+
+    @property
+    def num_serving(self) -> int:
+        return sum(replica.state == State.SERVING for replica in self.replicas)

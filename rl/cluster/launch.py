@@ -1,0 +1,234 @@
+"""Launch: start every process of a run and wait until each is ready; on the way out, end them all."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from rl.actors.actors import Actors
+from rl.actors.engine import EngineActor, EngineHandle
+from rl.actors.generator import Generator, GeneratorPool, GeneratorProcesses, GeneratorReplica
+from rl.actors.reference import Reference, ReferenceAdapter, ReferenceMesh
+from rl.actors.remote import Caller, Deadline
+from rl.actors.replica import Replica
+from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
+from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.cluster.placement import ENGINE_ROLES, Place, place
+from rl.cluster.spawn import free_ports, join_group, kill_children, make_shared_directory, spawn_procs
+from rl.envs.base import Env
+from rl.interfaces import Transport
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.environment import generator_environment
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.observability.timeline import Timeline
+from rl.processes import adopt_orphans
+from rl.types import POLICY, REFERENCE, LoRA
+from rl.waiting import Deadlines, Signal, beside
+from rl.weight_sync.manifest import MODEL
+from rl.weight_sync.shared_memory import SharedMemory
+from rl.weight_sync.store import WeightStore
+
+_STOP_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine's processes are started with. `kind`: a key of models.build.ENGINES."""
+
+    kind: str
+    model_dir: Path
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class ActorSpecs:
+    """What a run starts."""
+
+    roles: dict[str, int]  # role -> number of processes, in the order in which devices are dealt out
+    trainer: EngineSpec
+    generator: VLLMConfig
+    env: Env
+    num_generators: int = 1
+    in_flight_updates: bool = True
+    num_reward_procs: int = 1
+    reward_limit_seconds: float = 5.0
+    lora: LoRA = LoRA()  # with a rank, the adapter POLICY learns in place of the model
+    reference_is_adapter: bool = False  # the adapter REFERENCE, beside it
+    adapter_seed: int = 0
+    critic: EngineSpec | None = None
+    reference: EngineSpec | None = None
+    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    max_generator_restarts: int = 3  # of each
+    max_reward_restarts: int = 3
+    deadlines: Deadlines = Deadlines()
+
+
+@asynccontextmanager
+async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = None) -> AsyncIterator[Actors]:
+    """The running actors; whatever happens within the context, no process and no shared memory is left behind."""
+    import monarch.actor
+
+    failures = run_dir / "logs" / "failures.log"
+    failures.parent.mkdir(parents=True, exist_ok=True)
+    # By default Monarch ends the controller when any process dies; here the calls to that process fail instead.
+    monarch.actor.unhandled_fault_hook = lambda failure: _append(failures, f"{failure}\n")
+
+    adopt_orphans()
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    shared = make_shared_directory(run_dir.name)
+    launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
+    try:
+        actors, engines = await launcher.start()
+        async with beside(actors.generators.run(), actors.rewards.run()):
+            await launcher.ready(actors, engines)
+            yield actors
+    finally:
+        try:
+            await asyncio.shield(_stop(launcher.meshes))
+        finally:
+            kill_children(others)
+            shutil.rmtree(shared, ignore_errors=True)
+
+
+class _Launcher:
+    """Starts the processes of one run."""
+
+    def __init__(self, specs: ActorSpecs, run_dir: Path, shared: Path, timeline: Timeline):
+        self.meshes: list[Any] = []  # every one as soon as it exists, so that a failure half-way ends them too
+        self._specs = specs
+        self._logs = run_dir / "logs"
+        self._run_dir = run_dir
+        self._shared = shared
+        self._timeline = timeline
+        self._places = place(specs.roles)
+        self._ports = iter(free_ports(len(ENGINE_ROLES)))
+
+    async def start(self) -> tuple[Actors, list[EngineHandle]]:
+        """Every process is on its way; `ready` waits for them."""
+        specs, deadlines = self._specs, self._specs.deadlines
+        transport = await self._transport()
+        store = WeightStore(transport.release)
+        trainer = await self._engine("trainer", specs.trainer, transport)
+        critic = await self._engine("critic", specs.critic) if specs.critic else None
+        reference: Reference | None = ReferenceAdapter(trainer) if specs.reference_is_adapter else None
+        engines = [trainer] + ([critic] if critic else [])
+        if specs.reference:
+            engine = await self._engine("reference", specs.reference)
+            reference = ReferenceMesh(engine, trainer, self._run_dir / "reference")
+            engines.append(engine)
+        policy = (POLICY, specs.lora) if specs.lora.rank else None
+        generators = self._generators(store, transport, POLICY if policy else MODEL)
+        rewards = self._rewards()
+        return Actors(trainer, generators, rewards, store, deadlines, reference, critic, policy), engines
+
+    async def ready(self, actors: Actors, engines: list[EngineHandle]) -> None:
+        specs = self._specs
+        await asyncio.gather(
+            *(engine.ready() for engine in engines), actors.generators.started(), actors.rewards.started()
+        )
+        if specs.lora.rank:
+            await actors.trainer.add_adapter(POLICY, specs.lora, specs.adapter_seed)
+            # The model never changes: it is published once, and only its adapter afterwards.
+            await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
+        if specs.reference_is_adapter:
+            await actors.trainer.add_adapter(REFERENCE, specs.lora, specs.adapter_seed)
+
+    async def _transport(self) -> Transport:
+        if self._specs.transport == "shared_memory":
+            return SharedMemory(str(self._shared))
+        from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
+
+        mesh = self._spawn("store", Place(1, None, 1))
+        return await self._started("torchstore", TorchStore.create(mesh))
+
+    async def _engine(self, role: str, spec: EngineSpec, transport: Transport | None = None) -> EngineHandle:
+        """The trainer, which publishes, where a transport is given."""
+        mesh = self._spawn(role, self._places[role])
+        await self._started(role, join_group(mesh, next(self._ports)))
+        arguments = (spec.kind, str(spec.model_dir), spec.config)
+        settings = (spec.config, self._specs.deadlines, self._timeline)
+        if transport is None:
+            return EngineHandle(role, mesh.spawn(role, EngineActor, *arguments), *settings)
+        return TrainerHandle(role, mesh.spawn(role, PolicyTrainer, *arguments, transport), *settings)
+
+    def _generators(self, store: WeightStore, transport: Transport, policy: str) -> GeneratorPool:
+        specs = self._specs
+
+        def make(number: int, wanted: Callable) -> GeneratorReplica:
+            name = f"generator-{number}"
+            spawn = self._generator_spawner(name, number, transport)
+            restarts, in_flight = specs.max_generator_restarts, specs.in_flight_updates
+            return GeneratorReplica(name, spawn, restarts, in_flight, wanted, store)
+
+        return GeneratorPool("generator", make, specs.num_generators, policy, store)
+
+    def _generator_spawner(
+        self, name: str, number: int, transport: Transport
+    ) -> Callable[[], Awaitable[GeneratorProcesses]]:
+        specs, config = self._specs, self._specs.generator
+        all_of_them = self._places["generator"]
+        first_device = all_of_them.first_device + number * config.tensor_parallel
+        its_place = Place(config.tensor_parallel, first_device, all_of_them.num_threads)
+        env = generator_environment(all_of_them.num_threads, config.compile)
+
+        async def spawn() -> GeneratorProcesses:
+            mesh = self._spawn(name, its_place, env, keep=False)
+            if config.tensor_parallel > 1:
+                await self._started(name, join_group(mesh, free_ports(1)[0]))
+            actors = mesh.spawn("generator", Generator, config, transport)
+            processes = GeneratorProcesses(name, mesh, actors, specs.deadlines, self._timeline)
+            await processes.ready()
+            return processes
+
+        return spawn
+
+    def _rewards(self) -> RewardPool:
+        specs, changed = self._specs, Signal()
+
+        def spawner(name: str) -> Callable[[], Awaitable[RewardProcess]]:
+            async def spawn() -> RewardProcess:
+                mesh = self._spawn(name, Place(1, None, 1), keep=False)
+                actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(procs=0)
+                process = RewardProcess(
+                    name, mesh, actor, specs.reward_limit_seconds, specs.deadlines, self._timeline
+                )
+                await process.ready()
+                return process
+
+            return spawn
+
+        names = [f"reward-{i}" for i in range(specs.num_reward_procs)]
+        replicas = [Replica(name, spawner(name), specs.max_reward_restarts, changed) for name in names]
+        return RewardPool("reward worker", replicas, changed)
+
+    def _spawn(self, name: str, where: Place, env: dict[str, str] | None = None, keep: bool = True) -> Any:
+        """keep: end it at the end of the run; else its owner does."""
+        env = {"OMP_NUM_THREADS": str(where.num_threads)} if env is None else env
+        mesh = spawn_procs(name, where.num_procs, env, where.first_device, self._logs / name)
+        if keep:
+            self.meshes.append(mesh)
+        return mesh
+
+    async def _started(self, name: str, answer: Awaitable[Any]) -> Any:
+        return await Caller(name).call(answer, "start", Deadline("start", self._specs.deadlines.start))
+
+
+async def _stop(meshes: list[Any]) -> None:
+    """Ask the processes to end. Those that cannot answer, as a rank in a collective, are ended by force afterwards."""
+
+    async def stop(mesh: Any) -> None:
+        await mesh.stop("the run is over")
+
+    with suppress(TimeoutError):
+        stopped = asyncio.gather(*(stop(mesh) for mesh in meshes), return_exceptions=True)
+        await asyncio.wait_for(stopped, _STOP_SECONDS)
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)

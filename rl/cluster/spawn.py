@@ -1,0 +1,96 @@
+"""Spawning processes on this host: their environment, device, log and rendezvous; and the end of all of them."""
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+_SHARED_ROOT = Path("/dev/shm")
+
+
+def spawn_procs(
+    name: str, num_procs: int, env: Mapping[str, str], first_device: int | None, log: Path
+) -> Any:
+    """A mesh with the one dimension `procs`, each process with one GPU, if any.
+
+    A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`.
+    """
+    from monarch.actor import default_bootstrap_cmd, this_host
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+
+    def command(point: Any) -> Any:
+        device = {}
+        if torch.cuda.is_available():
+            device["CUDA_VISIBLE_DEVICES"] = "" if first_device is None else visible[first_device + point.rank]
+        return default_bootstrap_cmd().with_env(dict(env) | device)
+
+    return this_host().spawn_procs(
+        per_host={"procs": num_procs},
+        name=name,
+        bootstrap=_prepare_process(str(log.resolve()), num_procs > 1),
+        bootstrap_command=command,
+    )
+
+
+def _prepare_process(log: str, with_rank: bool) -> Callable[[], None]:
+    """What each new process runs first."""
+
+    def prepare() -> None:
+        import os
+
+        from monarch.actor import current_rank
+
+        from rl.processes import end_with_parent
+
+        end_with_parent()
+        name = f"{log}-{current_rank().rank}.log" if with_rank else f"{log}.log"
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+
+    return prepare
+
+
+async def join_group(procs: Any, port: int) -> None:
+    """Give the processes what torch.distributed's rendezvous reads. One host: the loopback interface."""
+    from monarch.spmd import setup_torch_elastic_env_async
+
+    await setup_torch_elastic_env_async(procs, "localhost", port)
+
+
+def free_ports(count: int) -> list[int]:
+    """All different: each is held until the last is found."""
+    with ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("localhost", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+def kill_children(others: set[int]) -> None:
+    """End every descendant but `others`; orphans of those that end become children of this process: hence twice."""
+    for _ in range(2):
+        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=2)
+
+
+def make_shared_directory(run_name: str) -> Path:
+    """A directory in shared memory that carries this process's pid; those of processes that are gone are removed."""
+    for stale in _SHARED_ROOT.glob("rl-*-*"):
+        pid = stale.name.split("-")[1]
+        if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            shutil.rmtree(stale, ignore_errors=True)
+    path = _SHARED_ROOT / f"rl-{os.getpid()}-{run_name}"
+    path.mkdir()
+    return path

@@ -1,0 +1,75 @@
+"""Algorithm: the parts of a run's algorithm, and what they need: the one place that asks them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl.interfaces import AdvantageEstimator, Loss
+from rl.loss.correction import Correction
+from rl.loss.kl import KL
+from rl.loss.objective import Objective
+from rl.loss.shaping import Shaping
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How groups become updates. The fields are those of RunConfig."""
+
+    data: Literal["rollouts", "demonstrations", "preferences"]
+    loss: Loss
+    advantages: AdvantageEstimator
+    loss_agg: Literal["token_mean", "seq_mean", "constant"]
+    correction: Correction
+    kl: KL
+    shaping: Shaping
+    minibatches: int
+    epochs: int
+    max_new_tokens: int
+
+    @property
+    def objective(self) -> Objective:
+        """What the trainer is given."""
+        return Objective(self.loss, self.correction, self.kl)
+
+    @property
+    def samples_rollouts(self) -> bool:
+        return self.data == "rollouts"
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the loss reads advantages."""
+        return getattr(self.loss, "needs_rewards", True)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coef > 0 or getattr(self.loss, "needs_reference", False)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.samples_rollouts and getattr(self.advantages, "needs_critic", False)
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether a group of one teaches nothing."""
+        return getattr(self.advantages, "compares_in_groups", False)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps from one batch."""
+        return self.minibatches * self.epochs
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether the trainer's logprobs before the step are needed: else they are those of the one update itself."""
+        in_reward = self.kl.in_reward and self.correction.old_logprobs == "trainer"
+        return in_reward or (self.correction.reads_the_trainers and self.num_updates > 1)
+
+    @property
+    def advantages_need_forward(self) -> bool:
+        """Whether the advantages depend on forward passes; else samples without a gradient are spared them."""
+        return self.needs_critic or self.kl.in_reward
+
+    @property
+    def drops_zero_advantages(self) -> bool:
+        """Whether a sample of advantage 0 has no gradient."""
+        dropped_by_loss: Any = getattr(self.loss, "drops_zero_advantages", False)
+        return bool(dropped_by_loss) and not (self.needs_critic or self.kl.in_loss)

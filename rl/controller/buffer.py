@@ -1,0 +1,175 @@
+"""RolloutBuffer: the owner of every prompt on its way, and of how far it may lag behind the policy.
+
+A prompt has an index, from which its problem and its seeds follow. With `served` the newest version that a generator serves,
+P groups for each step and k = max_offpolicy_steps:
+
+1. Each index is started once and ends once: trained on, filtered, or failed.
+2. A prompt starts only while (k + served + 1) * P - those that were started and not filtered > 0.
+3. A group begun at version v is trained on at version v + k at the latest. 2. alone does not give that: groups that are
+   finished early could take the places of older ones. So a batch is what is finished, the oldest first, unless those that
+   are left could then no longer all be in time; in that case it waits for the older ones.
+4. Nothing that is finished is thrown away, but what the filter takes out.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl.types import Group, PolicyVersion
+from rl.waiting import Signal
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many groups a step takes, and how old they may be."""
+
+    groups_per_step: int
+    num_steps: int  # of the whole run: no more is started than these will take
+    max_offpolicy_steps: int = 0
+    max_filtered_per_step: int = 0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step gets."""
+
+    groups: tuple[Group, ...]  # in the order of their indices
+    filtered: tuple[Group, ...]  # since the batch before
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    index: int
+    begun: PolicyVersion
+    group: Group | None = None  # once it is finished
+
+
+class RolloutBuffer:
+    """`generate(index, version)` makes the group of a prompt, with weights of at least that version."""
+
+    def __init__(
+        self,
+        generate: Callable[[int, PolicyVersion], Awaitable[Group]],
+        pace: Pace,
+        keep: Callable[[Group], bool],
+        *,
+        num_steps_done: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ):
+        """keep: whether a group is worth a place in a batch; others are filtered, within the pace's bound.
+
+        state: what `state` gave when a checkpoint was written: prompts that had not ended are started again.
+        """
+        self._generate = generate
+        self._pace = pace
+        self._keep = keep
+        self._served: PolicyVersion | None = None
+        self._num_taken = num_steps_done * pace.groups_per_step
+        self._next = state["next"] if state else self._num_taken
+        self._again = list(state["unfinished"]) if state else []
+        self._running: dict[int, _Prompt] = {}
+        self._finished: dict[int, _Prompt] = {}
+        self._filtered: list[Group] = []  # since the batch before
+        self._tasks: set[asyncio.Task] = set()
+        self._failure: BaseException | None = None
+        self._changed = Signal()
+        self.ends: Counter[str] = Counter()
+
+    async def follow(self, served: Callable[[], PolicyVersion | None], changed: Signal) -> None:
+        """Start prompts whenever a newer version is served. Never returns."""
+        while True:
+            await changed.wait_for(lambda: served() is not None and served() != self._served)
+            self._served = max(served(), self._served or 0)
+            self._start()
+
+    async def take(self, version: PolicyVersion) -> Taken:
+        """The groups of the step that is trained at `version`; waits until they are there."""
+        await self._changed.wait_for(lambda: self._failure is not None or self._choose(version) is not None)
+        if self._failure is not None:
+            raise self._failure
+        chosen = self._choose(version)
+        for prompt in chosen:
+            del self._finished[prompt.index]
+            failed = all(score.error is not None for score in prompt.group.scores)
+            self.ends["failed" if failed else "trained on"] += 1
+        self._num_taken += len(chosen)
+        filtered, self._filtered = self._filtered, []
+        self._start()
+        groups = tuple(prompt.group for prompt in chosen)
+        return Taken(groups, tuple(filtered), self._metrics(chosen, version))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint: which prompts have not ended, and which comes next."""
+        unfinished = sorted([*self._again, *self._running, *self._finished])
+        return {"next": self._next, "unfinished": unfinished}
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self) -> None:
+        """As many prompts as the pace allows."""
+        pace = self._pace
+        ahead = (pace.max_offpolicy_steps + (self._served or 0) + 1) * pace.groups_per_step
+        limit = min(ahead, pace.num_steps * pace.groups_per_step)
+        while self._served is not None and self._num_started < limit:
+            if self._again:
+                index = self._again.pop(0)
+            else:
+                index, self._next = self._next, self._next + 1
+            self._running[index] = _Prompt(index, self._served)
+            task = asyncio.create_task(self._run(self._running[index]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    @property
+    def _num_started(self) -> int:
+        """Without those that were filtered."""
+        return self._num_taken + len(self._running) + len(self._finished)
+
+    async def _run(self, prompt: _Prompt) -> None:
+        try:
+            group = await self._generate(prompt.index, prompt.begun)
+        except Exception as error:  # ends the run: whoever takes the next batch hears of it
+            self._failure = self._failure or error
+            self._changed.notify()
+            return
+        del self._running[prompt.index]
+        if not self._keep(group) and len(self._filtered) < self._pace.max_filtered_per_step:
+            self._filtered.append(group)
+            self.ends["filtered"] += 1
+            self._start()
+        else:
+            self._finished[prompt.index] = _Prompt(prompt.index, prompt.begun, group)
+        self._changed.notify()
+
+    def _choose(self, version: PolicyVersion) -> list[_Prompt] | None:
+        """The batch of the step at `version`, or None while it has to wait.
+
+        For every later version u: those that are due by then and not chosen must fit into the steps until then.
+        """
+        size, k = self._pace.groups_per_step, self._pace.max_offpolicy_steps
+        if len(self._finished) < size:
+            return None
+        oldest_first = sorted(self._finished.values(), key=lambda p: (p.begun, p.index))
+        chosen = oldest_first[:size]
+        left = Counter(p.begun + k for p in (*self._running.values(), *oldest_first[size:]))
+        due = 0
+        for last_version in sorted(left):
+            due += left[last_version]
+            if due > (last_version - version) * size:
+                return None
+        return sorted(chosen, key=lambda p: p.index)
+
+    def _metrics(self, chosen: list[_Prompt], version: PolicyVersion) -> dict[str, float]:
+        ages = [version - prompt.group.oldest_version for prompt in chosen]
+        return {
+            "offpolicy/mean": sum(ages) / len(ages),
+            "offpolicy/max": max(ages),
+            "buffer/running": len(self._running),
+            "buffer/finished": len(self._finished),
+        }

@@ -1,0 +1,96 @@
+"""From a run's settings to what its processes are started with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rl.cluster.launch import ActorSpecs, EngineSpec
+from rl.controller.config import RunConfig
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.hf import max_positions
+
+
+def roles(config: RunConfig) -> dict[str, int]:
+    """Role -> number of its processes, in the order in which devices are dealt out; "reward" gets none."""
+    counts = {
+        "trainer": config.trainer.layout.num_procs,
+        "generator": config.generator.num_replicas * config.generator.tensor_parallel,
+    }
+    if config.algorithm.needs_critic:
+        counts["critic"] = config.critic.layout.num_procs
+    if config.algorithm.needs_reference and not config.reference_is_adapter:
+        counts["reference"] = config.reference.layout.num_procs
+    return counts | {"reward": config.reward.num_procs}
+
+
+def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs:
+    """model_dir: what `config.model.materialize` gave. A teacher is put into the run's directory, if need be."""
+    kind, algorithm = config.trainer.engine, config.algorithm
+    critic = reference = None
+    if algorithm.needs_critic:
+        critic = EngineSpec(kind, model_dir, critic_config(config))
+    if algorithm.needs_reference and not config.reference_is_adapter:
+        teacher = config.reference.model
+        directory = model_dir if teacher is None else teacher.materialize(run_dir / "teacher")
+        reference = EngineSpec(kind, directory, reference_config(config))
+    return ActorSpecs(
+        roles=roles(config),
+        trainer=EngineSpec(kind, model_dir, trainer_config(config)),
+        generator=generator_config(config, model_dir),
+        env=config.env,
+        num_generators=config.generator.num_replicas,
+        in_flight_updates=config.generator.updates == "in_flight",
+        num_reward_procs=config.reward.num_procs,
+        reward_limit_seconds=config.reward.limit_seconds,
+        lora=config.trainer.lora,
+        reference_is_adapter=config.reference_is_adapter,
+        adapter_seed=config.seed,
+        critic=critic,
+        reference=reference,
+        transport=config.weight_sync.transport,
+        max_generator_restarts=config.generator.max_restarts,
+        max_reward_restarts=config.reward.max_restarts,
+        deadlines=config.deadlines,
+    )
+
+
+def trainer_config(config: RunConfig) -> EngineConfig:
+    trainer = config.trainer
+    return EngineConfig(
+        layout=trainer.layout,
+        dtype=config.dtype,
+        activation_checkpointing=trainer.activation_checkpointing,
+        max_seq_len=trainer.max_tokens,
+        adapters=trainer.lora.rank > 0,
+        float8=trainer.float8,
+        compile=trainer.compile,
+        seed=config.seed if config.model.random_weights else None,
+        timeout_seconds=config.deadlines.train,
+    )
+
+
+def critic_config(config: RunConfig) -> EngineConfig:
+    """All of it learns, also where the policy is an adapter."""
+    return replace(trainer_config(config), layout=config.critic.layout, adapters=False, head="value")
+
+
+def reference_config(config: RunConfig) -> EngineConfig:
+    """With `adapters`, of which it gets none, nothing learns: the weights are there once, in the compute dtype."""
+    source = config.reference.model or config.model
+    seed = config.seed if source.random_weights else None
+    return replace(trainer_config(config), layout=config.reference.layout, adapters=True, seed=seed)
+
+
+def generator_config(config: RunConfig, model_dir: Path) -> VLLMConfig:
+    generator = config.generator
+    return VLLMConfig(
+        model_dir=str(model_dir),
+        dtype=config.dtype,
+        max_model_len=min(max_positions(config.model.config()), config.trainer.max_tokens),
+        max_num_seqs=generator.max_num_seqs,
+        kv_cache_gib=generator.kv_cache_gib,
+        block_size=generator.block_size,
+        compile=generator.compile,
+        tensor_parallel=generator.tensor_parallel,
+        max_lora_rank=config.trainer.lora.rank,
+    )

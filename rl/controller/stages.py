@@ -1,0 +1,196 @@
+"""RunStages: what each stage of a step does, with real actors. loop.py has their order."""
+
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl.actors.actors import Actors
+from rl.controller.buffer import Pace, RolloutBuffer
+from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
+from rl.controller.config import RunConfig
+from rl.controller.loop import Schedule
+from rl.controller.rollouts import Rollouts, check_rewards
+from rl.controller.supervised import SupervisedData, warm_up
+from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
+from rl.controller.update import StepFailed, Updater, learn
+from rl.errors import RunError
+from rl.interfaces import Tokenizer
+from rl.loss.value import ClippedValue
+from rl.models.checkpoint_dir import is_complete, latest
+from rl.observability.metrics import eval_metrics, group_metrics
+from rl.observability.recorder import Recorder
+from rl.types import Group, OptimParams, PolicyVersion
+
+
+class RunStages:
+    """See loop.Stages. First `start`; then `background` runs beside `loop.train`."""
+
+    def __init__(self, config: RunConfig, actors: Actors, tokenizer: Tokenizer, recorder: Recorder):
+        self._config = config
+        self._algorithm = config.algorithm
+        self._actors = actors
+        self._recorder = recorder
+        self._data = SupervisedData(config.env, tokenizer, config.seed)
+        self._rollouts = Rollouts(
+            config.env, tokenizer, actors.rewards.score, config.group_size, config.seed, actors.adapter
+        )
+        self._policy, self._critic = updaters(config, actors)
+        self.buffer: RolloutBuffer | None = None
+
+    async def start(self) -> Schedule:
+        """Warm up, or load the checkpoint; the steps that are left."""
+        config, actors = self._config, self._actors
+        state: dict[str, Any] = {"step": 0}
+        if config.resume_from:
+            state = await load_checkpoint(actors, config.resume_from)
+        else:
+            await self._warm_up()
+        if self._algorithm.samples_rollouts:
+            self.buffer = self._make_buffer(state)
+        return Schedule(
+            first=state["step"] + 1,
+            last=config.steps,
+            eval_every=config.eval_every,
+            save_every=config.save_every,
+            refresh_every=config.reference.refresh_every if actors.reference else 0,
+            publish_every_step=self._algorithm.samples_rollouts,
+            evaluate_beside=config.max_offpolicy_steps > 0,
+        )
+
+    def background(self) -> list[Coroutine]:
+        """What has to run beside the loop: the buffer starts prompts as new versions are served."""
+        generators, store = self._actors.generators, self._actors.store
+        return [self.buffer.follow(lambda: generators.served, store.changed)] if self.buffer else []
+
+    async def next_batch(self, step: int) -> TrainingBatch:
+        config = self._config
+        if self.buffer is None:
+            scorers = {"ref_logprobs": self._actors.reference.compute_logprobs} if self._actors.reference else {}
+            return await self._data.batch(step, config.prompts_per_step, self._algorithm, scorers)
+        taken = await self.buffer.take(step - 1)
+        sampled = sorted((*taken.groups, *taken.filtered), key=lambda group: group.index)
+        if self._algorithm.reads_rewards:
+            check_rewards(sampled)
+        batch = await build_training_batch(taken.groups, self._algorithm, self._scorers())
+        counts = dict(taken.metrics)
+        if config.resampling_rounds:
+            counts["resampling/extra_prompts"] = len(taken.filtered)
+        return replace(batch, rollouts=sampled, metrics=batch.metrics | counts)
+
+    async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        try:
+            return await learn(batch, step, self._algorithm, self._config.seed, self._policy, self._critic)
+        except StepFailed as failure:
+            raise await self._give_up(step, failure) from failure
+
+    async def publish(self, step: int) -> None:
+        await self._actors.publish(step)
+
+    async def refresh_reference(self, step: int) -> None:
+        await self._actors.reference.refresh(step)
+
+    async def save(self, step: int) -> None:
+        config = self._config
+        path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
+        prompts = self.buffer.state if self.buffer else {}
+        kept = config.keep_checkpoints
+        await save_checkpoint(self._actors, path, step, config.reference_kind, prompts, kept)
+
+    async def evaluate(self, step: int) -> None:
+        """Greedy accuracy on the held-out problems, of one version: generators stay at it until they have answered."""
+        generators = self._actors.generators
+        async with generators.pinned() as (version, sampler):
+            await generators.wait_served(version)
+            groups = await self._rollouts.evaluate(sampler)
+        if self._algorithm.reads_rewards:
+            check_rewards(groups)
+        metrics = eval_metrics(groups) | {"eval/version": version}
+        self._recorder.evaluation(step, metrics, groups, pause=not self._config.max_offpolicy_steps)
+
+    def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
+        metrics = group_metrics(batch.rollouts) | batch.metrics | dict(learned) | self._generation_metrics()
+        self._recorder.step(step, metrics, batch.rollouts)
+
+    def _generation_metrics(self) -> dict[str, float]:
+        pool = self._actors.generators
+        metrics = {"generators/serving": pool.num_serving, "generators/alive": pool.num_alive}
+        prompt_tokens, cached = pool.take_counts()
+        if prompt_tokens:
+            metrics |= {"tokens/prompt": prompt_tokens, "tokens/prompt_computed": prompt_tokens - cached}
+        return metrics
+
+    def _scorers(self) -> Scorers:
+        """The loss inputs that this run's loss reads, each with who knows it."""
+        actors, scorers = self._actors, {}
+        if self._algorithm.reads_old_logprobs:
+            scorers["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
+        if actors.reference is not None:
+            scorers["ref_logprobs"] = actors.reference.compute_logprobs
+        if actors.critic is not None:
+            scorers["values"] = actors.critic.forward_samples
+        return scorers
+
+    def _make_buffer(self, state: Mapping[str, Any]) -> RolloutBuffer:
+        config, generators = self._config, self._actors.generators
+        pace = Pace(
+            groups_per_step=config.prompts_per_step,
+            num_steps=config.steps,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+            max_filtered_per_step=config.resampling_rounds * config.prompts_per_step,
+        )
+
+        async def generate(index: int, version: PolicyVersion) -> Group:
+            return await self._rollouts.train_group(index, generators.at_least(version))
+
+        return RolloutBuffer(
+            generate,
+            pace,
+            keep=lambda group: group.has_signal,
+            num_steps_done=state["step"],
+            state=state.get("prompts"),
+        )
+
+    async def _warm_up(self) -> None:
+        """Reference and critic begin where the policy then is."""
+        config, warmup = self._config, self._config.warmup
+        await warm_up(
+            self._data,
+            self._actors.trainer,
+            self._actors.adapter,
+            steps=warmup.steps,
+            batch_size=warmup.batch_size,
+            lr=warmup.lr,
+            report=lambda step, loss: self._recorder.warmup(step, warmup.steps, loss),
+        )
+        if warmup.steps:
+            teacher = config.reference.model is not None
+            await begin_at_policy(self._actors, self._recorder.run_dir, teacher=teacher)
+
+    async def _give_up(self, step: int, failure: StepFailed) -> RunError:
+        """Leave the last good weights behind, and say who is to blame."""
+        trainer, checkpoints = self._actors.trainer, self._recorder.run_dir / "checkpoints"
+        await trainer.finish_checkpoint()
+        if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
+            await self.save(step - 1)
+            await trainer.finish_checkpoint()
+        good = latest(checkpoints) or self._config.resume_from
+        rest = f"go on from --resume_from {good}" if good else "no checkpoint was due yet: lower save_every"
+        return RunError(f"{failure}; {await failure.find_sample()}; {rest}")
+
+
+def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None]:
+    """What learns: the policy, and the critic where there is one."""
+    trainer = config.trainer
+    optim = OptimParams(
+        trainer.lr,
+        betas=trainer.betas,
+        eps=trainer.eps,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+    )
+    policy = Updater(actors.trainer, actors.adapter, config.algorithm.objective, optim, trainer.lr_warmup_steps)
+    if actors.critic is None:
+        return policy, None
+    loss = ClippedValue(config.critic.value_clip)
+    optim = replace(optim, lr=config.critic.lr, max_grad_norm=config.critic.max_grad_norm)
+    return policy, Updater(actors.critic, None, loss, optim, trainer.lr_warmup_steps)

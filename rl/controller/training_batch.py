@@ -1,0 +1,226 @@
+"""From groups of rollouts to what a step learns from: `build_training_batch`, one step after the other over one record.
+
+usable -> (forward passes) -> rewards of tokens -> advantages -> without those that are dropped -> (forward passes)
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from rl.batching import to_sample
+from rl.controller.algorithm import Algorithm
+from rl.errors import RunError
+from rl.loss.advantages.base import Trajectory
+from rl.loss.kl import estimate
+from rl.types import Group, Rollout, Sample, Score
+
+Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
+"""Loss input -> who computes it: the samples -> [T] each. "old_logprobs", "ref_logprobs", "values"."""
+
+
+@dataclass(frozen=True)
+class TrainingGroup:
+    """Samples that stay together in a minibatch: a prompt's rollouts, a demonstration, a pair."""
+
+    samples: list[Sample]
+    num_tokens: int  # in the mean; those of samples without a gradient, which are not in `samples`, included
+    num_sequences: int
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """What a step learns from."""
+
+    groups: list[TrainingGroup]
+    rollouts: list[Group] = field(default_factory=list)  # all that was sampled for it, where something was
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples_per_unit: int = 1  # consecutive samples that share a micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rollout on its way to a sample."""
+
+    rollout: Rollout
+    score: Score
+    sample: Sample
+    rewards: np.ndarray  # [M] float64, of each target token
+
+
+_Groups = list[list[_Member]]
+
+
+async def build_training_batch(groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers) -> TrainingBatch:
+    """Forward passes run all at the same time, and only for samples that will learn, where the advantages allow it."""
+    members = [_usable(group, algorithm) for group in groups]
+    if algorithm.advantages_need_forward:
+        members = await _with_forward_passes(members, scorers)
+    members, metrics = _with_rewards(members, algorithm)
+    if algorithm.reads_rewards:
+        members = estimate_advantages(members, algorithm)
+        nonzero = [m.sample.advantages.any() for group in members for m in group]
+        metrics["advantages/nonzero"] = float(np.mean(nonzero or [0.0]))
+    counted = [[m for m in group if not algorithm.shaping.drops(m.rollout.stop)] for group in members]
+    learning = _with_gradient(counted, algorithm)
+    if not algorithm.advantages_need_forward:
+        learning = await _with_forward_passes(learning, scorers)
+    made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
+    return TrainingBatch(made, list(groups), metrics)
+
+
+def _usable(group: Group, algorithm: Algorithm) -> list[_Member]:
+    """Without those whose reward failed, where rewards are read."""
+    members = []
+    for i, (rollout, score) in enumerate(zip(group.rollouts, group.scores, strict=True)):
+        if score.error is None or not algorithm.reads_rewards:
+            sample = to_sample(rollout, id=f"{rollout.problem.id}, rollout {i}")
+            members.append(_Member(rollout, score, sample, np.zeros(0)))
+    return members
+
+
+async def _with_forward_passes(groups: _Groups, scorers: Scorers) -> _Groups:
+    samples = [member.sample for group in groups for member in group]
+    full = iter(await with_loss_inputs(samples, scorers))
+    return [[replace(member, sample=next(full)) for member in group] for group in groups]
+
+
+async def with_loss_inputs(samples: Sequence[Sample], scorers: Scorers) -> list[Sample]:
+    """The samples with what each scorer says of them."""
+    if not scorers or not samples:
+        return list(samples)
+    computed = await asyncio.gather(*(compute(samples) for compute in scorers.values()))
+    of_each_sample = zip(*computed, strict=True)
+    return [
+        sample.with_loss_inputs(**dict(zip(scorers, values, strict=True)))
+        for sample, values in zip(samples, of_each_sample, strict=True)
+    ]
+
+
+def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[str, float]]:
+    """The verifier's reward where it belongs, shaped, less the KL penalty."""
+    rewarded, bonuses, kls = [], [], []
+    for group in groups:
+        lengths = [int(m.sample.target_mask.sum()) for m in group]
+        added = algorithm.shaping([m.score.reward for m in group], lengths, algorithm.max_new_tokens)
+        bonuses += added
+        rewarded.append([])
+        for member, bonus in zip(group, added, strict=True):
+            rewards = scatter_reward(member.rollout, member.score, bonus)
+            if algorithm.kl.in_reward:
+                kls.append(_kl(member.sample, algorithm))
+                rewards = rewards - algorithm.kl.coef * kls[-1]
+            rewarded[-1].append(replace(member, rewards=rewards))
+    metrics = {}
+    if any(bonuses):
+        metrics["reward/shaping"] = float(np.mean(bonuses))
+    if kls:
+        metrics["kl"] = float(np.concatenate(kls).mean())
+    return rewarded, metrics
+
+
+def scatter_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndarray:
+    """[M] float64: the reward at the last token, or each turn's at its end, or each token's; `bonus` at the last.
+
+    A turn without a token is rewarded at the token before it, or else at the first.
+    """
+    rewards = np.zeros(sum(rollout.turn_lengths))
+    if not len(rewards):
+        return rewards
+    if score.parts.tokens:
+        rewards += score.parts.tokens
+    elif score.parts.turns:
+        for end, reward in zip(np.cumsum(rollout.turn_lengths), score.parts.turns, strict=True):
+            rewards[max(end - 1, 0)] += reward
+    else:
+        rewards[-1] = score.reward
+    rewards[-1] += bonus
+    return rewards
+
+
+def _kl(sample: Sample, algorithm: Algorithm) -> np.ndarray:
+    policy = sample.loss_inputs.get("old_logprobs", sample.generator_logprobs)[sample.target_mask]
+    reference = sample.loss_inputs["ref_logprobs"][sample.target_mask]
+    logprobs = torch.from_numpy(policy).double(), torch.from_numpy(reference).double()
+    return estimate(*logprobs, algorithm.kl.estimator).numpy()
+
+
+def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
+    """The samples with their advantages; with a critic, also with the loss input `returns`.
+
+    Raises RunError where the estimator does not give a finite advantage for each token.
+    """
+    estimator = algorithm.advantages
+    trajectories = [[_trajectory(member, algorithm.needs_critic) for member in group] for group in groups]
+    advantages = estimator(trajectories)
+    _check("advantages", advantages, trajectories, estimator)
+    returns = None
+    if algorithm.needs_critic:
+        returns = estimator.returns(trajectories)
+        _check("returns", returns, trajectories, estimator)
+    done = []
+    for g, group in enumerate(groups):
+        done.append([])
+        for i, member in enumerate(group):
+            sample = replace(member.sample, advantages=member.sample.scatter(np.asarray(advantages[g][i])))
+            if returns is not None:
+                sample = sample.with_loss_inputs(returns=sample.scatter(np.asarray(returns[g][i])))
+            done[-1].append(replace(member, sample=sample))
+    return done
+
+
+def _trajectory(member: _Member, with_values: bool) -> Trajectory:
+    if not with_values:
+        return Trajectory(member.rewards)
+    values = member.sample.loss_inputs["values"][member.sample.target_mask]
+    return Trajectory(member.rewards, values.astype(np.float64))
+
+
+def _check(
+    what: str,
+    given: Sequence[Sequence[float | np.ndarray]],
+    trajectories: list[list[Trajectory]],
+    estimator: object,
+) -> None:
+    name = getattr(estimator, "__name__", type(estimator).__name__)
+    if [len(group) for group in given] != [len(group) for group in trajectories]:
+        raise RunError(
+            f"advantages {name} returned {what} for {[len(g) for g in given]} rollouts of "
+            f"{[len(g) for g in trajectories]}; return as many, group by group"
+        )
+    for values, group in zip(given, trajectories, strict=True):
+        for value, trajectory in zip(values, group, strict=True):
+            if np.ndim(value) and np.shape(value) != trajectory.rewards.shape:
+                raise RunError(
+                    f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} tokens; "
+                    f"return one for each"
+                )
+            if not np.isfinite(value).all():
+                rewards = [t.reward for t in group]
+                raise RunError(f"advantages {name} returned {what} that are not finite, for rewards {rewards}")
+
+
+def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:
+    """Without those that have none; where none has one, one group is kept, to measure parity with the generator."""
+    if not algorithm.drops_zero_advantages:
+        return groups
+    kept = [[member for member in group if member.sample.advantages.any()] for group in groups]
+    first = next((i for i, group in enumerate(groups) if group), None)
+    if not any(kept) and first is not None:
+        kept[first] = groups[first]
+    return kept
+
+
+def _training_group(learning: list[_Member], counted: list[_Member], algorithm: Algorithm) -> TrainingGroup:
+    samples = weighted([member.sample for member in learning], algorithm)
+    num_tokens = sum(int(member.sample.target_mask.sum()) for member in counted)
+    return TrainingGroup(samples, num_tokens, len(counted))
+
+
+def weighted(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
+    """Each token's share in the loss; the denominator comes with optim_step."""
+    if algorithm.loss_agg != "seq_mean":
+        return samples
+    return [replace(s, weights=s.weights / max(1, s.target_mask.sum())) for s in samples]

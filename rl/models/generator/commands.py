@@ -1,0 +1,50 @@
+"""What a generator's engine is told between two decoding steps, and what it answers. Plain data, for every rank alike."""
+
+from dataclasses import dataclass
+
+from rl.types import Completion, SamplingParams
+from rl.weight_sync.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """One sample to draw, with seed `params.seed`."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Another version of the model, or of an adapter. Running requests go on: their cache is computed again."""
+
+    id: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Requests that nobody waits for any more."""
+
+    id: int
+    requests: tuple[int, ...]
+
+
+Command = Admit | Load | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What came of some commands and one decoding step. An answer is an exception where the command, or request, failed."""
+
+    answers: dict[int, Completion | None | Exception]  # of each command that is done: a Completion for Admit, else None
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a generator's engine has come since it started."""
+
+    num_ticks: int
+    num_requests: int  # which it has taken and not yet answered

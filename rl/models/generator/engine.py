@@ -1,0 +1,106 @@
+"""GeneratorEngine: takes requests and weights at any time, and has them run between decoding steps (continuous batching).
+
+It knows nothing of Monarch and nothing of vLLM's API.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from rl.errors import RunError
+from rl.models.generator.commands import Abort, Admit, Command, Load, Progress, Tick
+from rl.models.generator.wave import Wave
+from rl.types import Completion, PolicyVersion, SamplingParams
+from rl.weight_sync.manifest import Manifest
+
+
+class GeneratorEngine:
+    """`tick` runs commands and decodes one step, in a thread. All coroutines belong to one event loop."""
+
+    def __init__(self, tick: Callable[[Sequence[Command]], Tick]):
+        self._tick = tick
+        self._numbers = count()
+        self._commands: list[Command] = []
+        self._waves: dict[int, dict[int, list[Admit]]] = {}  # those that are not complete yet
+        self._answers: dict[int, asyncio.Future] = {}
+        self._stepper: asyncio.Task[None] | None = None
+        self._num_ticks = 0
+        self._version: PolicyVersion | None = None
+
+    async def sample(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None = None
+    ) -> list[Completion]:
+        """n completions of one prompt, in order; completion i is drawn with seed `params.seed + i`, whatever else runs.
+
+        Raises RunError for a request that cannot be served; others go on.
+        """
+        tokens = tuple(prompt)
+        admits = [Admit(next(self._numbers), tokens, replace(params, seed=params.seed + i)) for i in range(n)]
+        answers = [self._expect(admit.id) for admit in admits]
+        self._submit(self._complete_wave(admits, wave) if wave else admits)
+        try:
+            return await asyncio.gather(*answers)
+        except asyncio.CancelledError:
+            self._submit([Abort(next(self._numbers), tuple(admit.id for admit in admits))])
+            raise
+
+    async def load_weights(self, manifest: Manifest) -> None:
+        """Switch to another version of the model, or of an adapter, between two steps."""
+        load = Load(next(self._numbers), manifest)
+        answer = self._expect(load.id)
+        self._submit([load])
+        await answer
+        self._version = manifest.version
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The newest that was loaded."""
+        return self._version
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self._num_ticks, len(self._answers))
+
+    def _complete_wave(self, admits: list[Admit], wave: Wave) -> list[Admit]:
+        """All of the wave, once its last request has come; nothing before."""
+        members = self._waves.setdefault(wave.id, {})
+        members[wave.position] = admits
+        if len(members) < wave.size:
+            return []
+        del self._waves[wave.id]
+        return [admit for position in sorted(members) for admit in members[position]]
+
+    def _expect(self, number: int) -> asyncio.Future:
+        future = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        return future
+
+    def _submit(self, commands: Sequence[Command]) -> None:
+        self._commands += commands
+        if self._commands and (self._stepper is None or self._stepper.done()):
+            self._stepper = asyncio.create_task(self._step_until_idle())
+
+    async def _step_until_idle(self) -> None:
+        num_running = 0
+        try:
+            while self._commands or num_running:
+                commands, self._commands = self._commands, []
+                tick = await asyncio.to_thread(self._tick, commands)
+                num_running = tick.num_running
+                self._num_ticks += 1
+                for number, answer in tick.answers.items():
+                    self._resolve(number, answer)
+        except Exception as error:  # the engine is broken: whoever waits must hear of it
+            for number in list(self._answers):
+                self._resolve(number, RunError(f"the generator's engine failed: {error!r}"))
+            raise
+
+    def _resolve(self, number: int, answer: Completion | None | Exception) -> None:
+        future = self._answers.pop(number, None)
+        if future is None or future.done():  # whoever asked has gone
+            return
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

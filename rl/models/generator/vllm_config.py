@@ -1,0 +1,20 @@
+"""VLLMConfig: apart from the engine, so that whoever composes one need not import vLLM."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """How a generator computes. The model's directory gives its shape; weights come with `Load`."""
+
+    model_dir: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int = 2048
+    max_num_seqs: int = 256
+    kv_cache_gib: float = 0.25
+    block_size: int = 32  # tokens; prompts share whole blocks of their prefixes
+    compile: bool = False
+    tensor_parallel: int = 1  # ranks, under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
+    max_adapters: int = 1

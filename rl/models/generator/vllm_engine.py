@@ -1,0 +1,216 @@
+"""VLLM: one rank's vLLM engine, which runs commands and decodes one step at a time. Synchronous; knows no event loop."""
+
+import tempfile
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from vllm import EngineArgs, LLMEngine
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from rl.errors import RunError
+from rl.interfaces import Transport
+from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.generator.weights import BACKEND, register_backend
+from rl.models.lora import write_adapter
+from rl.types import Completion, LoRA, PolicyVersion, SamplingParams, StopReason, VersionRange
+from rl.weight_sync.manifest import Manifest, assemble
+
+
+@dataclass
+class _Running:
+    """A request that vLLM works on."""
+
+    command: Admit
+    vllm_id: str
+    changes: list[tuple[int, PolicyVersion]]  # (tokens there were, the version that samples from there on)
+
+
+class VLLM:
+    """One engine to a process, which should run nothing else: vLLM changes its process.
+
+    Ranks of a tensor-parallel engine each have one, and are given the same commands in the same order.
+    """
+
+    def __init__(self, config: VLLMConfig, transport: Transport):
+        on_cpu = not torch.accelerator.is_available()
+        if on_cpu:
+            torch.cpu._init_amx()  # without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model
+        register_backend(transport)
+        self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
+        self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._transport = transport
+        self._max_model_len = config.max_model_len
+        self._max_adapters = config.max_adapters if config.max_lora_rank else 0
+        self._running: dict[str, _Running] = {}  # by the number of its command
+        self._adapters: dict[str, LoRARequest] = {}
+        self._adapter_files = tempfile.TemporaryDirectory(prefix="rl-adapters-")
+        self._versions: dict[str | None, PolicyVersion] = {}  # of the model (None) and of each adapter
+
+    def tick(self, commands: Sequence[Command]) -> Tick:
+        """Run the commands in their order, then decode one step. A command that cannot be done costs no other."""
+        answers: dict[int, Completion | None | Exception] = {}
+        for command in commands:
+            try:
+                answers |= self._run(command)
+            except RunError as error:
+                answers[command.id] = error
+        if self._running:
+            finished = [output for output in self._engine.step() if output.finished]
+            answers |= dict(map(self._finish, finished))
+        return Tick(answers, len(self._running))
+
+    def _run(self, command: Command) -> dict[int, None | Exception]:
+        match command:
+            case Admit():
+                self._admit(command)
+                return {}
+            case Abort():
+                self._drop([str(number) for number in command.requests])
+                return {command.id: None}
+            case Load(manifest=manifest):
+                failed = self._load(manifest)
+                return {**failed, command.id: None}
+
+    def _admit(self, command: Admit) -> None:
+        params = command.params
+        for needed in dict.fromkeys((None, params.adapter)):
+            if needed not in self._versions:
+                what = "weights" if needed is None else f"adapter {needed!r}"
+                raise RunError(f"the generator has no {what} yet; publish a policy version before the first sample")
+        if len(command.prompt) >= self._max_model_len:
+            raise RunError(
+                f"a prompt of {len(command.prompt)} tokens leaves no room in max_model_len={self._max_model_len}; "
+                f"raise trainer.max_tokens"
+            )
+        try:
+            vllm_id = self._engine.add_request(
+                str(command.id),
+                {"prompt_token_ids": list(command.prompt)},
+                _vllm_params(params),
+                lora_request=self._adapters.get(params.adapter),
+            )
+        except Exception as error:  # vLLM's many ways to refuse a request
+            raise RunError(f"vLLM refused a request: {error}") from error
+        self._running[str(command.id)] = _Running(command, vllm_id, [(0, self._versions[params.adapter])])
+
+    def _finish(self, output: RequestOutput) -> tuple[int, Completion]:
+        request = self._running.pop(output.request_id)
+        (sample,) = output.outputs
+        tokens = list(sample.token_ids)
+        logprobs = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
+        stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
+        versions, per_token = _versions_of(request.changes, len(tokens))
+        cached = output.num_cached_tokens or 0
+        return request.command.id, Completion(tokens, logprobs, versions, stop, per_token, cached)
+
+    def _drop(self, numbers: Sequence[str]) -> None:
+        dropped = [n for n in numbers if self._running.pop(n, None)]
+        self._engine.abort_request(dropped)
+
+    def _load(self, manifest: Manifest) -> dict[int, Exception]:
+        """Between two steps. A new version of the model drops the adapters; returns the requests that used them."""
+        failed: dict[int, Exception] = {}
+        if manifest.adapter is None:
+            failed = self._drop_requests_with_adapters()
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"manifest": manifest},))
+            self._engine.collective_rpc("finish_weight_update")
+            self._adapters.clear()
+            self._versions = {None: manifest.version}
+        else:
+            self._load_adapter(manifest, *manifest.adapter)
+            self._versions[manifest.adapter[0]] = manifest.version
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        states = self._engine.output_processor.request_states
+        for request in self._running.values():
+            if request.command.params.adapter == (manifest.adapter[0] if manifest.adapter else None):
+                num_tokens = states[request.vllm_id].detokenizer.num_output_tokens()
+                request.changes.append((num_tokens, manifest.version))
+        return failed
+
+    def _drop_requests_with_adapters(self) -> dict[int, Exception]:
+        """Their adapters belong to the model that is about to go."""
+        those = {n: r.command for n, r in self._running.items() if r.command.params.adapter}
+        self._drop(list(those))
+        return {
+            command.id: RunError(
+                f"adapter {command.params.adapter!r} was dropped while it was sampled with: another model was loaded"
+            )
+            for command in those.values()
+        }
+
+    def _load_adapter(self, manifest: Manifest, name: str, lora: LoRA) -> None:
+        """Through a directory in PEFT's format, which is what vLLM reads adapters from."""
+        if name not in self._adapters and len(self._adapters) >= self._max_adapters:
+            raise RunError(
+                f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; raise max_adapters"
+            )
+        number = self._adapters[name].lora_int_id if name in self._adapters else 1 + len(self._adapters)
+        path = Path(self._adapter_files.name) / str(number)
+        tensors = assemble(self._transport.fetch(manifest))
+        write_adapter(path, lora, "", {n: t.float() for n, t in tensors})
+        self._engine.add_lora(LoRARequest(name, number, str(path), load_inplace=True))
+        self._adapters[name] = LoRARequest(name, number, str(path))
+
+
+def _versions_of(
+    changes: Sequence[tuple[int, PolicyVersion]], num_tokens: int
+) -> tuple[VersionRange, tuple[PolicyVersion, ...]]:
+    """The range, and the version of each token where it is more than one."""
+    starts = [start for start, _ in changes]
+    per_token = tuple(changes[bisect_right(starts, i) - 1][1] for i in range(num_tokens))
+    oldest, newest = (per_token[0], per_token[-1]) if per_token else (changes[-1][1],) * 2
+    return VersionRange(oldest, newest), per_token if oldest != newest else ()
+
+
+def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
+    return EngineArgs(
+        model=config.model_dir,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=config.dtype,
+        enforce_eager=not config.compile,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        # vLLM rewinds the seeded generator of a prompt that it cuts in two, which torch's CPU generator cannot do.
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=max(config.max_model_len, 4096),
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+        block_size=config.block_size,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        disable_log_stats=True,
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="external_launcher" if config.tensor_parallel > 1 else None,
+        **_lora_args(config.max_lora_rank, config.max_adapters),
+    )
+
+
+def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
+    if not max_rank:
+        return {}
+    rank = min((r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank)  # vLLM takes some ranks alone
+    # On a CPU, vLLM 0.32 computes requests without an adapter with whatever is in its last slot: that one stays empty.
+    slots = max_adapters + (not torch.accelerator.is_available())
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots}
+
+
+def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
+    return VLLMSamplingParams(
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        stop_token_ids=list(params.stop_token_ids),
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

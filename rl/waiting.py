@@ -1,0 +1,58 @@
+"""What every wait is made of: a deadline of its own kind, and a signal that wakes whoever waits for a change."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rl.bounds import PositiveFloat
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Longest time, in seconds, that each kind of wait may take. Past it the run says who did not answer, and what to do."""
+
+    start: PositiveFloat = 300.0
+    """A process, from its spawning until its engine is built."""
+    load: PositiveFloat = 600.0
+    """A version of the weights, into a generator."""
+    progress: PositiveFloat = 120.0
+    """A generator with requests, from one decoding step to the next. However long a sample gets, it is not cut off."""
+    train: PositiveFloat = 1800.0
+    """One forward, forward_backward or optim_step."""
+    sync: PositiveFloat = 600.0
+    """The trainer, to publish its weights; and a slow reader, to make room for them."""
+    checkpoint: PositiveFloat = 1800.0
+    """A checkpoint or an export, to be written or loaded."""
+
+
+class Signal:
+    """Wakes all who wait whenever something they may wait for has changed. For one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Returns once `holds()`; it is asked again after each `notify`."""
+        while not holds():
+            await self._event.wait()
+
+
+@asynccontextmanager
+async def beside(*coroutines: Coroutine) -> AsyncIterator[None]:
+    """Run them beside the body of the context; where one fails, the body is cancelled and its error raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in coroutines]
+            yield
+            for task in running:
+                task.cancel()
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

@@ -1,0 +1,89 @@
+"""WeightStore: the owner of every published version of the weights."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from rl.errors import RunError
+from rl.types import PolicyVersion
+from rl.waiting import Signal
+from rl.weight_sync.manifest import MODEL, Manifest
+
+MAX_VERSIONS = 3
+"""Versions of a name that exist at a time, with the one that is being written and, under an adapter, the model's."""
+
+
+class WeightStore:
+    """Knows which versions exist and who reads them, and frees all others, whatever the rhythm of publishing.
+
+    Invariants, for each name (the model, or an adapter):
+    1. The newest complete version is kept: a generator that is started again finds it.
+    2. A version that is being read is kept until its last reader is done.
+    3. Every other version is freed as soon as nobody reads it.
+    4. At most MAX_VERSIONS exist: who wants to write one more waits until a reader is done.
+    """
+
+    def __init__(self, release: Callable[[Manifest], Awaitable[None]]):
+        self._release = release
+        self._versions: dict[str, dict[PolicyVersion, Manifest]] = {}
+        self._readers: Counter[tuple[str, PolicyVersion]] = Counter()
+        self._writing: Counter[str] = Counter()
+        self._freeing: set[tuple[str, PolicyVersion]] = set()
+        self.changed = Signal()
+
+    async def publish(self, name: str, write: Callable[[], Awaitable[Manifest]]) -> Manifest:
+        """Call `write` once there is room for one more version; the manifest it returns is the newest from then on."""
+        await self.changed.wait_for(lambda: self._num_versions(name) < MAX_VERSIONS)
+        self._writing[name] += 1
+        try:
+            manifest = await write()
+        finally:
+            self._writing[name] -= 1
+        newest = self.newest(name)
+        if newest is not None and manifest.version < newest.version:
+            raise RunError(f"version {manifest.version} of {name} was published after version {newest.version}")
+        self._versions.setdefault(name, {})[manifest.version] = manifest
+        await self._free(name)
+        self.changed.notify()
+        return manifest
+
+    def newest(self, name: str) -> Manifest | None:
+        versions = self._versions.get(name, {})
+        return versions[max(versions)] if versions else None
+
+    @asynccontextmanager
+    async def reading(self, manifest: Manifest) -> AsyncIterator[Manifest]:
+        """The version exists for as long as the context is open."""
+        key = (manifest.name, manifest.version)
+        if manifest.version not in self._versions.get(manifest.name, {}) or key in self._freeing:
+            raise RunError(f"version {manifest.version} of {manifest.name} is no longer there; ask for the newest")
+        self._readers[key] += 1
+        try:
+            yield manifest
+        finally:
+            self._readers[key] -= 1
+            await self._free(manifest.name)
+
+    @property
+    def versions(self) -> dict[str, list[PolicyVersion]]:
+        """What exists, by name."""
+        return {name: sorted(versions) for name, versions in self._versions.items()}
+
+    def _num_versions(self, name: str) -> int:
+        """Of this name and, under an adapter, of the model; those that are being written included."""
+        return sum(len(self._versions.get(n, {})) + self._writing[n] for n in {name, MODEL})
+
+    async def _free(self, name: str) -> None:
+        versions = self._versions.get(name, {})
+        newest = max(versions, default=None)
+        for version, manifest in list(versions.items()):
+            key = (name, version)
+            if version == newest or self._readers[key] or key in self._freeing:
+                continue
+            self._freeing.add(key)
+            try:
+                await self._release(manifest)
+            finally:
+                self._freeing.discard(key)
+                versions.pop(version, None)
+                self.changed.notify()
