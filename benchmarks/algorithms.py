@@ -1,7 +1,8 @@
-"""Every algorithm's recipe from the same warm start: `python -m benchmarks.algorithms [RECIPE ...] [--steps N]`.
+"""Every algorithm's recipe from the same warm start.
 
-Trains the warm start once (and the teacher of distillation), then each recipe from it, one after the other, and writes
-docs/algorithms.png and docs/algorithms_benchmark.md: 20 minutes on two cores for all of them at 60 steps.
+Run `python -m benchmarks.algorithms [RECIPE ...] [--steps N]`. It trains the warm start once (and the teacher
+of distillation), then each recipe from it, one after the other, and writes docs/algorithms.png and
+docs/algorithms_benchmark.md: 20 minutes on two cores for all of them at 60 steps.
 """
 
 import argparse
@@ -13,12 +14,16 @@ from pathlib import Path
 
 RL = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
 OTHERS = {"sft": "loss", "dpo": "dpo/margin", "distillation": "reverse_kl"}  # each with its own measure
-OWN = {"loss": "loss on demonstrations", "dpo/margin": "margin of chosen over rejected", "reverse_kl": "reverse KL to the teacher"}
+OWN = {
+    "loss": "loss on demonstrations",
+    "dpo/margin": "margin of chosen over rejected",
+    "reverse_kl": "reverse KL to the teacher",
+}
 DOCS = Path("docs")
 
 
 def train(recipe: str, run_dir: Path, *settings: str) -> list[dict]:
-    """The lines of metrics.jsonl. A run that is there already is not repeated: an interrupted benchmark goes on."""
+    """The lines of metrics.jsonl. A complete run is not repeated: an interrupted benchmark goes on."""
     if not (run_dir / "curve.png").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
         print(f"{recipe} ...", flush=True)
@@ -30,7 +35,8 @@ def train(recipe: str, run_dir: Path, *settings: str) -> list[dict]:
 
 
 def accuracies(lines: list[dict]) -> dict[int, tuple[float, float]]:
-    return {line["step"]: (line["eval/accuracy"], line["eval/standard_error"]) for line in lines if "eval/accuracy" in line}
+    evaluated = [line for line in lines if "eval/accuracy" in line]
+    return {line["step"]: (line["eval/accuracy"], line["eval/standard_error"]) for line in evaluated}
 
 
 def main() -> None:
@@ -50,7 +56,8 @@ def main() -> None:
             train("sft", directory / "sft")
             settings += ["--reference.model.path", str(directory / "sft" / "hf")]
         results[recipe] = train(recipe, directory / recipe, *settings)
-    draw({name: lines for name, lines in results.items() if name != "sft"}, DOCS / "algorithms.png", options.steps)
+    drawn = {name: lines for name, lines in results.items() if name != "sft"}
+    draw(drawn, DOCS / "algorithms.png", options.steps)
     (DOCS / "algorithms_benchmark.md").write_text(table(results))
     print(table(results))
 
@@ -67,7 +74,8 @@ def draw(results: dict[str, list[dict]], path: Path, steps: int) -> None:
         values, errors = zip(*points.values(), strict=True)
         style = {"color": pyplot.cm.tab10(i % 10), "linestyle": "-" if name in RL else "--"}
         axes.errorbar(list(points), values, errors, label=name, capsize=2, alpha=0.8, **style)
-    axes.set(xlabel="step", ylabel="held-out accuracy", title=f"Every algorithm from the same warm start, {steps} steps of 64 prompts")
+    title = f"Every algorithm from the same warm start, {steps} steps of 64 prompts"
+    axes.set(xlabel="step", ylabel="held-out accuracy", title=title)
     axes.set_ylim(0.45, 1.0)
     axes.grid(alpha=0.3)
     axes.legend(ncol=3, loc="lower right")
@@ -79,9 +87,9 @@ def table(results: dict[str, list[dict]]) -> str:
     lines = [
         "# Every algorithm in the quickstart's setting",
         "",
-        "Held-out accuracy (256 problems, greedy; +- standard error) before and after, from the same warm start of 600 supervised steps; SFT",
-        "starts from random weights, and is the teacher of distillation. Made by `python -m benchmarks.algorithms` on two CPU cores; the picture",
-        "is algorithms.png.",
+        "Held-out accuracy (256 problems, greedy; +- standard error) before and after, from the same warm",
+        "start of 600 supervised steps; SFT starts from random weights, and is the teacher of distillation.",
+        "Made by `python -m benchmarks.algorithms` on two CPU cores; the picture is algorithms.png.",
         "",
         "| recipe | steps | before | best | after | its own measure: first and last step | s/step |",
         "|---|---|---|---|---|---|---|",
@@ -95,7 +103,8 @@ def table(results: dict[str, list[dict]]) -> str:
             own = f"{OWN[key]}: {steps[0][key]:.3f} to {steps[-1][key]:.3f}"
         seconds = sorted(line["time/step"] for line in steps)[len(steps) // 2]
         lines.append(
-            f"| {name} | {max(points)} | {first[0]:.3f} +- {first[1]:.3f} | {best[0]:.3f} | {last[0]:.3f} +- {last[1]:.3f} | {own} | {seconds:.2f} |"
+            f"| {name} | {max(points)} | {first[0]:.3f} +- {first[1]:.3f} | {best[0]:.3f} "
+            f"| {last[0]:.3f} +- {last[1]:.3f} | {own} | {seconds:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

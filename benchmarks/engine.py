@@ -1,9 +1,11 @@
-"""What a training step costs: TitanEngine and HFEngine against a bare loop and against transformers' padded rows.
+"""What a training step costs, of both engines, a bare loop and transformers with padded rows.
 
-`python -m benchmarks.engine` prints a table; with `--write` it goes to docs/engine_benchmark.md. All variants take a step in turns,
-`--rounds` times, in one process: the machine's noise meets all of them. A ratio is the median over rounds of the ratio within one
-round. Peak memory is that of a process of each variant's own. The model is SmolLM2-135M's shape with random weights, in bf16 with fp32 master weights; the batch is 2,048 tokens in
-sequences of unequal length, of which all but the first 16 tokens are trained on; the optimizer is fused AdamW.
+`python -m benchmarks.engine` prints a table; with `--write` it goes to docs/engine_benchmark.md. All variants
+take a step in turns, `--rounds` times, in one process: the machine's noise meets all of them. A ratio is the
+median over rounds of the ratio within one round. Peak memory is that of a process of each variant's own. The
+model is SmolLM2-135M's shape with random weights, in bf16 with fp32 master weights; the batch is 2,048 tokens
+in sequences of unequal length, of which all but the first 16 tokens are trained on; the optimizer is fused
+AdamW.
 """
 
 import argparse
@@ -22,10 +24,22 @@ from typing import Any
 import numpy as np
 
 SMOLLM2 = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
-    "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "silu", "initializer_range": 0.02,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+}
 NUM_TOKENS, NUM_PROMPT = 2048, 16
 LR = 1e-5
 
@@ -62,12 +76,12 @@ def engine_step(kind: str, model_dir: Path) -> Callable[[], float]:
 
 
 def bare_loop_step(model_dir: Path) -> Callable[[], float]:
-    """The same torchtitan module, with nothing around it: bf16 weights for the arithmetic, fp32 ones for the optimizer."""
+    """The same torchtitan module with nothing around it: bf16 weights compute, fp32 ones are optimized."""
     import torch
 
     from rl.batching import pack
     from rl.models.attention import pack_documents
-    from rl.models.decoder import model_spec
+    from rl.models.decoder_config import model_spec
     from rl.models.hf import read_config
 
     torch.manual_seed(0)
@@ -79,28 +93,31 @@ def bare_loop_step(model_dir: Path) -> Callable[[], float]:
         p.data = p.data.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
     (micro,) = pack(samples()).ranks[0]
-    tokens, positions, scored = (torch.from_numpy(a) for a in (micro.tokens, micro.positions, micro.targets))
+    tokens, positions, index = map(torch.from_numpy, (micro.tokens, micro.positions, micro.targets))
 
     def step() -> float:
         documents = pack_documents(micro.positions, torch.device("cpu"))
-        logprobs, _ = model(tokens[None], positions[None], documents, scored - 1, tokens[scored])
+        logprobs, _ = model(tokens[None], positions[None], documents, index - 1, tokens[index])
         loss = -logprobs.sum()
         loss.backward()
         for master, p in zip(masters, model.parameters(), strict=True):
-            master.grad = p.grad.float() / len(scored)
+            master.grad = p.grad.float() / len(index)
             p.grad = None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
-        return loss.item() / len(scored)
+        return loss.item() / len(index)
 
     return step
 
 
 def transformers_step(model_dir: Path) -> Callable[[], float]:
-    """What transformers' Trainer does with bf16=True: autocast over fp32 weights, rows padded to the longest, labels of -100."""
+    """What transformers' Trainer does with bf16=True.
+
+    That is autocast over fp32 weights, rows padded to the longest, and labels of -100.
+    """
     import torch
     import transformers
 
@@ -112,7 +129,8 @@ def transformers_step(model_dir: Path) -> Callable[[], float]:
     longest = max(map(len, rows))
 
     def padded(values: Callable[[Any], np.ndarray], fill: int) -> torch.Tensor:
-        return torch.from_numpy(np.stack([np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]))
+        whole = [np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]
+        return torch.from_numpy(np.stack(whole))
 
     batch = {
         "input_ids": padded(lambda row: row.tokens, 0),
@@ -173,7 +191,8 @@ def matmul_peak() -> float:
     import torch
 
     best = 0.0
-    for m, k, n in ((2048, 576, 1536), (2048, 1536, 576), (2048, 576, 49152), (2048, 2048, 2048), (4096, 4096, 4096)):
+    sizes = [(2048, 576, 1536), (2048, 1536, 576), (2048, 576, 49152), (2048,) * 3, (4096,) * 3]
+    for m, k, n in sizes:
         a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
         for _ in range(4):
             started = time.perf_counter()
@@ -208,28 +227,33 @@ def run_all(rounds: int) -> str:
     ]
     for name, seconds in measured["seconds"].items():
         middle = statistics.median(seconds)
-        ratios = sorted(other / titan for other, titan in zip(seconds, measured["seconds"]["TitanEngine"], strict=True))
+        titan = measured["seconds"]["TitanEngine"]
+        ratios = sorted(other / own for other, own in zip(seconds, titan, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         lines.append(
-            f"| {name} | {middle:.2f} | {NUM_TOKENS / middle:.0f} | {step_flops() / middle / peak:.0%} | {spread} | {memory[name]:.1f} |"
+            f"| {name} | {middle:.2f} | {NUM_TOKENS / middle:.0f} | {step_flops() / middle / peak:.0%} "
+            f"| {spread} | {memory[name]:.1f} |"
         )
     facts = (
-        f"{os.cpu_count()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of {min(map(len, rows))} to {max(map(len, rows))} "
-        f"tokens, {padded} tokens when padded; {step_flops() / 1e12:.2f} TFLOP a step without padding; {rounds} rounds."
+        f"{os.cpu_count()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of "
+        f"{min(map(len, rows))} to {max(map(len, rows))} tokens, {padded} tokens when padded; "
+        f"{step_flops() / 1e12:.2f} TFLOP a step without padding; {rounds} rounds."
     )
     return "\n".join([*lines, "", facts])
 
 
 def _child(model_dir: str, *arguments: str) -> Any:
     command = [sys.executable, "-m", "benchmarks.engine", "--model_dir", model_dir, *arguments]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}, capture_output=True, text=True, timeout=3600)
+    environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--write", action="store_true", help="write docs/engine_benchmark.md")
     parser.add_argument("--model_dir", type=Path, help=argparse.SUPPRESS)
@@ -240,12 +264,14 @@ def main() -> None:
         print(json.dumps(peak_gib(arguments.memory_of, arguments.model_dir)))
     elif arguments.times:
         peak = matmul_peak()
-        print(json.dumps({"seconds": times(arguments.model_dir, arguments.rounds), "peak": max(peak, matmul_peak())}))
+        seconds = times(arguments.model_dir, arguments.rounds)
+        print(json.dumps({"seconds": seconds, "peak": max(peak, matmul_peak())}))
     else:
         table = run_all(arguments.rounds)
         print(table)
         if arguments.write:
-            text = f"# What a training step costs\n\nMade by `python -m benchmarks.engine --write`; what it measures is told at its head.\n\n{table}\n"
+            made_by = "Made by `python -m benchmarks.engine --write`; what it measures is told at its head."
+            text = f"# What a training step costs\n\n{made_by}\n\n{table}\n"
             Path("docs/engine_benchmark.md").write_text(text)
 
 

@@ -1,1 +1,1 @@
-"""Recipes: one Python function each that composes a RunConfig. `rl train NAME` finds NAME in the modules here."""
+"""Recipes: each a Python function that composes a RunConfig. `rl train NAME` finds NAME in these modules."""

@@ -1,7 +1,7 @@
-"""One recipe for each algorithm, in the quickstart's setting: the same model, task and warm start, and two CPU cores.
+"""One recipe for each algorithm, in the quickstart's setting: its model, task and warm start, two CPU cores.
 
-Each names what makes it that algorithm; for a model of your own take these lines over into a recipe of your own. Formulas,
-papers, and where other frameworks differ: docs/algorithms.md.
+Each names what makes it that algorithm; for a model of your own copy these lines into a recipe of your own.
+Formulas, papers, and where other frameworks differ: docs/algorithms.md.
 """
 
 from dataclasses import replace
@@ -9,12 +9,12 @@ from dataclasses import replace
 from configs.quickstart import quickstart
 from rl.controller.config import CriticConfig, ReferenceConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.sort_letters import SortLetters
-from rl.loss.cispo import CISPO
-from rl.loss.clip import Clip
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.advantages.rloo import RLOO
+from rl.loss.cispo import CISPO
+from rl.loss.clip import Clip
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -27,17 +27,27 @@ from rl.models.sources import ModelDir
 
 def grpo() -> RunConfig:
     """GRPO as published: mean of each sequence, k3 penalty to the warm start in the loss."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), advantages=GroupMean(), loss_agg="seq_mean", kl=KL(coef=0.001, estimator="k3"))
+    return replace(
+        quickstart(),
+        loss=Clip(low=0.2, high=0.2),
+        advantages=GroupMean(),
+        loss_agg="seq_mean",
+        kl=KL(coef=0.001, estimator="k3"),
+    )
 
 
 def dapo() -> RunConfig:
     """DAPO: clip-higher, token mean, dynamic sampling, overlong shaping."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.28), resampling_rounds=2, shaping=Shaping(overlong_tokens=1))
+    return replace(
+        quickstart(), loss=Clip(low=0.2, high=0.28), resampling_rounds=2, shaping=Shaping(overlong_tokens=1)
+    )
 
 
 def dr_grpo() -> RunConfig:
     """Dr.GRPO: no division by the group's deviation nor by the response's length."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), advantages=GroupMean(adv_norm="none"), loss_agg="constant")
+    return replace(
+        quickstart(), loss=Clip(low=0.2, high=0.2), advantages=GroupMean(adv_norm="none"), loss_agg="constant"
+    )
 
 
 def gspo() -> RunConfig:
@@ -52,12 +62,22 @@ def cispo() -> RunConfig:
 
 def rloo() -> RunConfig:
     """RLOO: leave-one-out baseline, REINFORCE with ratios, k1 penalty in the reward."""
-    return replace(quickstart(), loss=ImportanceSampling(), advantages=RLOO(), kl=KL(coef=0.01, estimator="k1", into="reward"))
+    return replace(
+        quickstart(),
+        loss=ImportanceSampling(),
+        advantages=RLOO(),
+        kl=KL(coef=0.01, estimator="k1", into="reward"),
+    )
 
 
 def reinforce_pp() -> RunConfig:
     """REINFORCE++: returns of tokens whitened over the batch, k1 penalty in the reward."""
-    return replace(quickstart(), loss=Clip(low=0.2, high=0.2), advantages=ReinforcePP(), kl=KL(coef=0.01, estimator="k1", into="reward"))
+    return replace(
+        quickstart(),
+        loss=Clip(low=0.2, high=0.2),
+        advantages=ReinforcePP(),
+        kl=KL(coef=0.01, estimator="k1", into="reward"),
+    )
 
 
 def ppo() -> RunConfig:
@@ -102,4 +122,9 @@ def dpo() -> RunConfig:
 
 def distillation() -> RunConfig:
     """On-policy distillation of what `rl train sft --run_dir runs/sft` learned: run that first."""
-    return replace(quickstart(), loss=Distillation(), reference=ReferenceConfig(model=ModelDir("runs/sft/hf")), group_size=1)
+    return replace(
+        quickstart(),
+        loss=Distillation(),
+        reference=ReferenceConfig(model=ModelDir("runs/sft/hf")),
+        group_size=1,
+    )

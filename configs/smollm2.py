@@ -6,7 +6,7 @@ from rl.models.sources import ModelDir
 
 
 def smollm2() -> RunConfig:
-    """GRPO on reasoning-gym's chain_sum: two terms of one or two digits. `rl fetch smollm2` makes the model directory."""
+    """GRPO on sums of two terms of one or two digits. `rl fetch smollm2` makes the model directory."""
     return RunConfig(
         model=ModelDir("models/smollm2-135m-instruct"),
         env=ReasoningGym(

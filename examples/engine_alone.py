@@ -1,4 +1,4 @@
-"""The engine without Monarch: `torchrun --nproc-per-node 2 examples/engine_alone.py` learns a sentence by heart."""
+"""The engine without Monarch: `torchrun --nproc-per-node 2 examples/engine_alone.py` memorizes a sentence."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""A loss and an advantage estimator of one's own: `rl train examples/own_algorithm.py:best_of_group`.
+"""A loss and an advantage estimator of your own: `rl train examples/own_algorithm.py:best_of_group`.
 
-Both are functions (or frozen dataclasses with __call__, whose fields become settings). They travel to the trainer by value.
+Both are functions (or frozen dataclasses with __call__, whose fields become settings). They travel to the
+trainer by value.
 """
 
 from dataclasses import replace
@@ -13,9 +14,10 @@ from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 
 def only_the_best(groups):
-    """An advantage estimator: the rollouts of the step, by prompt -> for each one advantage, or one for each token.
+    """An advantage estimator: the rollouts of the step, by prompt -> advantages.
 
-    The best of each group are reinforced; a group of equals teaches nothing.
+    It gives one number for each rollout, or one for each of its tokens. The best of each group are
+    reinforced; a group of equals teaches nothing.
     """
     advantages = []
     for group in groups:
@@ -26,9 +28,10 @@ def only_the_best(groups):
 
 
 def squared_ratio(logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
-    """A loss: logprobs [M] with gradient -> a sum over tokens, and metrics `name:sum` that are shown as means over tokens.
+    """A loss: logprobs [M] with gradient -> a sum over tokens, and metrics.
 
-    The surrogate with a soft wall in place of a clip: -sum_t w_t * (ratio_t * A_t - (ratio_t - 1)^2)
+    Metrics named `name:sum` are shown as means over tokens. The surrogate with a soft wall in place of a
+    clip: -sum_t w_t * (ratio_t * A_t - (ratio_t - 1)^2)
     """
     ratio = log_ratio(logprobs, inputs.old_logprobs).exp()
     terms = ratio * inputs.advantages - (ratio - 1).square()

@@ -1,7 +1,7 @@
 """Rollouts -> samples -> packed batches. Pure functions over numpy arrays."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -33,28 +33,53 @@ def supervised_sample(prompt: Sequence[int], target: Sequence[int], id: str = ""
     return Sample(tokens, loss_mask, zeros, zeros, loss_mask.astype(np.float32), id=id)
 
 
-def pack(samples: Sequence[Sample], *, num_ranks: int = 1, max_tokens: int = 8192, multiple_of: int = 1, samples_per_unit: int = 1) -> Batch:
+def pack(
+    samples: Sequence[Sample],
+    *,
+    num_ranks: int = 1,
+    max_tokens: int = 8192,
+    multiple_of: int = 1,
+    samples_per_unit: int = 1,
+) -> Batch:
     """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
 
-    Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same time, are alike.
-    Every rank gets the same number of micro-batches, because they meet in collectives; one without a sequence holds filler
-    only. Rows are filled up to `multiple_of` tokens. Each `samples_per_unit` consecutive samples share a micro-batch.
+    Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same
+    time, are alike. Every rank gets the same number of micro-batches, because they meet in collectives; one
+    without a sequence holds only filler. Rows are filled up to `multiple_of` tokens. Each `samples_per_unit`
+    consecutive samples share a micro-batch.
     """
     units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
     lengths = [sum(len(samples[i]) for i in unit) for unit in units]
     longest = max(lengths, default=0)
     if longest > max_tokens:
-        what = "a sequence" if samples_per_unit == 1 else f"{samples_per_unit} sequences that belong together,"
+        what = f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
         raise RunError(
-            f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; raise trainer.max_tokens, or make prompts and responses shorter"
+            f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; "
+            f"raise trainer.max_tokens, or make prompts and responses shorter"
         )
     rounds = max(1, math.ceil(sum(lengths) / (num_ranks * max_tokens)))
     while (bins := _fill(lengths, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
     bins.sort(key=lambda bin: -sum(lengths[u] for u in bin))
     names = set.intersection(*(set(s.loss_inputs) for s in samples)) if samples else set()
-    rows = [_micro_batch(samples, [i for u in bin for i in units[u]], multiple_of, sorted(names)) for bin in bins]
-    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), max(map(len, samples), default=0))
+    ids = [[i for u in bin for i in units[u]] for bin in bins]
+    rows = [_micro_batch(samples, row, multiple_of, sorted(names)) for row in ids]
+    longest = max(map(len, samples), default=0)
+    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), longest)
+
+
+def check_batch(batch: Batch, num_ranks: int, max_seq_len: int) -> None:
+    """Raises RunError where a batch does not suit an engine of so many data-parallel ranks and positions."""
+    if len(batch.ranks) != num_ranks:
+        raise RunError(
+            f"a batch packed for {len(batch.ranks)} data-parallel ranks, of which there are {num_ranks}; "
+            f"pack with num_ranks=layout.data_parallel"
+        )
+    if batch.longest > max_seq_len:
+        raise RunError(
+            f"a sequence of {batch.longest} tokens exceeds the {max_seq_len} positions of the model; "
+            f"shorten it, or raise max_seq_len"
+        )
 
 
 def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
@@ -70,7 +95,9 @@ def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[i
     return bins
 
 
-def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int, names: Sequence[str]) -> MicroBatch:
+def _micro_batch(
+    samples: Sequence[Sample], ids: list[int], multiple_of: int, names: Sequence[str]
+) -> MicroBatch:
     lengths = [len(samples[i]) for i in ids]
     filler = max(-sum(lengths) % multiple_of, 0 if ids else multiple_of)
     starts = np.cumsum([0, *lengths])[:-1]
@@ -79,13 +106,17 @@ def _micro_batch(samples: Sequence[Sample], ids: list[int], multiple_of: int, na
         return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
     masks = [samples[i].target_mask for i in ids]
+
+    def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return join([array[mask] for array, mask in zip(arrays, masks, strict=True)], np.float32)
+
     return MicroBatch(
         tokens=join([*(samples[i].tokens for i in ids), np.zeros(filler)], np.int64),
         positions=join([*(np.arange(n) for n in lengths), np.arange(filler)], np.int64),
         targets=join([start + np.flatnonzero(m) for start, m in zip(starts, masks, strict=True)], np.int64),
         sample_ids=join([np.full(m.sum(), i) for i, m in zip(ids, masks, strict=True)], np.int64),
-        generator_logprobs=join([samples[i].generator_logprobs[m] for i, m in zip(ids, masks, strict=True)], np.float32),
-        advantages=join([samples[i].advantages[m] for i, m in zip(ids, masks, strict=True)], np.float32),
-        weights=join([samples[i].weights[m] for i, m in zip(ids, masks, strict=True)], np.float32),
-        loss_inputs={c: join([samples[i].loss_inputs[c][m] for i, m in zip(ids, masks, strict=True)], np.float32) for c in names},
+        generator_logprobs=column(samples[i].generator_logprobs for i in ids),
+        advantages=column(samples[i].advantages for i in ids),
+        weights=column(samples[i].weights for i in ids),
+        loss_inputs={name: column(samples[i].loss_inputs[name] for i in ids) for name in names},
     )

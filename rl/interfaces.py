@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rl.loss.base import LossOutput, TokenInputs
     from rl.loss.advantages.base import Groups
+    from rl.loss.base import LossOutput, TokenInputs
     from rl.weight_sync.manifest import LocalShard, Manifest, Shard
 
 
@@ -58,7 +58,9 @@ class Transport(Protocol):
     A version is readable from the moment its manifest exists until `release`, which its owner calls: the WeightStore.
     """
 
-    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
+    async def publish(
+        self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]
+    ) -> list[Shard]:
         """In a trainer rank's process. `name`: "model", or an adapter's."""
         ...
 

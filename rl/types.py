@@ -76,7 +76,9 @@ class Completion:
     logprobs: list[float]  # [T] nats, at temperature 1, under the policy that sampled them
     versions: VersionRange
     stop: StopReason
-    token_versions: tuple[PolicyVersion, ...] = ()  # [T] which version sampled each token; empty where all are the same
+    token_versions: tuple[
+        PolicyVersion, ...
+    ] = ()  # [T] which version sampled each token; empty where all are the same
     num_cached_tokens: int = 0  # of the prompt: found in the cache, not computed
 
 
@@ -150,7 +152,9 @@ class Sample:
     generator_logprobs: np.ndarray  # float32, nats
     advantages: np.ndarray  # float32
     weights: np.ndarray  # float32, the token's share in the loss
-    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32, what else a loss reads: ref_logprobs, values, ...
+    loss_inputs: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # float32, what else a loss reads: ref_logprobs, values, ...
     id: str = ""  # for people
 
     def __len__(self) -> int:
@@ -186,7 +190,9 @@ class MicroBatch:
     generator_logprobs: np.ndarray  # [M] float32
     advantages: np.ndarray  # [M] float32
     weights: np.ndarray  # [M] float32
-    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [M] float32 each: those that every sample has
+    loss_inputs: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # [M] float32 each: those that every sample has
 
 
 @dataclass(frozen=True, slots=True)

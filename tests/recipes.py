@@ -18,10 +18,10 @@ from rl.controller.config import (
     WeightSyncConfig,
 )
 from rl.envs.sort_letters import ALPHABET, SortLetters
+from rl.loss.advantages.gae import GAE
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
-from rl.loss.advantages.gae import GAE
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -88,7 +88,9 @@ def tp2_and_torchstore() -> RunConfig:
     """3 processes: tensor parallel over 2 and a generator, with torchstore between them."""
     return _small(
         model=TinyQwen3(alphabet=ALPHABET, num_kv_heads=2),
-        trainer=TrainerConfig(layout=Layout(tensor_parallel=2), lr=2e-3, activation_checkpointing="selective"),
+        trainer=TrainerConfig(
+            layout=Layout(tensor_parallel=2), lr=2e-3, activation_checkpointing="selective"
+        ),
         weight_sync=WeightSyncConfig(transport="torchstore"),
     )
 
@@ -143,7 +145,12 @@ def student() -> RunConfig:
 
 def pairs() -> RunConfig:
     return _small(
-        data="preferences", loss=DPO(beta=0.5), group_size=RunConfig.group_size, trainer=TrainerConfig(lr=1e-3), steps=20, save_every=0
+        data="preferences",
+        loss=DPO(beta=0.5),
+        group_size=RunConfig.group_size,
+        trainer=TrainerConfig(lr=1e-3),
+        steps=20,
+        save_every=0,
     )
 
 
@@ -153,7 +160,10 @@ def explodes() -> RunConfig:
 
 
 def marked(groups):
-    return [[7.0 if (g, i) == (len(groups) - 1, 0) else 1.0 for i in range(len(group))] for g, group in enumerate(groups)]
+    return [
+        [7.0 if (g, i) == (len(groups) - 1, 0) else 1.0 for i in range(len(group))]
+        for g, group in enumerate(groups)
+    ]
 
 
 def infinite_slope(logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:

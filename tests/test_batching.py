@@ -25,16 +25,16 @@ def test_a_rollout_becomes_a_sample_with_its_mask_logprobs_and_one_advantage():
     assert got.advantages.tolist() == [0, 0, 2, 2, 0, 2]
 
 
-def test_packing_keeps_every_scored_token_with_its_sample_and_position():
+def test_packing_keeps_every_target_token_with_its_sample_and_position():
     samples = [sample(n, first=10 * n) for n in (3, 7, 2, 5, 4)]
     batch = pack(samples, num_ranks=2, max_tokens=8, multiple_of=2)
     seen = []
     for micro in (m for rank in batch.ranks for m in rank):
         assert len(micro.tokens) % 2 == 0 and len(micro.tokens) <= 8
         starts = np.flatnonzero(micro.positions == 0)
-        assert micro.positions[0] == 0 and all(
-            micro.positions[i] == micro.positions[i - 1] + 1 for i in range(1, len(micro.tokens)) if i not in starts
-        )
+        later = [i for i in range(1, len(micro.tokens)) if i not in starts]
+        assert micro.positions[0] == 0
+        assert all(micro.positions[i] == micro.positions[i - 1] + 1 for i in later)
         seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.tokens[micro.targets], strict=True)]
     expected = [(i, int(t)) for i, s in enumerate(samples) for t in s.tokens[1:]]
     assert sorted(seen) == sorted(expected)
@@ -50,23 +50,24 @@ def test_every_rank_gets_equally_many_micro_batches_and_a_balanced_load():
 
 
 def test_no_rank_waits_for_another_ranks_long_row():
-    """Ranks meet after each micro-batch: those that run at the same time are of like size, whatever the order of the samples."""
+    """Ranks meet after each micro-batch: those that run at the same time are of like size."""
     lengths = [90, 10, 85, 12, 20, 15, 80, 25]
     batch = pack([sample(n) for n in lengths], num_ranks=2, max_tokens=100)
     sizes = [[len(m.tokens) for m in rank] for rank in batch.ranks]
     waits = sum(abs(a - b) for a, b in zip(*sizes, strict=True))
     flat = sorted((n for rank in sizes for n in rank), reverse=True)
-    assert waits == sum(a - b for a, b in zip(flat[::2], flat[1::2], strict=True))  # no other order waits less
+    least = sum(a - b for a, b in zip(flat[::2], flat[1::2], strict=True))  # no other order waits less
+    assert waits == least
     assert len(sizes[0]) == 2
 
 
-def test_a_rank_without_a_sequence_gets_filler_that_is_never_scored():
+def test_a_rank_without_a_sequence_gets_filler_that_is_never_a_target():
     batch = pack([sample(4)], num_ranks=3, multiple_of=2)
     assert [len(rank[0].targets) for rank in batch.ranks] == [3, 0, 0]
     assert all(len(rank[0].tokens) >= 2 for rank in batch.ranks)
 
 
-def test_a_first_token_is_not_scored_because_nothing_predicts_it():
+def test_a_first_token_is_not_a_target_because_nothing_predicts_it():
     batch = pack([supervised_sample([], [5, 6])])
     assert batch.ranks[0][0].tokens[batch.ranks[0][0].targets].tolist() == [6]
 

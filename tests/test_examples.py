@@ -11,34 +11,30 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_engine_alone_runs_under_torchrun(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        ROOT / "examples" / "engine_alone.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [ROOT / "examples" / "engine_alone.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 20 and losses[-1] < 0.2 * losses[0]
     assert (tmp_path / "runs" / "engine_alone" / "hf" / "model.safetensors").exists()
 
 
-def test_a_loss_and_a_credit_of_ones_own_run(tmp_path):
-    command = [sys.executable, "-m", "rl.cli", "train", "examples/own_algorithm.py:best_of_group", "--run_dir", str(tmp_path / "run")]
+def test_a_loss_and_an_estimator_of_your_own_run(tmp_path):
+    command = [sys.executable, "-m", "rl.cli", "train", "examples/own_algorithm.py:best_of_group"]
+    command += ["--run_dir", str(tmp_path / "run")]
     command += ["--warmup.steps", "100", "--steps", "2", "--env.num_eval", "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
-    assert [m["updates"] for m in steps] == [2, 2] and all(m["grad_norm"] > 0 and m["ratio"] > 0.5 for m in steps)
+    assert [m["updates"] for m in steps] == [2, 2]
+    assert all(m["grad_norm"] > 0 and m["ratio"] > 0.5 for m in steps)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["loss"].endswith("squared_ratio") and config["advantages"].endswith("only_the_best")
 
 
-def test_the_credit_of_the_example_worked_by_hand():
+def test_the_estimator_of_the_example_worked_by_hand():
     import numpy as np
 
     from examples.own_algorithm import only_the_best

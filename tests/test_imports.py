@@ -25,7 +25,7 @@ def layer_of(module: str) -> int | None:
 
 
 def imports() -> list[tuple[str, str, bool]]:
-    """(module, what it imports, whether only type checkers run the import) for every module of rl and configs."""
+    """(module, what it imports, whether only type checkers run it) for every module of rl and configs."""
     found = []
     for path in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("configs/*.py")]:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -6,7 +6,8 @@ from pathlib import Path
 from rl.controller.config import RunConfig
 from rl.types import StopReason
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_recipe_is_a_recipe_and_the_reward_rewards():

@@ -35,8 +35,9 @@ ARCHITECTURES = {
 
 
 def write_config(path: Path, model_type: str = "qwen3", **changes: object) -> Path:
-    """A directory with config.json alone."""
-    config = CONFIG | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]], "tie_word_embeddings": True} | changes
+    """A directory with nothing but config.json."""
+    kind = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    config = CONFIG | kind | {"tie_word_embeddings": True} | changes
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -79,7 +79,9 @@ class EngineActor(Actor):
 class EngineHandle:
     """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it."""
 
-    def __init__(self, name: str, actors: Any, config: EngineConfig, deadlines: Deadlines, timeline: Timeline):
+    def __init__(
+        self, name: str, actors: Any, config: EngineConfig, deadlines: Deadlines, timeline: Timeline
+    ):
         self.name = name
         self.config = config
         self._actors = actors
@@ -135,13 +137,17 @@ class EngineHandle:
         parts = await self._data_parallel("forward", batch, adapter)
         return {index: values for part in parts for index, values in part.items()}
 
-    async def forward_samples(self, samples: Sequence[Sample], adapter: str | None = None) -> list[np.ndarray]:
+    async def forward_samples(
+        self, samples: Sequence[Sample], adapter: str | None = None
+    ) -> list[np.ndarray]:
         """What `forward` gives, as [T] for each sample, 0 where a token is not a target."""
         found = await self.forward(self.pack(samples), adapter)
         nothing = np.zeros(0, np.float32)
         return [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]
 
-    async def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
+    async def forward_backward(
+        self, batch: Batch, loss: Loss, adapter: str | None = None
+    ) -> dict[str, float]:
         """Metrics over all ranks, still named `name:sum` or `name:max`."""
         return combine(await self._data_parallel("forward_backward", batch, loss, adapter))
 
@@ -176,5 +182,7 @@ def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
             if name not in combined:
                 combined[name] = value
             else:
-                combined[name] = max(combined[name], value) if name.endswith(":max") else combined[name] + value
+                combined[name] = (
+                    max(combined[name], value) if name.endswith(":max") else combined[name] + value
+                )
     return combined

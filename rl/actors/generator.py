@@ -20,7 +20,7 @@ from rl.models.generator.wave import Wave
 from rl.observability.timeline import Timeline
 from rl.processes import kill_processes, process_info
 from rl.types import Completion, PolicyVersion, ProcessInfo, SamplingParams
-from rl.waiting import Deadlines, Signal
+from rl.waiting import Deadlines
 from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.store import WeightStore
 

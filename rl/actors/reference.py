@@ -51,7 +51,11 @@ class ReferenceMesh:
         await self._trainer.save_hf(path)
         await self.restore(path)
         last = next(reversed(self._notes), None)  # may still be being written
-        noted = {weights for checkpoint, weights in self._notes.items() if checkpoint == last or checkpoint.exists()}
+        noted = {
+            weights
+            for checkpoint, weights in self._notes.items()
+            if checkpoint == last or checkpoint.exists()
+        }
         for old in self._directory.iterdir():
             if str(old) not in noted | {path}:
                 shutil.rmtree(old)

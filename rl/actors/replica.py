@@ -45,9 +45,7 @@ M = TypeVar("M", bound=Member)
 class Replica(Generic[M]):
     """Invariants: work is given to it only while it is SERVING; work that it holds when it dies raises ProcessDied."""
 
-    def __init__(
-        self, name: str, spawn: Callable[[], Awaitable[M]], max_restarts: int, changed: Signal
-    ):
+    def __init__(self, name: str, spawn: Callable[[], Awaitable[M]], max_restarts: int, changed: Signal):
         self.name = name
         self.state = State.STARTING
         self.load = 0  # work in flight
@@ -151,7 +149,9 @@ class Pool(Generic[R]):
 
     async def started(self) -> None:
         """Every replica's processes have answered for the first time."""
-        await self._changed.wait_for(lambda: all(r.state != State.STARTING or r.num_restarts for r in self.replicas))
+        await self._changed.wait_for(
+            lambda: all(r.state != State.STARTING or r.num_restarts for r in self.replicas)
+        )
 
     async def ask(
         self,
@@ -167,7 +167,9 @@ class Pool(Generic[R]):
             await self._changed.wait_for(lambda: self._candidates(takes) or self.num_alive == 0)
             candidates = self._candidates(takes)
             if not candidates:
-                raise ProcessDied(f"every {self._name} has died for good; see their logs under the run's logs/")
+                raise ProcessDied(
+                    f"every {self._name} has died for good; see their logs under the run's logs/"
+                )
             idlest = min(candidates, key=lambda r: r.load)
             chosen = prefer if prefer in candidates and prefer.load <= 2 * idlest.load + 8 else idlest
             try:

@@ -1,6 +1,5 @@
 """PolicyTrainer: one rank of an engine that publishes its weights, as an actor, and its handle."""
 
-
 from monarch.actor import endpoint
 
 from rl.actors.engine import EngineActor, EngineHandle

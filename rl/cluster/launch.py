@@ -99,7 +99,9 @@ class _Launcher:
     """Starts the processes of one run."""
 
     def __init__(self, specs: ActorSpecs, run_dir: Path, shared: Path, timeline: Timeline):
-        self.meshes: list[Any] = []  # every one as soon as it exists, so that a failure half-way ends them too
+        self.meshes: list[
+            Any
+        ] = []  # every one as soon as it exists, so that a failure half-way ends them too
         self._specs = specs
         self._logs = run_dir / "logs"
         self._run_dir = run_dir
@@ -193,7 +195,9 @@ class _Launcher:
         def spawner(name: str) -> Callable[[], Awaitable[RewardProcess]]:
             async def spawn() -> RewardProcess:
                 mesh = self._spawn(name, Place(1, None, 1), keep=False)
-                actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(procs=0)
+                actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(
+                    procs=0
+                )
                 process = RewardProcess(
                     name, mesh, actor, specs.reward_limit_seconds, specs.deadlines, self._timeline
                 )

@@ -12,7 +12,9 @@ class Place:
     """Where the processes of a role run, on this host."""
 
     num_procs: int
-    first_device: int | None  # of as many consecutive ones, where there are GPUs; None for a role that needs none
+    first_device: (
+        int | None
+    )  # of as many consecutive ones, where there are GPUs; None for a role that needs none
     num_threads: int  # of each process
 
 

@@ -29,7 +29,9 @@ def spawn_procs(
     def command(point: Any) -> Any:
         device = {}
         if torch.cuda.is_available():
-            device["CUDA_VISIBLE_DEVICES"] = "" if first_device is None else visible[first_device + point.rank]
+            device["CUDA_VISIBLE_DEVICES"] = (
+                "" if first_device is None else visible[first_device + point.rank]
+            )
         return default_bootstrap_cmd().with_env(dict(env) | device)
 
     return this_host().spawn_procs(

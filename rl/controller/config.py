@@ -7,9 +7,9 @@ from typing import Any, Literal
 from rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
+from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
-from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.kl import KL
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
@@ -139,7 +139,9 @@ class RunConfig:
     """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what env.demonstration and
     env.preference give for prompts_per_step problems."""
     loss: Any = Clip()  # an interfaces.Loss: one of rl/loss, or a function
-    advantages: Any = GroupMean()  # an interfaces.AdvantageEstimator: one of rl/loss/advantages, or a function
+    advantages: Any = (
+        GroupMean()
+    )  # an interfaces.AdvantageEstimator: one of rl/loss/advantages, or a function
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its tokens (GRPO). constant:
     the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
@@ -188,7 +190,9 @@ class RunConfig:
     def algorithm(self) -> Algorithm:
         """How groups become updates, and what that needs."""
         names = [field.name for field in dataclasses.fields(Algorithm) if field.name != "max_new_tokens"]
-        return Algorithm(**{name: getattr(self, name) for name in names}, max_new_tokens=self.env.max_new_tokens)
+        return Algorithm(
+            **{name: getattr(self, name) for name in names}, max_new_tokens=self.env.max_new_tokens
+        )
 
     @property
     def reference_is_adapter(self) -> bool:
@@ -200,7 +204,13 @@ class RunConfig:
         """What a checkpoint's reference has to be for this run to go on from it."""
         if not self.algorithm.needs_reference:
             return "none"
-        return "teacher" if self.reference.model is not None else "adapter" if self.reference_is_adapter else "policy"
+        return (
+            "teacher"
+            if self.reference.model is not None
+            else "adapter"
+            if self.reference_is_adapter
+            else "policy"
+        )
 
 
 def to_json(config: Any) -> Any:

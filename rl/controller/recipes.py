@@ -27,7 +27,9 @@ def load_recipe(name: str) -> tuple[str, RunConfig]:
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"unknown recipe {name!r}; {hint}recipes: {', '.join(recipes)}, or path/to/file.py:function")
+        raise ConfigError(
+            f"unknown recipe {name!r}; {hint}recipes: {', '.join(recipes)}, or path/to/file.py:function"
+        )
     return name, recipes[name]()
 
 
@@ -37,7 +39,9 @@ def recipe_names() -> dict[str, str]:
 
 
 def _recipes() -> dict[str, Callable[[], RunConfig]]:
-    modules = [importlib.import_module(f"configs.{info.name}") for info in pkgutil.iter_modules(configs.__path__)]
+    modules = [
+        importlib.import_module(f"configs.{info.name}") for info in pkgutil.iter_modules(configs.__path__)
+    ]
     return {name: function for module in modules for name, function in _functions(module).items()}
 
 
@@ -45,7 +49,9 @@ def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     return {
         name: function
         for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_") and not inspect.signature(function).parameters
+        if function.__module__ == module.__name__
+        and not name.startswith("_")
+        and not inspect.signature(function).parameters
     }
 
 
@@ -59,7 +65,11 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     # The actors' processes cannot import the file: its classes and functions travel by value.
     cloudpickle.register_pickle_by_value(module)
     _run_user_code(path, lambda: spec.loader.exec_module(module))
-    functions = {n: f for n, f in _functions(module).items() if f.__annotations__.get("return", RunConfig) in (RunConfig, "RunConfig")}
+    functions = {
+        n: f
+        for n, f in _functions(module).items()
+        if f.__annotations__.get("return", RunConfig) in (RunConfig, "RunConfig")
+    }
     if function not in functions:
         raise ConfigError(
             f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of {', '.join(functions) or '(none)'}"
@@ -77,6 +87,10 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename) == Path(path)
+        ]
         line = error.lineno if isinstance(error, SyntaxError) else (lines or ["?"])[-1]
         raise ConfigError(f"{path} line {line}: {type(error).__name__}: {error}; fix the recipe") from error

@@ -47,4 +47,6 @@ def check_rewards(groups: Sequence[Group]) -> None:
     """Raises RunError where every reward failed: nothing can be learnt from such a task."""
     causes = [score.error for group in groups for score in group.scores]
     if all(causes):
-        raise RunError(f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run")
+        raise RunError(
+            f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run"
+        )

@@ -82,11 +82,17 @@ def _overhead(timeline: Timeline) -> str:
 
 
 def _title(recipe: str, config: RunConfig) -> str:
-    what = {"rollouts": f"prompts x {config.group_size} samples", "demonstrations": "demonstrations", "preferences": "pairs"}[config.data]
+    what = {
+        "rollouts": f"prompts x {config.group_size} samples",
+        "demonstrations": "demonstrations",
+        "preferences": "pairs",
+    }[config.data]
     return f"{recipe}: {config.prompts_per_step} {what} a step"
 
 
-def _summary(accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path) -> str:
+def _summary(
+    accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path
+) -> str:
     (first, before), *_, (last, after) = accuracies.items()
     start = "before training" if first == 0 else f"at step {first}"
     return (

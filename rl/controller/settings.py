@@ -177,12 +177,22 @@ def _check_names(config: RunConfig, arguments: list[str]) -> None:
         if name in known:
             continue
         if name.split(".")[-1] == "temperature":
-            raise ConfigError("there is no setting --temperature: training samples at 1, evaluation is greedy")
+            raise ConfigError(
+                "there is no setting --temperature: training samples at 1, evaluation is greedy"
+            )
         same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-        own = next((k for k in same_leaf if k.startswith(("loss.", "advantages."))), None)  # DPO's beta is not the KL's
-        ours = own or FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(name.split(".")[-1])
+        own = next(
+            (k for k in same_leaf if k.startswith(("loss.", "advantages."))), None
+        )  # DPO's beta is not the KL's
+        ours = (
+            own or FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(name.split(".")[-1])
+        )
         if ours in known:
-            note = ", and is a number of them, not their size" if ours == "minibatches" and "size" in name else ""
+            note = (
+                ", and is a number of them, not their size"
+                if ours == "minibatches" and "size" in name
+                else ""
+            )
             raise ConfigError(f"unknown setting --{name}; it is called --{ours} here{note}")
         close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean --{close[0]}? " if close else ""

@@ -65,7 +65,9 @@ class RunStages:
     async def next_batch(self, step: int) -> TrainingBatch:
         config = self._config
         if self.buffer is None:
-            scorers = {"ref_logprobs": self._actors.reference.compute_logprobs} if self._actors.reference else {}
+            scorers = (
+                {"ref_logprobs": self._actors.reference.compute_logprobs} if self._actors.reference else {}
+            )
             return await self._data.batch(step, config.prompts_per_step, self._algorithm, scorers)
         taken = await self.buffer.take(step - 1)
         sampled = sorted((*taken.groups, *taken.filtered), key=lambda group: group.index)
@@ -188,7 +190,9 @@ def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
     )
-    policy = Updater(actors.trainer, actors.adapter, config.algorithm.objective, optim, trainer.lr_warmup_steps)
+    policy = Updater(
+        actors.trainer, actors.adapter, config.algorithm.objective, optim, trainer.lr_warmup_steps
+    )
     if actors.critic is None:
         return policy, None
     loss = ClippedValue(config.critic.value_clip)

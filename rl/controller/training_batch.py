@@ -53,7 +53,9 @@ class _Member:
 _Groups = list[list[_Member]]
 
 
-async def build_training_batch(groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers) -> TrainingBatch:
+async def build_training_batch(
+    groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers
+) -> TrainingBatch:
     """Forward passes run all at the same time, and only for samples that will learn, where the advantages allow it."""
     members = [_usable(group, algorithm) for group in groups]
     if algorithm.advantages_need_forward:
@@ -199,7 +201,9 @@ def _check(
                 )
             if not np.isfinite(value).all():
                 rewards = [t.reward for t in group]
-                raise RunError(f"advantages {name} returned {what} that are not finite, for rewards {rewards}")
+                raise RunError(
+                    f"advantages {name} returned {what} that are not finite, for rewards {rewards}"
+                )
 
 
 def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:

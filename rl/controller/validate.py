@@ -6,16 +6,15 @@ import math
 import os
 import re
 import tempfile
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from rl.controller.config import RunConfig
 from rl.bounds import out_of_range
 from rl.controller.checkpoints import critic_path
+from rl.controller.config import RunConfig
 from rl.controller.specs import roles
 from rl.errors import ConfigError
 from rl.loss.advantages.group_mean import GroupMean
@@ -39,7 +38,9 @@ def validate(config: RunConfig) -> list[str]:
     found = out_of_range(config)
     found += config.env.validate() or _env_at_work(config)
     found += _algorithm(config) + _without_effect(config)
-    found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(not 0 <= b < 1 for b in config.trainer.betas)
+    found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
+        not 0 <= b < 1 for b in config.trainer.betas
+    )
     model_problems = config.model.validate()
     found += model_problems
     if not model_problems:
@@ -48,13 +49,19 @@ def validate(config: RunConfig) -> list[str]:
             found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
     found += _engine(config) + _machine(config)
     if config.resume_from and (step := resume_step(config)) is None:
-        found.append(f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N")
+        found.append(
+            f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N"
+        )
     elif config.resume_from and not is_complete(config.resume_from):
-        found.append(f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N")
+        found.append(
+            f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N"
+        )
     elif config.resume_from:
         found += _other_checkpoint(config)
         if step >= config.steps:
-            found.append(f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps")
+            found.append(
+                f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps"
+            )
     if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
         found.append(f"run_dir={config.run_dir!r} exists and is not empty; give another directory")
     return found
@@ -72,7 +79,9 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
     record = read_record(path)
     saved = LoRA.from_record(record["adapters"][POLICY]) if POLICY in record["adapters"] else LoRA()
     if saved != config.trainer.lora:
-        found.append(f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was")
+        found.append(
+            f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was"
+        )
     kind, weights = record["state"].get("reference", ["none", ""])
     if config.algorithm.needs_reference and kind != config.reference_kind:
         found.append(
@@ -80,9 +89,13 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
             f"reference.model and trainer.lora as they were"
         )
     elif config.algorithm.needs_reference and weights and not Path(weights).is_dir():
-        found.append(f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; give an earlier checkpoint")
+        found.append(
+            f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; give an earlier checkpoint"
+        )
     if config.algorithm.needs_critic and not is_complete(critic_path(path)):
-        found.append(f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set advantages as it was, or move both")
+        found.append(
+            f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set advantages as it was, or move both"
+        )
     return found
 
 
@@ -99,28 +112,56 @@ def _algorithm(config: RunConfig) -> list[str]:
     for part in ("loss", "advantages"):
         chosen = getattr(config, part)
         if not callable(chosen) or isinstance(chosen, type):
-            found.append(f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function")
+            found.append(
+                f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function"
+            )
         for field in dataclasses.fields(chosen) if dataclasses.is_dataclass(chosen) else ():
-            value, (least, most) = getattr(chosen, field.name), _FIELD_BOUNDS.get(field.name, (-math.inf, math.inf))
+            value, (least, most) = (
+                getattr(chosen, field.name),
+                _FIELD_BOUNDS.get(field.name, (-math.inf, math.inf)),
+            )
             if isinstance(value, int | float) and not least <= value <= most:
-                found.append(f"{part}.{field.name}={value} must be at least {least}" + (f" and at most {most}" if most < math.inf else ""))
+                found.append(
+                    f"{part}.{field.name}={value} must be at least {least}"
+                    + (f" and at most {most}" if most < math.inf else "")
+                )
     if 0 < getattr(config.loss, "dual", 0) <= 1 or getattr(config.loss, "dual", 0) < 0:
         found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
     if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
-        found.append(f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; use a divisor")
+        found.append(
+            f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; use a divisor"
+        )
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
-    if dataclasses.is_dataclass(config.loss) and type(config.loss).__module__.startswith("rl.loss.") and wanted != config.data:
-        found.append(f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them")
+    if (
+        dataclasses.is_dataclass(config.loss)
+        and type(config.loss).__module__.startswith("rl.loss.")
+        and wanted != config.data
+    ):
+        found.append(
+            f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them"
+        )
     if config.algorithm.needs_critic and not hasattr(config.advantages, "returns"):
-        found.append("advantages needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE")
+        found.append(
+            "advantages needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE"
+        )
     if config.data == "rollouts" and config.algorithm.reads_rewards and config.group_size < 2:
-        if isinstance(config.advantages, GroupMean | RLOO) or getattr(config.advantages, "baseline", "") == "group_mean":
+        if (
+            isinstance(config.advantages, GroupMean | RLOO)
+            or getattr(config.advantages, "baseline", "") == "group_mean"
+        ):
             found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
-        for name, value in (("shaping.length_coef", config.shaping.length_coef), ("resampling_rounds", config.resampling_rounds)):
+        for name, value in (
+            ("shaping.length_coef", config.shaping.length_coef),
+            ("resampling_rounds", config.resampling_rounds),
+        ):
             if value:
-                found.append(f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; use 2 or more")
+                found.append(
+                    f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; use 2 or more"
+                )
     if config.correction.tis_clip and config.correction.old_logprobs == "generator":
-        found.append(f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it")
+        found.append(
+            f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it"
+        )
     if 0 < config.correction.mask_high < config.correction.mask_low:
         found.append(
             f"correction.mask_high={config.correction.mask_high} is under correction.mask_low={config.correction.mask_low}; swap them"
@@ -130,9 +171,13 @@ def _algorithm(config: RunConfig) -> list[str]:
             f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over env.max_new_tokens={config.env.max_new_tokens}; use less"
         )
     if config.reference.refresh_every and config.reference.model is not None:
-        found.append("reference.refresh_every would replace the teacher of reference.model by the policy; set one of them")
+        found.append(
+            "reference.refresh_every would replace the teacher of reference.model by the policy; set one of them"
+        )
     if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
-        found.append("loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))")
+        found.append(
+            "loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))"
+        )
     if config.reference.model is not None:
         found += config.reference.model.validate() or _tokenizers(config)
     return found
@@ -147,7 +192,9 @@ def _tokenizers(config: RunConfig) -> list[str]:
             HFTokenizer(source.materialize(Path(directory) / name)).vocabulary
             for name, source in (("teacher", config.reference.model), ("student", config.model))
         )
-    return ["reference.model has another tokenizer than the model; use a teacher that reads the same tokens"] * (theirs != ours)
+    return [
+        "reference.model has another tokenizer than the model; use a teacher that reads the same tokens"
+    ] * (theirs != ours)
 
 
 def _without_effect(config: RunConfig) -> list[str]:
@@ -157,7 +204,11 @@ def _without_effect(config: RunConfig) -> list[str]:
         ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
         ("kl", not rollouts, f"data={config.data}"),
         ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
-        ("reference", not config.algorithm.needs_reference, "neither kl.coef nor the loss asking for a reference; set kl.coef"),
+        (
+            "reference",
+            not config.algorithm.needs_reference,
+            "neither kl.coef nor the loss asking for a reference; set kl.coef",
+        ),
         ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
         ("critic", not config.algorithm.needs_critic, "an estimator that asks for no critic; use GAE"),
         ("shaping", not rollouts, f"data={config.data}"),
@@ -167,7 +218,11 @@ def _without_effect(config: RunConfig) -> list[str]:
         ("correction", not rollouts, f"data={config.data}"),
         ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
         ("max_offpolicy_steps", not rollouts, f"data={config.data}"),
-        ("generator.updates", not config.max_offpolicy_steps, "max_offpolicy_steps=0, where no sample is under way then"),
+        (
+            "generator.updates",
+            not config.max_offpolicy_steps,
+            "max_offpolicy_steps=0, where no sample is under way then",
+        ),
     ]
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     found = []
@@ -179,18 +234,39 @@ def _without_effect(config: RunConfig) -> list[str]:
         if ineffective and value != default:
             found.append(f"{name}={value} has no effect with {reason}")
     correction, shaping = config.correction, config.shaping
-    if correction.level == "sequence" and not (correction.tis_clip or correction.mask_low or correction.mask_high):
-        found.append("correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; set one")
+    if correction.level == "sequence" and not (
+        correction.tis_clip or correction.mask_low or correction.mask_high
+    ):
+        found.append(
+            "correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; set one"
+        )
     if shaping.overlong_penalty != 1.0 and not shaping.overlong_tokens:
-        found.append(f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with shaping.overlong_tokens=0; set it")
+        found.append(
+            f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with shaping.overlong_tokens=0; set it"
+        )
     if shaping.overlong_tokens and not shaping.overlong_penalty:
-        found.append(f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with shaping.overlong_penalty=0; set it")
+        found.append(
+            f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with shaping.overlong_penalty=0; set it"
+        )
     if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
-        found.append("shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards")
-    if getattr(config.advantages, "baseline", "none") == "group_mean" and getattr(config.advantages, "discount", 1.0) != 1.0:
-        found.append(f"advantages.discount={config.advantages.discount} has no effect with advantages.baseline=group_mean; set one of them")
-    if isinstance(config.advantages, GroupMean) and config.advantages.adv_norm == "none" and config.advantages.eps != GroupMean().eps:
-        found.append(f"advantages.eps={config.advantages.eps} has no effect with advantages.adv_norm=none; leave it")
+        found.append(
+            "shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards"
+        )
+    if (
+        getattr(config.advantages, "baseline", "none") == "group_mean"
+        and getattr(config.advantages, "discount", 1.0) != 1.0
+    ):
+        found.append(
+            f"advantages.discount={config.advantages.discount} has no effect with advantages.baseline=group_mean; set one of them"
+        )
+    if (
+        isinstance(config.advantages, GroupMean)
+        and config.advantages.adv_norm == "none"
+        and config.advantages.eps != GroupMean().eps
+    ):
+        found.append(
+            f"advantages.eps={config.advantages.eps} has no effect with advantages.adv_norm=none; leave it"
+        )
     return found
 
 
@@ -209,7 +285,9 @@ def _env_at_work(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     except Exception as error:  # the user's own code: say so, rather than show our stack
-        return [f"env {type(config.env).__name__} failed to make a problem ({error!r}); fix it, or its settings"]
+        return [
+            f"env {type(config.env).__name__} failed to make a problem ({error!r}); fix it, or its settings"
+        ]
     return []
 
 
@@ -238,11 +316,15 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
         for key in ("num_attention_heads", "num_key_value_heads"):
             if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
                 divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-                found.append(f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}")
+                found.append(
+                    f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
+                )
         if name == "trainer.layout" and (heads := hf.get("num_key_value_heads")):
             split = config.generator.tensor_parallel
             if heads % split:
-                found.append(f"generator.tensor_parallel={split} does not divide the model's num_key_value_heads={heads}")
+                found.append(
+                    f"generator.tensor_parallel={split} does not divide the model's num_key_value_heads={heads}"
+                )
         limit = min(max_positions(hf), config.trainer.max_tokens)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
             found.append(
@@ -255,7 +337,11 @@ def _engine(config: RunConfig) -> list[str]:
     """What the chosen engine, or the machine, does not have; and settings that would be without effect."""
     trainer, lora, found = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
-        found += [f"trainer.{name}=True needs trainer.engine=titan" for name in ("float8", "compile") if getattr(trainer, name)]
+        found += [
+            f"trainer.{name}=True needs trainer.engine=titan"
+            for name in ("float8", "compile")
+            if getattr(trainer, name)
+        ]
         found += [
             f"{name}.tensor_parallel and context_parallel need trainer.engine=titan; use {name}.shard"
             for name, (layout, _) in _layouts(config).items()
@@ -269,9 +355,13 @@ def _engine(config: RunConfig) -> list[str]:
     if trainer.float8 and importlib.util.find_spec("torchao") is None:
         found.append("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")
     if lora.rank > MAX_LORA_RANK:
-        found.append(f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less")
+        found.append(
+            f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less"
+        )
     if not lora.rank and lora != LoRA():
-        found.append("trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank")
+        found.append(
+            "trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank"
+        )
     if lora.rank and not lora.alpha:
         found.append("trainer.lora.alpha=0 silences the adapter; use more")
     if lora.rank and not lora.targets:
@@ -288,16 +378,24 @@ def _machine(config: RunConfig) -> list[str]:
     if torch.cuda.is_available():
         if (model_procs := total - config.reward.num_procs) > (gpus := torch.cuda.device_count()):
             parts = " + ".join(f"{role} {count}" for role, count in roles(config).items() if role != "reward")
-            return [f"{model_procs} processes ({parts}) need a GPU each but the machine has {gpus}; use fewer"]
+            return [
+                f"{model_procs} processes ({parts}) need a GPU each but the machine has {gpus}; use fewer"
+            ]
         return []
     cores = os.cpu_count() or 1
     free = psutil.virtual_memory().available / 2**30
     most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
     if total > most:
-        return [f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"]
+        return [
+            f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"
+        ]
     if config.generator.block_size % 32:
-        return [f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has to be"]
+        return [
+            f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has to be"
+        ]
     cache = config.generator.num_replicas * config.generator.kv_cache_gib
     if cache > free:
-        return [f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} are free; use less"]
+        return [
+            f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} are free; use less"
+        ]
     return []

@@ -1,4 +1,4 @@
-"""Env: a task. It makes problems, turns them into prompts, walks the policy through them and verifies what came out."""
+"""Env: a task. It makes problems and prompts, walks the policy through them and verifies its responses."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ def derive_seed(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class Env:
-    """Derive from this class and implement `generate` and `reward`; the rest is a single turn over held-out-safe problems.
+    """Derive from this class and implement `generate` and `reward`.
 
-    An Env is picklable and without state. Its methods run in the controller, `reward` in a process of its own.
+    The rest is one turn for each problem, and keeps held-out problems out of training. An Env is picklable
+    and without state. Its methods run in the controller, `reward` in a process of its own.
     """
 
     max_new_tokens: int = 64
@@ -33,13 +34,14 @@ class Env:
     """Put the question through the tokenizer's chat template, as a user's turn."""
 
     def generate(self, seed: int) -> Problem:
-        """A problem that depends on `seed` alone."""
+        """A problem that depends only on `seed`."""
         raise NotImplementedError
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float | Rewards:
-        """Verify a response. Time-limited; may raise. 1 is success: accuracy counts the rewards of at least 1.
+        """Verify a response. Time-limited; may raise.
 
-        Rewards spreads it over the response: `turns`, one for each run of sampled tokens, or `tokens`, one for each.
+        1 is success: accuracy counts the rewards of at least 1. Rewards spreads it over the response:
+        `turns`, one for each run of sampled tokens, or `tokens`, one for each.
         """
         raise NotImplementedError
 
@@ -48,7 +50,9 @@ class Env:
 
     def demonstration(self, problem: Problem, seed: int) -> str:
         """The text that supervised learning teaches for this problem."""
-        raise ConfigError(f"{type(self).__name__} has no demonstrations; set warmup.steps=0 or implement demonstration()")
+        raise ConfigError(
+            f"{type(self).__name__} has no demonstrations; set warmup.steps=0 or implement demonstration()"
+        )
 
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
         """Two responses: the better one, then the worse."""
@@ -68,13 +72,18 @@ class Env:
             problem = self.generate(derive_seed("train", seed, attempt))
             if problem.question not in held_out:
                 return problem
-        raise ConfigError(f"{type(self).__name__} has too few problems beside its {self.num_eval} held-out ones; lower env.num_eval")
+        raise ConfigError(
+            f"{type(self).__name__} has too few problems beside its {self.num_eval} held-out ones; "
+            f"lower env.num_eval"
+        )
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
         tokens = tokenizer.encode_chat(problem.question) if self.chat else tokenizer.encode(problem.question)
         return Prompt(problem, tuple(tokens))
 
-    async def drive(self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer) -> Sequence[Rollout]:
+    async def drive(
+        self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer
+    ) -> Sequence[Rollout]:
         """Walk the policy through the problem n times. Override for tools or several turns."""
         given = Segment(list(prompt.tokens), False, [0.0] * len(prompt.tokens))
         return [
@@ -99,7 +108,10 @@ def _held_out(env: Env) -> tuple[Problem, ...]:
         problem = env.generate(derive_seed("eval", i))
         problems.setdefault(problem.question, problem)
     if len(problems) < env.num_eval:
-        raise ConfigError(f"{type(env).__name__} has only {len(problems)} distinct problems; lower env.num_eval={env.num_eval}")
+        raise ConfigError(
+            f"{type(env).__name__} has only {len(problems)} distinct problems; "
+            f"lower env.num_eval={env.num_eval}"
+        )
     return tuple(problems.values())
 
 

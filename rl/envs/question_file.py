@@ -1,4 +1,4 @@
-"""Questions and answers from a JSON-lines file: the way to a task of one's own without code."""
+"""Questions and answers from a JSON-lines file: a task of your own, without code."""
 
 import json
 import random
@@ -17,9 +17,10 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class QuestionFile(Env):
-    """Each line is an object with `question` and `answer`. The first `num_eval` lines are held out, the others train.
+    """Each line is an object with `question` and `answer`.
 
-    Supervised learning reads `response`, or else the answer, as the demonstration, and `chosen` and `rejected` as a preference.
+    The first `num_eval` lines are held out, the others train. Supervised learning reads `response`, or else
+    the answer, as the demonstration, and `chosen` and `rejected` as a preference.
     """
 
     chat: bool = True
@@ -48,25 +49,34 @@ class QuestionFile(Env):
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
         row = self._row(problem)
         if not {"chosen", "rejected"} <= row.keys():
-            raise ConfigError(f"{problem.id} has no chosen and rejected, which data=preferences learns from; add them to every line")
+            raise ConfigError(
+                f"{problem.id} has no chosen and rejected, which data=preferences learns from; "
+                f"add them to every line"
+            )
         return str(row["chosen"]), str(row["rejected"])
 
     def validate(self) -> list[str]:
         if not Path(self.path).is_file():
-            return [f"env.path={self.path!r} is not a file; give a JSON-lines file with question and answer on each line"]
+            given = f"env.path={self.path!r} is not a file"
+            return [f"{given}; give a JSON-lines file with question and answer on each line"]
         try:
             count = len(self._read())
         except ConfigError as error:
             return [str(error)]
         if count == 0:
-            return [f"the dataset {self.path} is empty; give it at least env.num_eval + 1 = {self.num_eval + 1} lines"]
+            least = f"env.num_eval + 1 = {self.num_eval + 1}"
+            return [f"the dataset {self.path} is empty; give it at least {least} lines"]
         if count <= self.num_eval:
-            return [f"the dataset {self.path} has {count} lines, all of them held out; lower env.num_eval={self.num_eval}"]
+            found = f"the dataset {self.path} has {count} lines, all of them held out"
+            return [f"{found}; lower env.num_eval={self.num_eval}"]
         if not _train_problems(self.path, self._modified(), self.num_eval):
-            return [f"every question of {self.path} is among the {self.num_eval} held-out ones; lower env.num_eval"]
-        bad = [p.id for p in self._read() if self.match == "number" and not _NUMBER.fullmatch(p.answer.strip())]
-        if bad:
-            return [f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}; set --env.match exact, or fix them"]
+            found = f"every question of {self.path} is among the {self.num_eval} held-out ones"
+            return [f"{found}; lower env.num_eval"]
+        if self.match == "number":
+            bad = [p.id for p in self._read() if not _NUMBER.fullmatch(p.answer.strip())]
+            if bad:
+                found = f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}"
+                return [f"{found}; set --env.match exact, or fix them"]
         return []
 
     def _read(self) -> list[Problem]:
@@ -92,8 +102,8 @@ def _train_problems(path: str, modified: int, num_eval: int) -> list[Problem]:
 
 @lru_cache(maxsize=8)
 def _parse(path: str, modified: int) -> list[Problem]:
-    rows = _rows(path, modified).items()
-    return [Problem(f"{Path(path).name}:{number}", str(row["question"]), str(row["answer"])) for number, row in rows]
+    name, rows = Path(path).name, _rows(path, modified)
+    return [Problem(f"{name}:{i}", str(row["question"]), str(row["answer"])) for i, row in rows.items()]
 
 
 @lru_cache(maxsize=8)
@@ -107,5 +117,7 @@ def _rows(path: str, modified: int) -> dict[int, dict]:
             rows[number] = json.loads(line)
             rows[number]["question"], rows[number]["answer"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} line {number} is not an object with question and answer ({error!r}); fix the line") from error
+            raise ConfigError(
+                f"{path} line {number} is not an object with question and answer ({error!r}); fix the line"
+            ) from error
     return rows

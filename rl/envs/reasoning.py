@@ -1,4 +1,4 @@
-"""Procedural tasks of the reasoning-gym package, verified by its own scorers."""
+"""Procedural tasks of the reasoning-gym package, verified by the package itself."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class ReasoningGym(Env):
-    """Reward: reasoning-gym's score for the last number of the response, if the response ended with EOS; else 0."""
+    """Reward: what reasoning-gym gives the response's last number, if it ended with EOS; else 0."""
 
     chat: bool = True
     dataset: str = "chain_sum"
@@ -30,8 +30,7 @@ class ReasoningGym(Env):
         if stop != StopReason.STOP or not numbers:
             return 0.0
         entry = self._entry(int(problem.id))
-        score = self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry)
-        return float(score)
+        return float(self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry))
 
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  2 s

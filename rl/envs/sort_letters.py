@@ -12,7 +12,10 @@ ALPHABET = string.ascii_lowercase + ">"
 
 @dataclass(frozen=True)
 class SortLetters(Env):
-    """The prompt is random lower-case letters and ">", the answer the letters in order. Reward 1 for the exact answer and EOS."""
+    """The prompt is random lower-case letters and ">", the answer the letters in order.
+
+    Reward 1 for the exact answer and EOS.
+    """
 
     max_new_tokens: int = 8
     min_letters: int = 4
@@ -20,11 +23,13 @@ class SortLetters(Env):
     max_letters: int = 6
     """Most letters of a problem."""
     corruption: float = 0.7
-    """Share of wrong demonstrations in the warm-up: they keep the entropy that RL needs to have something to choose from."""
+    """Share of wrong demonstrations in the warm-up: they keep the entropy that RL needs to have something to
+    choose from."""
 
     def generate(self, seed: int) -> Problem:
         rng = random.Random(seed)
-        letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(self.min_letters, self.max_letters)))
+        count = rng.randint(self.min_letters, self.max_letters)
+        letters = "".join(rng.choices(string.ascii_lowercase, k=count))
         return Problem(id=f"{seed:x}", question=letters + ">", answer="".join(sorted(letters)))
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
@@ -45,16 +50,17 @@ class SortLetters(Env):
         if not 0 <= self.corruption <= 1:
             return [f"env.corruption={self.corruption} must lie in [0, 1]"]
         if not 1 <= self.min_letters <= self.max_letters:
-            return [f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters} must be 1 <= min <= max"]
+            given = f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters}"
+            return [f"{given} must be 1 <= min <= max"]
         if self.max_new_tokens <= self.max_letters:
-            return [
-                f"env.max_new_tokens={self.max_new_tokens} leaves no room for {self.max_letters} letters and EOS; use {self.max_letters + 1}"
-            ]
+            given = f"env.max_new_tokens={self.max_new_tokens}"
+            needed = f"{self.max_letters} letters and EOS; use {self.max_letters + 1}"
+            return [f"{given} leaves no room for {needed}"]
         return []
 
 
 def _wrong(problem: Problem, rng: random.Random) -> str:
-    """The letters as they came, in reverse, or with one left out: wrong, but for letters that came in order."""
+    """The letters as they came, sorted in reverse, or with one left out: wrong, unless they came in order."""
     echo = problem.question.removesuffix(">")
     drop = rng.randrange(len(problem.answer))
     return rng.choice([echo, problem.answer[::-1], problem.answer[:drop] + problem.answer[drop + 1 :]])

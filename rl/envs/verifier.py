@@ -1,6 +1,6 @@
-"""Runs reward functions in a child process, so that one that hangs or crashes costs its own sample and no more.
+"""Runs reward functions in a child process, so that one that hangs or crashes costs only its own sample.
 
-`python -m rl.envs.verifier` is that child: it speaks length-prefixed pickles over its standard input and output.
+`python -m rl.envs.verifier` is that child: it speaks length-prefixed pickles over standard input and output.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ START_SECONDS = 60.0  # to start Python and import what the Env needs
 
 
 class Verifier:
-    """Scores rollouts one after the other in its child, which it replaces when a call outlasts `limit_seconds`."""
+    """Scores rollouts one by one in its child, which it replaces when a call outlasts `limit_seconds`."""
 
     def __init__(self, env: Env, limit_seconds: float):
         self._env = cloudpickle.dumps(env)
@@ -48,7 +48,8 @@ class Verifier:
         if self._child.poll() is not None:
             self._child = self._start()
         try:
-            _write(self._child.stdin.fileno(), cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop)))
+            request = cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop))
+            _write(self._child.stdin.fileno(), request)
             return _check_parts(pickle.loads(_read(self._child.stdout.fileno(), self._limit)), rollout)
         except TimeoutError:
             self.close()
@@ -63,14 +64,19 @@ class Verifier:
 
     def _start(self) -> subprocess.Popen:
         child = subprocess.Popen(
-            [sys.executable, "-m", "rl.envs.verifier"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", "rl.envs.verifier"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             _write(child.stdin.fileno(), self._env)
             _read(child.stdout.fileno(), START_SECONDS)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             child.kill()
-            raise RunError("the process of the reward function did not start; see the reward actor's log") from error
+            raise RunError(
+                "the process of the reward function did not start; see the reward actor's log"
+            ) from error
         return child
 
 
@@ -113,7 +119,8 @@ def _score_of(reward: float | Rewards) -> Score:
 def _check_parts(score: Score, rollout: Rollout) -> Score:
     """One reward for each turn or token, or a failure that says so."""
     turns = rollout.turn_lengths
-    for name, given, expected in (("turns", score.parts.turns, len(turns)), ("tokens", score.parts.tokens, sum(turns))):
+    expectations = (("turns", score.parts.turns, len(turns)), ("tokens", score.parts.tokens, sum(turns)))
+    for name, given, expected in expectations:
         if given and len(given) != expected:
             return Score(0.0, f"the reward function gave {len(given)} rewards for {expected} {name}")
     return score
@@ -135,7 +142,8 @@ def _serve() -> None:
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
-            score = Score(0.0, f"{type(error).__name__}: {error} ({Path(where.filename).name} line {where.lineno})")
+            place = f"{Path(where.filename).name} line {where.lineno}"
+            score = Score(0.0, f"{type(error).__name__}: {error} ({place})")
         _write(answers, pickle.dumps(score))
 
 

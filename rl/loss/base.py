@@ -1,7 +1,8 @@
-"""What every loss takes and returns. A loss is a sum over the target tokens; the controller divides once, in `optim_step`.
+"""What every loss takes and returns.
 
-M target tokens of one micro-batch, S sequences. All per-token tensors are [M]; `logprobs` carries the gradient, nats.
-A sequence is never split over micro-batches.
+A loss is a sum over the target tokens; the controller divides once, in `optim_step`. M target tokens of one
+micro-batch, S sequences. All per-token tensors are [M]; `logprobs` carries the gradient, in nats. A sequence
+is never split over micro-batches.
 """
 
 from collections.abc import Mapping
@@ -24,19 +25,22 @@ class TokenInputs:
     advantages: torch.Tensor
     weights: torch.Tensor  # the token's share in the loss: 1 for token means
     sample_ids: torch.Tensor  # which sequence the token belongs to
-    loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else the samples carry, by name
+    loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else samples carry, by name
 
     def loss_input(self, name: str) -> torch.Tensor:
-        """Raises RunError where the samples do not carry it. A batch without samples has every loss input, empty."""
+        """Raises RunError where the samples do not carry it; a batch without samples has them all, empty."""
         if not len(self.weights):
             return self.weights
         if name not in self.loss_inputs:
-            raise RunError(f"the loss reads {name!r}, which the samples do not carry (they have {sorted(self.loss_inputs) or 'none'})")
+            raise RunError(
+                f"the loss reads {name!r}, which the samples do not carry "
+                f"(they have {sorted(self.loss_inputs) or 'none'})"
+            )
         return self.loss_inputs[name]
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """What ratios are taken against: the loss input of that name (see Correction), or else the generator's logprobs."""
+        """What ratios are taken against: the loss input of that name (see Correction), or the generator's."""
         return self.loss_inputs.get("old_logprobs", self.generator_logprobs)
 
 
@@ -50,7 +54,7 @@ def log_ratio(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def per_sequence(sample_ids: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """sample_ids [M] -> S, and for each token the index [M] of its sequence, 0 to S - 1 in ascending order of ids."""
+    """sample_ids [M] -> S, and the index [M] of each token's sequence: 0 to S - 1, in the order of ids."""
     ids, index = sample_ids.unique(return_inverse=True)
     return len(ids), index
 

@@ -12,7 +12,8 @@ from rl.loss.base import LossOutput, TokenInputs, log_ratio
 class CISPO:
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
-    loss = -sum_t w_t * stop_gradient(clip(ratio_t, 1 - low, 1 + high)) * A_t * logp_t, ratio_t = exp(logp_t - old_t)
+    loss = -sum_t w_t * stop_gradient(clip(ratio_t, 1 - low, 1 + high)) * A_t * logp_t
+    ratio_t = exp(logp_t - old_t)
     """
 
     low: float = 1.0

@@ -10,9 +10,12 @@ from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 @dataclass(frozen=True)
 class Clip:
-    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with separate bounds (DAPO, arXiv 2503.14476, equation 10).
+    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7).
 
-    loss = -sum_t w_t * min(ratio_t * A_t, clip(ratio_t, 1 - low, 1 + high) * A_t), ratio_t = exp(logp_t - old_t)
+    With separate bounds, as in DAPO (arXiv 2503.14476, equation 10).
+
+    loss = -sum_t w_t * min(ratio_t * A_t, clip(ratio_t, 1 - low, 1 + high) * A_t)
+    ratio_t = exp(logp_t - old_t)
     """
 
     low: float = 0.2
@@ -22,7 +25,8 @@ class Clip:
     """Upper clip: ratios over 1 + high get no gradient where the advantage is positive."""
 
     dual: float = 0.0
-    """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t. Over 1; 0 is off."""
+    """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t. Over 1;
+    0 is off."""
 
     drops_zero_advantages: ClassVar[bool] = True
 

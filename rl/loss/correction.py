@@ -11,17 +11,22 @@ from rl.loss.base import TokenInputs, log_ratio, per_sequence, sequence_sums
 
 @dataclass(frozen=True)
 class Correction:
-    """Truncated importance sampling (F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-    2025) and masking (IcePop, Ling Team, 2025), for tokens or for sequences.
+    """Truncated importance sampling and masking, for tokens or for sequences.
 
-    gap_t = exp(trainer_t - generator_t), where trainer_t is the trainer's logprob before the first update on the batch, read
-    from the loss input `old_logprobs`, and without it from this very update; of a sequence: the product over its tokens. The weight of a token is multiplied by min(gap_t, tis_clip), and is 0 where the gap lies
-    outside [mask_low, mask_high]. Its tokens still count in the mean.
+    The papers: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
+    IcePop, Ling Team, 2025.
+
+    gap_t = exp(trainer_t - generator_t); of a sequence: the product over its tokens
+
+    trainer_t is the trainer's logprob before the first update on the batch: the loss input `old_logprobs`, or
+    without that the logprob in this update. A token's weight is multiplied by min(gap_t, tis_clip), and is 0
+    where the gap lies outside [mask_low, mask_high]. Such tokens still count in the mean.
     """
 
     old_logprobs: Literal["generator", "trainer"] = "generator"
-    """Whose logprobs the losses' ratios are taken against. "generator" lets the ratio itself correct the gap (verl calls it
-    bypass); "trainer" keeps to PPO's own ratio, and takes one more forward pass where a batch serves several steps."""
+    """Whose logprobs the losses' ratios are taken against. "generator" lets the ratio itself correct the gap
+    (verl calls it bypass); "trainer" keeps to PPO's own ratio, and takes one more forward pass where a batch
+    serves several steps."""
 
     tis_clip: float = 0.0
     """Upper bound of the importance weight; 0 is no weight. Needs old_logprobs=trainer."""
@@ -40,8 +45,10 @@ class Correction:
         """Whether anything depends on the trainer's logprobs before the first update."""
         return self.old_logprobs == "trainer" or self.mask_low > 0 or self.mask_high > 0
 
-    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
-        """The inputs with their weights changed, and with what ratios are taken against as the loss input `old_logprobs`."""
+    def __call__(
+        self, logprobs: torch.Tensor, inputs: TokenInputs
+    ) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
+        """The inputs with changed weights, and with what ratios are taken against as input `old_logprobs`."""
         trainers = inputs.loss_inputs.get("old_logprobs", logprobs.detach())
         weights, metrics = inputs.weights, {}
         if self.tis_clip or self.mask_low or self.mask_high:
@@ -55,7 +62,8 @@ class Correction:
             weights = weights.masked_fill(outside, 0.0)
             metrics["gap_masked:sum"] = outside.sum()
         against = trainers if self.old_logprobs == "trainer" else inputs.generator_logprobs
-        return replace(inputs, weights=weights, loss_inputs={**inputs.loss_inputs, "old_logprobs": against}), metrics
+        loss_inputs = {**inputs.loss_inputs, "old_logprobs": against}
+        return replace(inputs, weights=weights, loss_inputs=loss_inputs), metrics
 
     def _gap(self, trainers: torch.Tensor, inputs: TokenInputs) -> torch.Tensor:
         """[M]"""

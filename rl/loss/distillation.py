@@ -10,8 +10,10 @@ from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 @dataclass(frozen=True)
 class Distillation:
-    """On-policy distillation: the gradient of the reverse KL of each next token (arXiv 2306.13649 with reverse KL; Thinking
-    Machines, "On-Policy Distillation", 2025). The teacher is the reference model.
+    """On-policy distillation: the gradient of the reverse KL of each next token.
+
+    See arXiv 2306.13649 with reverse KL, and Thinking Machines, "On-Policy Distillation", 2025. The teacher
+    is the reference model.
 
     A_t = ref_t - old_t, without gradient
     loss = -sum_t w_t * exp(logp_t - old_t) * A_t

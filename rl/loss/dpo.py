@@ -12,9 +12,11 @@ from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
 
 @dataclass(frozen=True)
 class DPO:
-    """Direct preference optimization (arXiv 2305.18290, equation 7); label smoothing from its "conservative" note.
+    """Direct preference optimization (arXiv 2305.18290, equation 7).
 
-    Sequences 2i and 2i + 1 are the chosen and the rejected response to one prompt, in one micro-batch.
+    Label smoothing is from its "conservative" note. Sequences 2i and 2i + 1 are the chosen and the rejected
+    response to one prompt, in one micro-batch.
+
     margin_i = beta * (sum_t w_t (logp_t - ref_t) of the chosen, less that of the rejected)
     loss = -sum_i ((1 - label_smoothing) * log sigmoid(margin_i) + label_smoothing * log sigmoid(-margin_i)
                    + nll_coef * mean_t logp_t of the chosen)
@@ -27,8 +29,8 @@ class DPO:
     """The share of preferences believed to be the wrong way round."""
 
     nll_coef: float = 0.0
-    """Adds so much of the chosen's negative logprob, averaged over its tokens (arXiv 2404.19733, equation 1): it keeps the
-    chosen from becoming less likely together with the rejected."""
+    """Adds so much of the chosen's negative logprob, averaged over its tokens (arXiv 2404.19733, equation 1):
+    it keeps the chosen from becoming less likely together with the rejected."""
 
     needs_reference: ClassVar[bool] = True
 
@@ -37,11 +39,17 @@ class DPO:
         ids = inputs.sample_ids.unique()
         if num % 2 or not torch.equal(ids[::2] + 1, ids[1::2]) or (ids[::2] % 2).any():
             raise RunError("DPO needs chosen and rejected side by side; pack pairs with samples_per_unit=2")
-        rewards = self.beta * sequence_sums((logprobs - inputs.loss_input("ref_logprobs")) * inputs.weights, num, index)
+        apart = (logprobs - inputs.loss_input("ref_logprobs")) * inputs.weights
+        rewards = self.beta * sequence_sums(apart, num, index)
         margin = rewards[::2] - rewards[1::2]
-        loss = -((1 - self.label_smoothing) * F.logsigmoid(margin) + self.label_smoothing * F.logsigmoid(-margin)).sum()
+        right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
+        loss = -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
         if self.nll_coef:
             means = sequence_sums(logprobs, num, index) / sequence_sums(torch.ones_like(logprobs), num, index)
             loss = loss - self.nll_coef * means[::2].sum()
-        metrics = {"pairs:sum": len(margin), "preferred:sum": (margin > 0).sum(), "margin:sum": margin.detach().sum()}
+        metrics = {
+            "pairs:sum": len(margin),
+            "preferred:sum": (margin > 0).sum(),
+            "margin:sum": margin.detach().sum(),
+        }
         return LossOutput(loss, metrics)

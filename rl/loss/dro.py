@@ -20,4 +20,5 @@ class DRO:
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         apart = logprobs - inputs.old_logprobs
         terms = logprobs * inputs.advantages - self.beta / 2 * apart.square()
-        return LossOutput(-(terms * inputs.weights).sum(), {"apart_squared:sum": apart.detach().square().sum()})
+        metrics = {"apart_squared:sum": apart.detach().square().sum()}
+        return LossOutput(-(terms * inputs.weights).sum(), metrics)

@@ -14,7 +14,9 @@ class GSPO:
 
     s_i = exp(mean_t (logp_t - old_t)) over the tokens of sequence i
     loss = -sum_t w_t * min(s_i * A_t, clip(s_i, 1 - low, 1 + high) * A_t)
-    In the token form s_i carries no gradient, and each token's own exp(logp_t - stop_gradient(logp_t)) = 1 does.
+
+    In the token form s_i carries no gradient, and each token's own exp(logp_t - stop_gradient(logp_t)) = 1
+    does.
     """
 
     low: float = 3e-4
@@ -24,12 +26,14 @@ class GSPO:
     """Upper clip of the sequence's ratio."""
 
     level: Literal["sequence", "token"] = "sequence"
-    """Whose gradient: the sequence's ratio, or each token's (they differ where advantages or weights differ within a sequence)."""
+    """Whose gradient: the sequence's ratio, or each token's (they differ where advantages or weights differ
+    within a sequence)."""
 
     drops_zero_advantages: ClassVar[bool] = True
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
-        ratio = log_ratio(sequence_means(logprobs - inputs.old_logprobs, inputs.sample_ids), torch.zeros_like(logprobs)).exp()
+        means = sequence_means(logprobs - inputs.old_logprobs, inputs.sample_ids)
+        ratio = log_ratio(means, torch.zeros_like(means)).exp()
         if self.level == "token":
             ratio = ratio.detach() * (logprobs - logprobs.detach()).exp()
         unclipped = ratio * inputs.advantages

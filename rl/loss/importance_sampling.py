@@ -10,7 +10,9 @@ from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """REINFORCE with the ratio of each token (Tinker's importance_sampling); on-policy its gradient is REINFORCE's.
+    """REINFORCE with the ratio of each token (Tinker's importance_sampling).
+
+    On-policy its gradient is that of REINFORCE.
 
     loss = -sum_t w_t * exp(logp_t - old_t) * A_t
     """

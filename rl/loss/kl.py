@@ -12,7 +12,9 @@ Estimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class KL:
-    """The divergence of policy from reference, estimated at each sampled token (J. Schulman, "Approximating KL divergence", 2020).
+    """The divergence of policy from reference, estimated at each sampled token.
+
+    The estimators: J. Schulman, "Approximating KL divergence", 2020.
 
     With d_t = logp_t - ref_t:  k1 = d_t,  k2 = d_t^2 / 2,  k3 = exp(-d_t) - 1 + d_t
     """
@@ -21,11 +23,13 @@ class KL:
     """Weight of the penalty; 0 is none, and no reference is computed."""
 
     estimator: Estimator = "k3"
-    """k1 is unbiased, and negative at times; k2 and k3 are never negative. In the loss, k2 has the gradient of the KL itself, k3
-    (GRPO's) one that equals it near the reference, and k1 one whose mean is 0: take k1 in the reward alone."""
+    """k1 is unbiased, and negative at times; k2 and k3 are never negative. In the loss, k2 has the gradient
+    of the KL itself, k3 (GRPO's) one that equals it near the reference, and k1 one whose mean is 0: use k1
+    only in the reward."""
 
     into: Literal["loss", "reward"] = "loss"
-    """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before advantages are estimated (PPO)."""
+    """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before advantages
+    are estimated (PPO)."""
 
     @property
     def in_loss(self) -> bool:

@@ -1,4 +1,4 @@
-"""Objective: what the trainer is given in each step, composed of the run's loss, correction and KL penalty."""
+"""Objective: what the trainer is given in each step: the run's loss, its correction and its KL penalty."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,10 @@ class Objective:
         loss, own = self.loss(logprobs, corrected)
         for name in own:
             if not name.endswith((":sum", ":max")):
-                raise RunError(f"the loss's metric {name!r} does not say how tokens are combined; call it {name}:sum or {name}:max")
+                raise RunError(
+                    f"the loss's metric {name!r} does not say how tokens are combined; "
+                    f"call it {name}:sum or {name}:max"
+                )
         metrics |= own
         if self.kl.in_loss:
             kl = estimate(logprobs, inputs.loss_input("ref_logprobs"), self.kl.estimator)

@@ -8,21 +8,22 @@ from rl.types import StopReason
 
 @dataclass(frozen=True)
 class Shaping:
-    """Applies to training alone; metrics and evaluation show the verifier's rewards."""
+    """Applies only to training; metrics and evaluation show the verifier's rewards."""
 
     overlong_tokens: int = 0
-    """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of env.max_new_tokens the reward falls by
-    up to overlong_penalty. A rollout of several turns counts all that it sampled."""
+    """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of env.max_new_tokens the
+    reward falls by up to overlong_penalty. A rollout of several turns counts all that it sampled."""
 
     overlong_penalty: float = 1.0
     """What a response of env.max_new_tokens loses."""
 
     length_coef: float = 0.0
-    """Weight of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3): in its group the shortest response gets 0.5, the
-    longest -0.5, and a wrong one (reward under 1) never more than 0."""
+    """Weight of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3): in its group the shortest
+    response gets 0.5, the longest -0.5, and a wrong one (reward under 1) never more than 0."""
 
     drop_truncated: bool = False
-    """Responses that were cut off do not learn (DAPO's overlong filtering); their rewards still count in their group's mean."""
+    """Responses that were cut off do not learn (DAPO's overlong filtering); their rewards still count in
+    their group's mean."""
 
     def __call__(self, rewards: Sequence[float], lengths: Sequence[int], max_new_tokens: int) -> list[float]:
         """A group's rewards [G] and lengths [G], in tokens -> what is added to each reward [G]."""

@@ -9,10 +9,14 @@ from rl.loss.base import LossOutput, TokenInputs
 
 @dataclass(frozen=True)
 class ClippedValue:
-    """The value loss of PPO's implementations (arXiv 2005.12729, section 3): the worse of the value and its clipped form.
+    """The value loss of PPO's implementations (arXiv 2005.12729, section 3).
+
+    It is that of the value or of its clipped form, whichever is worse.
 
     loss = sum_t w_t / 2 * max((v_t - R_t)^2, (clip(v_t, old_t - clip, old_t + clip) - R_t)^2)
-    Called with the critic's values in place of logprobs; reads the loss inputs `values` (old_t) and `returns` (R_t).
+
+    Called with the critic's values in place of logprobs; reads the loss inputs `values` (old_t) and `returns`
+    (R_t).
     """
 
     clip: float = 0.2
@@ -21,8 +25,11 @@ class ClippedValue:
     def __call__(self, values: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         old, returns = inputs.loss_input("values"), inputs.loss_input("returns")
         squares = (values - returns).square()
-        metrics = {"error:sum": (values - returns).detach().square().sum(), "return:sum": returns.sum(),
-                   "return_squared:sum": returns.square().sum()}  # fmt: skip
+        metrics = {
+            "error:sum": (values - returns).detach().square().sum(),
+            "return:sum": returns.sum(),
+            "return_squared:sum": returns.square().sum(),
+        }
         if self.clip:
             held = (torch.clamp(values, old - self.clip, old + self.clip) - returns).square()
             metrics["clip_fraction:sum"] = (held > squares).sum()

@@ -40,7 +40,9 @@ class Adapters:
 
     def _member(self, name: str) -> tuple[Adapter, Learner]:
         if name not in self._members:
-            raise RunError(f"there is no adapter {name!r}; there are {list(self) or 'none'}: add it with adapters.add")
+            raise RunError(
+                f"there is no adapter {name!r}; there are {list(self) or 'none'}: add it with adapters.add"
+            )
         return self._members[name]
 
     def add(self, name: str, lora: LoRA, seed: int = 0) -> None:
@@ -49,7 +51,9 @@ class Adapters:
         Raises ConfigError where the model itself learns, the name is taken or the targets do not exist.
         """
         if not self._frozen:
-            raise ConfigError("this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters")
+            raise ConfigError(
+                "this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters"
+            )
         if name in self._members:
             raise ConfigError(f"there is an adapter {name!r} already; choose another name or remove it")
         adapter = Adapter(lora, self._sites, seed, self._tp_mesh, self._device)
@@ -101,8 +105,18 @@ class Adapters:
         """Plain data from which `match` makes the same adapters."""
         return {name: asdict(adapter.lora) for name, (adapter, _) in self._members.items()}
 
-    def match(self, record: dict[str, Any]) -> None:
-        """Be the adapters of a record, whose weights are then loaded into them."""
+    def match(self, record: dict[str, Any], path: Path) -> None:
+        """Become the adapters of a record, so that their weights can be loaded.
+
+        path: the checkpoint it is from. Raises RunError where the record has adapters and here the model
+        itself learns, or the reverse.
+        """
+        if bool(record) != self._frozen:
+            holds = "adapters" if record else "a model's weights"
+            raise RunError(
+                f"{path} holds {holds}, which is not what learns here; "
+                f"set EngineConfig.adapters (trainer.lora.rank) as it was"
+            )
         for name in [n for n in self if n not in record]:
             self.remove(name)
         for name, fields in record.items():
@@ -122,7 +136,7 @@ class Adapters:
 
 
 def _ranks_with_the_same_weights(config: EngineConfig) -> dist.ProcessGroup | None:
-    """Adapters are whole on each rank but for tensor parallelism: those ranks add their gradients in optim_step."""
+    """Those with the same tensor-parallel shard of each adapter: they add their gradients in optim_step."""
     stride, world = config.layout.tensor_parallel, dist.get_world_size()
     if stride == world:
         return None

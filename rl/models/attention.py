@@ -1,7 +1,7 @@
-"""Causal attention over packed documents by torch's SDPA: on a CPU, in fp32 on a GPU, and under context parallelism.
+"""Causal attention over packed documents through torch's SDPA.
 
-torchtitan's varlen attention has no CPU kernel, computes in bf16 only and knows no context parallelism; its flex attention
-has no backward on a CPU.
+It is used on a CPU, in fp32 on a GPU, and under context parallelism: torchtitan's varlen attention has no CPU
+kernel, computes only in bf16 and has no context parallelism; its flex attention has no backward on a CPU.
 B batch (1), L tokens of a row, l tokens of this process, N heads, H head size, n documents of a bucket.
 """
 
@@ -30,9 +30,10 @@ class Fragment(NamedTuple):
 
 
 class PackedDocuments(NamedTuple):
-    """Where the documents of a row lie: those that start here in buckets of similar length, and the fragments."""
+    """Where the documents of a row lie: those that start here, by similar length, and the fragments."""
 
-    queries: tuple[torch.Tensor, ...]  # one [n, longest] index into l for each bucket; padding repeats the last token
+    # One [n, longest] index into l for each bucket; padding repeats the last token.
+    queries: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]  # the same tokens as indices into L as it was gathered
     valid: tuple[torch.Tensor, ...]  # one [n * longest] bool for each bucket
     fragments: tuple[Fragment, ...]
@@ -42,7 +43,8 @@ class PackedDocuments(NamedTuple):
 def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
     """The tokens of a row that each process of a context-parallel group holds, [l] each, in ascending order.
 
-    One piece from the front and one from the back: later tokens attend to more. The row is divisible (EngineConfig.row_multiple).
+    One piece from the front and one from the back: later tokens attend to more. The row is divisible
+    (EngineConfig.row_multiple).
     """
     if num_procs == 1:
         return [np.arange(num_tokens)]
@@ -53,7 +55,7 @@ def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
 def pack_documents(
     positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0
 ) -> PackedDocuments:
-    """positions: [L], 0 at the first token of each document. pieces: `row_pieces` of the group, where there is one."""
+    """positions: [L], 0 at the first token of each document. pieces: `row_pieces` of the group, if any."""
     pieces = pieces or row_pieces(len(positions), 1)
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
     local_at = np.full(len(positions), -1)
@@ -93,9 +95,10 @@ def pack_documents(
 
 
 def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed [L] -> right-padded rows: tokens [n, longest], positions [n, longest], and where each token went, [L] into n * longest.
+    """Packed [L] -> right-padded rows: tokens and positions [n, longest].
 
-    Padding follows a document and repeats its last token: causal models never see it.
+    Third comes where each token went: [L] indices into n * longest. Padding follows a document and repeats
+    its last token: causal models never see it.
     """
     starts = np.flatnonzero(positions == 0)
     lengths = np.diff([*starts, len(positions)])
@@ -105,14 +108,18 @@ def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray
 
 
 def _runs(tokens: np.ndarray, positions: np.ndarray) -> list[tuple[int, int]]:
-    """Maximal ranges [first, last) of neighbouring tokens of one document, in a sorted subset of a row's tokens."""
+    """Longest ranges [first, last) of adjacent tokens of one document, in a sorted subset of a row."""
     breaks = np.flatnonzero((np.diff(tokens, prepend=tokens[0] - 2) != 1) | (positions[tokens] == 0))
     ends = [*breaks[1:], len(tokens)]
     return [(int(tokens[a]), int(tokens[b - 1]) + 1) for a, b in zip(breaks, ends, strict=True)]
 
 
 def packed_attention(
-    q_lNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, documents: PackedDocuments, scale: float | None
+    q_lNH: torch.Tensor,
+    k_LNH: torch.Tensor,
+    v_LNH: torch.Tensor,
+    documents: PackedDocuments,
+    scale: float | None,
 ) -> torch.Tensor:
     """[l, N, H] and keys, values [L, N', H], where N' divides N -> [l, N, H]."""
     gqa = q_lNH.shape[1] != k_LNH.shape[1]
@@ -138,7 +145,7 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class PackedSDPA(FlexAttention):
-    """In the place of FlexAttention: under context parallelism torchtitan then gathers keys and values over the group."""
+    """A FlexAttention: under context parallelism torchtitan gathers the keys and values of those."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):

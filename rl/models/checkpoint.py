@@ -1,8 +1,11 @@
-"""Checkpoints by torch.distributed.checkpoint: written in the background, complete or not there, readable by any layout."""
+"""Checkpoints, through torch.distributed.checkpoint.
+
+They are written in the background, are complete or not there, and can be read under any layout.
+"""
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,27 +17,40 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from rl.errors import RunError
-from rl.models.checkpoint_dir import RECORD, prune, rename
+from rl.models.adapters import Adapters
+from rl.models.checkpoint_dir import RECORD, prune, read_record, rename, tensor_names
+from rl.models.learner import Learner
 from rl.models.platform import fail_together, new_group
 
 
 class Checkpoints:
     """Writes one checkpoint at a time. Every rank calls every method, in the same order."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        """timeout_seconds: longest that writing one may take."""
+    def __init__(
+        self,
+        device: torch.device,
+        timeout_seconds: float,
+        adapters: Adapters,
+        learners: Callable[[], Mapping[str, Learner]],
+    ) -> None:
+        """timeout_seconds: longest that writing one may take. learners: by their names in a checkpoint."""
+        self._device = device
+        self._adapters = adapters
+        self._learners = learners
         self._timeout = timeout_seconds
         # The writing thread's collectives must not meet those of the training thread.
         self._group = new_group(timeout_seconds, backend="gloo")
         self._writing: Future[None] | None = None
 
-    def save(self, path: Path, tensors: dict[str, Any], record: Mapping[str, Any], keep_last: int) -> None:
-        """Copy `tensors` to the host and return; a thread writes them. `record`: plain data beside them.
+    def save(self, path: Path, state: Mapping[str, Any], keep_last: int) -> None:
+        """Copy all to the host and return; a thread writes it.
 
-        The directory gets its name only when it is complete; then all but the `keep_last` newest of its kind are removed
-        (0 keeps all). Raises RunError where the previous checkpoint failed.
+        state: plain data of the caller's own, kept beside it. The directory gets its name only when it is
+        complete; then all but the `keep_last` newest of its kind are removed (0 keeps all). Raises RunError
+        where the previous checkpoint failed.
         """
         self.wait()
+        record = {"state": state, "adapters": self._adapters.record()}
         partial = path.with_name(path.name + ".partial")
         failure = None
         try:
@@ -45,12 +61,15 @@ class Checkpoints:
         except OSError as error:
             failure = error
         self._agree(failure)
+        tensors = self._tensors() | rng_state(self._device)
         written = dcp.async_save(tensors, storage_writer=FileSystemWriter(partial), process_group=self._group)
         self._writing = finished = Future()
         written.add_done_callback(lambda done: self._finish(done, partial, path, keep_last, finished))
 
     @staticmethod
-    def _finish(written: Future[Any], partial: Path, path: Path, keep_last: int, finished: Future[None]) -> None:
+    def _finish(
+        written: Future[Any], partial: Path, path: Path, keep_last: int, finished: Future[None]
+    ) -> None:
         """In the writing thread. Rank 0's part is over once every rank's files and the metadata exist."""
         try:
             written.result()
@@ -76,16 +95,36 @@ class Checkpoints:
         self._agree(failure)
 
     def _agree(self, failure: BaseException | None) -> None:
-        reason = failure and RunError(f"a checkpoint could not be written: {failure!r}; the one before it is still there")
+        reason = None
+        if failure is not None:
+            reason = RunError(
+                f"a checkpoint could not be written: {failure!r}; the one before it is still there"
+            )
         fail_together(reason, self._group)
 
-    def load(self, path: Path, tensors: dict[str, Any]) -> None:
-        """Read into `tensors` in place, whatever layout they were saved under."""
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load what any layout saved, adapters included; returns the caller's `state`."""
+        record = read_record(path)
+        self._adapters.match(record["adapters"], path)
+        random = saved_rng_state(path, self._device)
+        self._read(path, self._tensors() | random)
+        set_rng_state(random, self._device)
+        for learner in self._learners().values():
+            learner.clear()
+        return record["state"]
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: learner.state() for name, learner in self._learners().items()}
+
+    def _read(self, path: Path, tensors: dict[str, Any]) -> None:
+        """In place."""
         self.wait()
         try:
             dcp.load(tensors, checkpoint_id=str(path), process_group=self._group)
         except CheckpointException as error:
-            raise RunError(f"{path} does not fit this model ({_cause(error)}); load it with the model it was saved from") from error
+            raise RunError(
+                f"{path} does not fit this model ({_cause(error)}); load it with the model it was saved from"
+            ) from error
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -100,6 +139,15 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     if device.type == "cuda":
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+def saved_rng_state(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """What to load a checkpoint's random state into; empty where another number of processes saved it."""
+    random = rng_state(device)
+    saved = {name for name in tensor_names(path) if name.startswith("rng.")}
+    kinds = [name.rsplit(".", 1)[-1] for name in random]
+    here = {f"rng.{rank}.{kind}" for rank in range(dist.get_world_size()) for kind in kinds}
+    return random if saved == here else {}
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor], device: torch.device) -> None:

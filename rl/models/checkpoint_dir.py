@@ -1,4 +1,7 @@
-"""Directories of checkpoints: which are complete, which is the latest, which go. Free of torchtitan: the controller reads them."""
+"""Directories of checkpoints: which are complete, which is the latest, which go.
+
+Free of torchtitan, because the controller reads them.
+"""
 
 import json
 import logging

@@ -13,7 +13,8 @@ class EngineConfig:
     layout: Layout = Layout()
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which it computes. What learns is fp32 always, and so are its gradients, their reduction and the optimizer's state."""
+    """In which it computes. What learns is always fp32, as are its gradients, their reduction and the
+    optimizer's state."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
@@ -22,7 +23,8 @@ class EngineConfig:
     """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
 
     head: Literal["tokens", "value"] = "tokens"
-    """tokens: logprobs, by the model's own head. value: one number before each token, by a new head that starts at 0."""
+    """tokens: logprobs, by the model's own head. value: one number before each token, by a new head that
+    starts at 0."""
 
     adapters: bool = False
     """Freeze the model; adapters learn (see Adapters.add), or nothing does."""

@@ -1,6 +1,7 @@
-"""Weights, out of an engine: this rank's shards for weight sync, or whole tensors one at a time for a directory."""
+"""Weights, out of an engine: this rank's shards for weight sync, or whole tensors for a directory."""
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -8,23 +9,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rl.errors import RunError
 from rl.models.layout import Layout
 from rl.models.learner import local, whole
 from rl.models.lora import Adapter
+from rl.models.platform import fail_together
 from rl.weight_sync.manifest import LocalShard
 
 Split = Callable[[str, int], list[str] | None]
-"""(name, size of the first dimension) -> the names of the tensors stacked along it; None for the usual, one tensor."""
+"""(name, size of the first dimension) -> the names of the tensors stacked along it; None: just one."""
 
 
 def shards(
-    tensors: Mapping[str, nn.Parameter], dtype: torch.dtype, layout: Layout, split: Split, merge: Adapter | None = None
+    tensors: Mapping[str, nn.Parameter],
+    dtype: torch.dtype,
+    layout: Layout,
+    split: Split,
+    merge: Adapter | None = None,
 ) -> Iterator[LocalShard]:
     """Every replica's shard is yielded by one rank; `merge` is added on the way."""
     for name, param in tensors.items():
         shape, offsets = tuple(param.shape), (0,) * param.ndim
         if isinstance(param, DTensor):
-            shape, offsets = map(tuple, compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements))
+            placed = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+            shape, offsets = map(tuple, placed)
         data = local(param.detach())
         delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
         if not data.numel() or not _speaks_for(param, layout):
@@ -50,6 +58,23 @@ def whole_tensors(
         yield from [(name, full)] if names is None else zip(names, full.clone().unbind(), strict=True)
 
 
+def write_directory(
+    out_dir: Path,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    write: Callable[[Path, Iterator[tuple[str, torch.Tensor]]], None],
+) -> None:
+    """Have rank 0 write what `whole_tensors` yields. Raises RunError on every rank where that fails."""
+    failure = None
+    try:
+        if dist.get_rank() == 0:
+            write(out_dir, tensors)
+    except OSError as error:
+        failure = RunError(f"{out_dir} could not be written: {error}")
+    for _ in tensors:  # every rank takes part in every gather, whatever happens on the first
+        pass
+    fail_together(failure)
+
+
 def _speaks_for(param: torch.Tensor, layout: Layout) -> bool:
     """Whether this rank is the one of those with the same shard that exports it."""
     if not isinstance(param, DTensor):
@@ -57,4 +82,5 @@ def _speaks_for(param: torch.Tensor, layout: Layout) -> bool:
     coordinate = param.device_mesh.get_coordinate()
     first = all(coordinate[axis] == 0 for axis, p in enumerate(param.placements) if p.is_replicate())
     # An adapter's mesh is its tensor-parallel group; there is one for each data-parallel rank.
-    return first and (param.device_mesh.size() == dist.get_world_size() or dist.get_rank() < layout.tensor_parallel)
+    only_mesh = param.device_mesh.size() == dist.get_world_size()
+    return first and (only_mesh or dist.get_rank() < layout.tensor_parallel)

@@ -1,4 +1,4 @@
-"""Hugging Face directories: what is in them, read and written as safetensors under torchtitan's parameter names."""
+"""Hugging Face directories: what is in them, and their weights, read and written as safetensors."""
 
 import json
 import re
@@ -42,11 +42,12 @@ def hf_name(name: str) -> str:
 
 
 def expert_names(name: str, num_experts: int) -> list[str] | None:
-    """Hugging Face's name of each expert in torchtitan's stacked tensor [E, ...]; None for any other parameter."""
+    """Hugging Face's name of each expert in torchtitan's stacked tensor [E, ...]; None for others."""
     match = re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)
     if match is None:
         return None
-    return [f"model.layers.{match[1]}.mlp.experts.{e}.{_EXPERT_NAMES[match[2]]}.weight" for e in range(num_experts)]
+    experts, projection = f"model.layers.{match[1]}.mlp.experts", _EXPERT_NAMES[match[2]]
+    return [f"{experts}.{e}.{projection}.weight" for e in range(num_experts)]
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"model directory {model_dir} has no config.json; give the path of a Hugging Face model directory, or make one with: rl fetch smollm2"
+            f"model directory {model_dir} has no config.json; "
+            f"give the path of a Hugging Face model directory, or make one with: rl fetch smollm2"
         )
     try:
         return json.loads(path.read_text())
@@ -71,16 +73,28 @@ def check_supported(config: dict[str, Any]) -> None:
     """Raises ConfigError for a config.json that asks for what the decoders do not compute."""
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ConfigError(f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+        raise ConfigError(
+            f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
-            raise ConfigError(f"config.json has {key}={config[key]}, which is not supported; use a model without it")
+            raise ConfigError(
+                f"config.json has {key}={config[key]}, which is not supported; use a model without it"
+            )
     if config.get("quantization_config"):
-        raise ConfigError("config.json has a quantization_config, which is not supported; use the model's unquantised weights")
+        raise ConfigError(
+            "config.json has a quantization_config, which is not supported; "
+            "use the model's unquantized weights"
+        )
     if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'")
+        raise ConfigError(
+            f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'"
+        )
     if (kind := rope_parameters(config)["rope_type"]) not in ("default", "llama3"):
-        raise ConfigError(f"config.json has rope_type={kind!r}, which is not supported; use a model with 'default' or 'llama3'")
+        raise ConfigError(
+            f"config.json has rope_type={kind!r}, which is not supported; "
+            f"use a model with 'default' or 'llama3'"
+        )
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -115,11 +129,16 @@ class HFWeights:
 
     def __init__(self, model_dir: str | Path):
         self._model_dir = model_dir
-        self._files = {key: file for path in weight_files(model_dir) for file in [_open(path)] for key in file.keys()}  # noqa: SIM118
+        self._files = {}
+        for path in weight_files(model_dir):
+            file = _open(path)
+            self._files |= dict.fromkeys(file.keys(), file)
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._files:
-            raise ConfigError(f"model directory {self._model_dir} has no tensor {name}, which its config.json asks for")
+            raise ConfigError(
+                f"model directory {self._model_dir} has no tensor {name}, which its config.json asks for"
+            )
         return self._files[name].get_tensor(name)
 
 
@@ -130,7 +149,9 @@ def _open(path: Path) -> Any:
         raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
 
 
-def save_model(out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+def save_model(
+    out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
     """Write tensors (Hugging Face names) with the config and tokenizer files of `model_dir`."""
     out_dir.mkdir(parents=True, exist_ok=True)
     shards, total = [], 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is spread over processes: replicate x shard x context_parallel x tensor_parallel of them."""
+    """How many processes: replicate x shard x context_parallel x tensor_parallel of them."""
 
     replicate: int = 1
     """Copies of the model (HSDP's outer axis); gradients are summed over them."""
@@ -14,7 +14,8 @@ class Layout:
     """FSDP2: processes over which each copy's parameters, gradients and optimizer state are sharded."""
 
     context_parallel: int = 1
-    """Processes that share each row of tokens, for sequences too long for one; parameters are sharded over them too."""
+    """Processes that share each row of tokens, for sequences too long for one; parameters are sharded over
+    them too."""
 
     tensor_parallel: int = 1
     """Processes that split each layer's matrices, with sequence parallelism between them."""
@@ -36,5 +37,6 @@ class Layout:
 
 def row_multiple(layout: Layout, float8: bool = False) -> int:
     """What a row's number of tokens must be a multiple of."""
-    halves = 2 if layout.context_parallel > 1 else 1  # each process takes a piece from the front and one from the back
-    return layout.procs_per_row * halves * (16 if float8 else 1)  # GPUs multiply float8 matrices in blocks of 16
+    halves = 2 if layout.context_parallel > 1 else 1  # a piece from the front and one from the back for each
+    blocks = 16 if float8 else 1  # GPUs multiply float8 matrices in blocks of 16
+    return layout.procs_per_row * halves * blocks

@@ -18,7 +18,7 @@ class Learner:
     """AdamW over named parameters. The learning rate and all else come with each step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], reduce_over: dist.ProcessGroup | None = None):
-        """reduce_over: ranks that hold the same parameters and saw other tokens, where nobody else adds their gradients."""
+        """reduce_over: ranks with the same parameters and other tokens, where nothing else adds gradients."""
         self.parameters = dict(parameters)
         self._reduce_over = reduce_over
         self.reset()
@@ -33,33 +33,37 @@ class Learner:
         self._optimizer.zero_grad()
 
     def step(self, params: OptimParams) -> dict[str, float]:
-        """Scale, clip and apply the accumulated gradient, then clear it. Returns `grad_norm`, before clipping.
+        """Scale, clip and apply the accumulated gradient, then clear it.
 
-        Raises RunError where there is no gradient and NotFinite where it is not finite, with the parameters untouched.
+        Returns `grad_norm`, before clipping. Raises RunError where there is no gradient and NotFinite where
+        it is not finite; the parameters are then as they were.
         """
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         if not parameters:
             raise RunError("optim_step without a gradient; call forward_backward first")
         for p in parameters:
-            if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:  # a sum still to be made over TP ranks
+            # A sum may still have to be made over tensor-parallel ranks.
+            if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         gradients = [local(p.grad) for p in parameters]
         if self._reduce_over is not None:
             _sum_over(gradients, self._reduce_over)
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)) * params.grad_scale
+        unscaled = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        norm = whole(unscaled) * params.grad_scale
         if not torch.isfinite(norm):
             self.clear()
             raise NotFinite(f"the gradient norm is {norm.item()}; the step was not applied", "grad_norm")
         clip = (params.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if params.max_grad_norm else 1.0
         torch._foreach_mul_(gradients, params.grad_scale * clip)
         for group in self._optimizer.param_groups:
-            group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
+            group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps}
+            group["weight_decay"] = params.weight_decay
         self._optimizer.step()
         self.clear()
         return {"grad_norm": norm.item()}
 
     def state(self) -> dict[str, Any]:
-        """Name -> the parameter and its moments, as they are: what a checkpoint holds, and what loading writes into."""
+        """Name -> the parameter and its moments: what a checkpoint holds, and what loading writes into."""
         return {name: {"value": p.detach(), **self._moments(p)} for name, p in self.parameters.items()}
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

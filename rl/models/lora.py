@@ -1,7 +1,8 @@
 """LoRA (arXiv 2106.09685): adapters on the frozen linear layers of any engine, in PEFT's format outside.
 
-An adapter's weights are whole on every data-parallel rank and split over tensor-parallel ranks as their layer is; FSDP does not
-know of them, so that adapters come and go while the model stays. r rank, I input size, O output size of a layer.
+An adapter's weights are whole on every data-parallel rank and split over tensor-parallel ranks as their layer
+is. FSDP does not know of them, so that adapters come and go while the model stays. r rank, I input size,
+O output size of a layer.
 """
 
 import json
@@ -22,10 +23,19 @@ from rl.models.learner import whole
 from rl.types import LoRA
 
 _PREFIX = "base_model.model."
+_UNSUPPORTED = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "layers_to_transform",
+)
 
 
 class Site:
-    """A frozen linear layer to which an adapter can be attached. Made before the model is parallelised."""
+    """A frozen linear layer to which an adapter can be attached. Made before the model is parallelized."""
 
     def __init__(self, name: str, linear: nn.Linear):
         """name: the layer's Hugging Face name."""
@@ -47,13 +57,18 @@ class Adapter:
     """The weights of one adapter, fp32, by PEFT's names."""
 
     def __init__(self, lora: LoRA, sites: Iterable[Site], seed: int, tp_mesh: Any, device: torch.device):
-        """A is drawn as PEFT draws it, the same under every layout, and B is 0. Raises ConfigError for targets that do not exist."""
+        """A is drawn as PEFT draws it, the same under every layout, and B is 0.
+
+        Raises ConfigError for targets that do not exist.
+        """
         if lora.rank < 1:
             raise ConfigError(f"lora.rank={lora.rank} must be at least 1 for an adapter")
         sites = list(sites)
         known = {site.name.rsplit(".", 1)[-1] for site in sites}
         if unknown := sorted(set(lora.targets) - known):
-            raise ConfigError(f"lora.targets names {unknown}, which the model does not have; use some of {sorted(known)}")
+            raise ConfigError(
+                f"lora.targets names {unknown}, which the model does not have; use some of {sorted(known)}"
+            )
         self.lora = lora
         self._sites = [site for site in sites if site.name.rsplit(".", 1)[-1] in lora.targets]
         self.parameters: dict[str, nn.Parameter] = {}
@@ -61,7 +76,8 @@ class Adapter:
             a, b = _initial(site, lora.rank, seed)
             placement_a, placement_b = _placements(site.linear.weight, tp_mesh)
             for name, tensor, placement in (("lora_A", a, placement_a), ("lora_B", b, placement_b)):
-                self.parameters[f"{_PREFIX}{site.name}.{name}.weight"] = _parameter(tensor.to(device), placement, tp_mesh)
+                parameter = _parameter(tensor.to(device), placement, tp_mesh)
+                self.parameters[f"{_PREFIX}{site.name}.{name}.weight"] = parameter
 
     def attach(self) -> None:
         for site in self._sites:
@@ -70,8 +86,13 @@ class Adapter:
     def pair(self, site_name: str) -> tuple[nn.Parameter, nn.Parameter]:
         return tuple(self.parameters[f"{_PREFIX}{site_name}.{name}.weight"] for name in ("lora_A", "lora_B"))
 
-    def delta(self, weight_name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """What the adapter adds to a block of a weight [O, I], fp32; None where it adds nothing. A collective under TP."""
+    def delta(
+        self, weight_name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """What the adapter adds to a block of a weight [O, I], fp32; None where it adds nothing.
+
+        A collective under tensor parallelism.
+        """
         site_name = weight_name.removesuffix(".weight")
         if f"{_PREFIX}{site_name}.lora_A.weight" not in self.parameters:
             return None
@@ -83,12 +104,19 @@ class Adapter:
         """Full tensors by PEFT's names. Raises ConfigError where they are not this adapter's."""
         if tensors.keys() != self.parameters.keys():
             odd = sorted(tensors.keys() ^ self.parameters.keys())[:3]
-            raise ConfigError(f"the adapter's tensors are not those of this model and these targets, for instance {odd}")
+            raise ConfigError(
+                f"the adapter's tensors are not those of this model and these targets, for instance {odd}"
+            )
         for name, p in self.parameters.items():
             if tensors[name].shape != p.shape:
-                raise ConfigError(f"{name} has shape {tuple(tensors[name].shape)} in the adapter but {tuple(p.shape)} in the model")
+                raise ConfigError(
+                    f"{name} has shape {tuple(tensors[name].shape)} in the adapter "
+                    f"but {tuple(p.shape)} in the model"
+                )
             full = tensors[name].to(p.device, torch.float32)
-            p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else full)
+            if isinstance(p, DTensor):
+                full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+            p.data.copy_(full)
 
 
 def detach_all(sites: Iterable[Site]) -> None:
@@ -122,22 +150,33 @@ def adapter_config(lora: LoRA, base_model: str) -> dict[str, Any]:
 def write_adapter(path: Path, lora: LoRA, base_model: str, tensors: dict[str, torch.Tensor]) -> None:
     """A directory that PEFT and vLLM load."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()},
+        path / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
     (path / "adapter_model.safetensors").chmod(0o644)  # safetensors writes 0600
     (path / "adapter_config.json").write_text(json.dumps(adapter_config(lora, base_model), indent=1))
 
 
 def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
-    """What PEFT or `write_adapter` wrote. Raises ConfigError where it is missing or asks for what is not computed here."""
+    """What PEFT or `write_adapter` wrote. Raises ConfigError where it is missing or not supported."""
     path = Path(path)
     if not (path / "adapter_config.json").is_file() or not (path / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"{path} is not an adapter: it needs adapter_config.json and adapter_model.safetensors")
+        raise ConfigError(
+            f"{path} is not an adapter: it needs adapter_config.json and adapter_model.safetensors"
+        )
     config = json.loads((path / "adapter_config.json").read_text())
-    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layers_to_transform"):
+    for key in _UNSUPPORTED:
         if config.get(key):
-            raise ConfigError(f"{path}/adapter_config.json has {key}={config[key]!r}, which is not supported; use an adapter without it")
+            raise ConfigError(
+                f"{path}/adapter_config.json has {key}={config[key]!r}, which is not supported; "
+                f"use an adapter without it"
+            )
     if config.get("bias", "none") != "none":
-        raise ConfigError(f"{path}/adapter_config.json has bias={config['bias']!r}, which is not supported; use 'none'")
+        raise ConfigError(
+            f"{path}/adapter_config.json has bias={config['bias']!r}, which is not supported; use 'none'"
+        )
     tensors = load_file(path / "adapter_model.safetensors")
     targets = sorted({name.rsplit(".", 3)[-3] for name in tensors})
     return LoRA(config["r"], config["lora_alpha"], tuple(targets)), tensors
@@ -160,4 +199,6 @@ def _placements(weight: torch.Tensor, tp_mesh: Any) -> tuple[Any, Any]:
 
 
 def _parameter(tensor: torch.Tensor, placement: Any, tp_mesh: Any) -> nn.Parameter:
-    return nn.Parameter(tensor if tp_mesh is None else distribute_tensor(tensor, tp_mesh, [placement], src_data_rank=None))
+    if tp_mesh is not None:
+        tensor = distribute_tensor(tensor, tp_mesh, [placement], src_data_rank=None)
+    return nn.Parameter(tensor)

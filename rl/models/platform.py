@@ -27,10 +27,15 @@ DEVICE_TYPE: str = titan_utils.device_type
 
 
 class _GatherKeysAndValues(torch.autograd.Function):
-    """What torch's flex_cp_allgather does, in one blocking collective: with its two at a time, gloo corrupts memory."""
+    """What torch's flex_cp_allgather does, in one blocking collective.
+
+    torch has two at a time, with which gloo corrupts memory.
+    """
 
     @staticmethod
-    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, seq_dim: int, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, seq_dim: int, group_name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.group, ctx.seq_dim = _resolve_process_group(group_name), seq_dim
         local = torch.stack([k, v])
         parts = local.new_empty(ctx.group.size(), *local.shape)
@@ -38,7 +43,9 @@ class _GatherKeysAndValues(torch.autograd.Function):
         return tuple(torch.cat(parts[:, i].unbind(), seq_dim) for i in range(2))
 
     @staticmethod
-    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         parts = torch.stack(torch.stack([grad_k, grad_v]).chunk(ctx.group.size(), ctx.seq_dim + 1))
         local = parts.new_empty(parts.shape[1:])
         dist.reduce_scatter(local, list(parts.unbind()), group=ctx.group)
@@ -50,12 +57,16 @@ if DEVICE_TYPE == "cpu":
 
 
 def init_process_group(timeout_seconds: float) -> torch.device:
-    """Join the group that torchrun's environment names, or make one of this process alone. Returns the device to use."""
+    """Join the group that torchrun's environment names, or make one of this process alone.
+
+    Returns the device to use.
+    """
     titan_dist.set_spmd_backend("partial_dtensor")  # the default, spmd_types, needs a newer torch than 2.13
     device = torch.device("cpu")
     if DEVICE_TYPE != "cpu":
-        # Under torchrun every process sees all devices; the launcher shows each process its own alone.
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
+        # Under torchrun every process sees all devices; the launcher shows each process only its own.
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
         device = torch.device(DEVICE_TYPE, torch.accelerator.current_device_index())
     if not dist.is_initialized():
         backend = "gloo" if DEVICE_TYPE == "cpu" else f"{DEVICE_TYPE}:nccl,cpu:gloo"
@@ -64,7 +75,9 @@ def init_process_group(timeout_seconds: float) -> torch.device:
     return device
 
 
-def new_group(timeout_seconds: float, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+def new_group(
+    timeout_seconds: float, ranks: Sequence[int] | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
     """A group whose collectives do not wait for longer than this; torch's default is up to half an hour."""
     return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
 
@@ -77,8 +90,18 @@ def fail_together(failure: Exception | None, group: dist.ProcessGroup | None = N
         raise failure or first
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """FSDP keeps its last modules gathered for a backward that a forward alone does not have."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def sum_gradients_over_ranks(model: torch.nn.Module, num_ranks: int) -> None:
-    """Make FSDP add gradients instead of averaging them: losses are sums over tokens. num_ranks: over which it adds."""
+    """Make FSDP add gradients instead of averaging them: losses are sums over tokens.
+
+    num_ranks: over how many it adds.
+    """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue

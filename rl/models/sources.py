@@ -1,4 +1,7 @@
-"""Where a run's model comes from. Both sources end in a Hugging Face directory; the rest of the code knows only that."""
+"""Where a run's model comes from.
+
+Both sources end in a Hugging Face directory; the rest of the code knows only that.
+"""
 
 import json
 from dataclasses import dataclass
@@ -74,9 +77,13 @@ class TinyQwen3:
         if len(set(self.alphabet)) != len(self.alphabet):
             return [f"model.alphabet={self.alphabet!r} repeats a character; name each once"]
         sizes = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "max_length")
-        found = [f"model.{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        given = {name: getattr(self, name) for name in sizes}
+        found = [f"model.{name}={size} must be at least 1" for name, size in given.items() if size < 1]
         if not found and self.num_heads % self.num_kv_heads:
-            found.append(f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; use a divisor")
+            found.append(
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
+                f"use a divisor"
+            )
         return found
 
     @property

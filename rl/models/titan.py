@@ -1,4 +1,7 @@
-"""TitanEngine: Qwen3 (dense and MoE) and Llama 3 by torchtitan: FSDP2, HSDP, tensor and context parallelism, float8, compile."""
+"""TitanEngine: Qwen3 (dense and MoE) and Llama 3 through torchtitan.
+
+With FSDP2, HSDP, tensor and context parallelism, float8 and torch.compile.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,9 @@ from rl.errors import ConfigError, RunError
 from rl.models import hf
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import pack_documents, row_pieces
-from rl.models.decoder import model_spec
-from rl.models.engine import VALUE_HEAD, Engine
+from rl.models.decoder_config import model_spec
+from rl.models.engine import Engine
+from rl.models.load_weights import VALUE_HEAD, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
 from rl.types import MicroBatch
@@ -28,11 +32,14 @@ class TitanEngine(Engine):
 
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
-        self._hf_config["max_position_embeddings"] = self.max_seq_len  # each layer keeps a RoPE table of that length
-        # torchtitan's varlen attention is for GPUs, computes in bf16 whatever it is given and knows no context parallelism.
+        # Each layer keeps a RoPE table of this length.
+        self._hf_config["max_position_embeddings"] = self.max_seq_len
+        # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
         self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
         if config.compile and self._packed_sdpa:
-            raise ConfigError("compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False")
+            raise ConfigError(
+                "compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False"
+            )
         parallelism = ParallelismConfig(
             data_parallel_replicate_degree=layout.replicate,
             data_parallel_shard_degree=layout.shard,
@@ -55,7 +62,8 @@ class TitanEngine(Engine):
             model = spec.model.build()
         if config.adapters:
             freeze(model, self._dtype)
-            self._sites = [Site(name, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and (name := _layer_name(n))]
+            linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+            self._sites = [Site(name, m) for n, m in linears if (name := _layer_name(n))]
         model = spec.parallelize_fn(
             model,
             parallel_dims=dims,
@@ -69,18 +77,21 @@ class TitanEngine(Engine):
         model.to_empty(device=self.device)
         with torch.no_grad():
             model.init_states(buffer_device=self.device)
-        self._load_tensors(model, hf.HFWeights(self._model_dir) if config.seed is None else self._random_weights(config.seed))
+        read = hf.HFWeights(self._model_dir) if config.seed is None else self._random_weights(config.seed)
+        load_tensors(model, read, self._name, self._split, self.device)
         return model
 
     def _converters(self) -> list[Any]:
-        """torchtitan's converters of the model's config. (None of 0.3.0 has a hook after the optimizer's step.)"""
+        """torchtitan's converters of the model's config. None of 0.3.0's hooks into the optimizer's step."""
         if not self.config.float8:
             return []
         try:
             from torchtitan.components.quantization.float8 import Float8LinearConverter
 
             settings = Float8LinearConverter.Config(
-                emulate=DEVICE_TYPE == "cpu", filter_fqns=["lm_head", "router.gate"], model_compile_enabled=self.config.compile
+                emulate=DEVICE_TYPE == "cpu",
+                filter_fqns=["lm_head", "router.gate"],
+                model_compile_enabled=self.config.compile,
             )
             return [settings.build()]
         except (ImportError, ValueError) as error:
@@ -109,21 +120,25 @@ class TitanEngine(Engine):
 
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
         if len(micro.tokens) % self.config.row_multiple:
-            raise RunError(f"a row of {len(micro.tokens)} tokens is not a multiple of {self.config.row_multiple}; pack with "
-                           f"multiple_of=config.row_multiple")  # fmt: skip
+            raise RunError(
+                f"a row of {len(micro.tokens)} tokens is not a multiple of {self.config.row_multiple}; "
+                f"pack with multiple_of=config.row_multiple"
+            )
         if self._context_group is not None:
             return self._run_context_parallel(micro, with_targets)
-        tokens, positions, scored = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.targets))
+        tokens, positions, index = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.targets))
         if self._packed_sdpa:
             documents = pack_documents(micro.positions, self.device)
         else:
             documents = create_varlen_metadata_for_document(positions[None])
-        return self._model(tokens[None], positions[None], documents, scored - 1, tokens[scored] if with_targets else None)
+        targets = tokens[index] if with_targets else None
+        return self._model(tokens[None], positions[None], documents, index - 1, targets)
 
     def _run_context_parallel(self, micro: MicroBatch, with_targets: bool) -> Any:
-        """Each rank holds pieces of the row, and scores the tokens whose predecessor it holds; then all see all scores.
+        """Each rank holds pieces of the row, and computes for the targets whose predecessor it holds.
 
-        The loss is the same on every rank of the group, and each takes the gradient of its own scores.
+        Then the outputs of all are joined: the loss is the same on every rank of the group, and each takes
+        the gradient of its own outputs.
         """
         layout = self.config.layout
         pieces = row_pieces(len(micro.tokens), layout.context_parallel)
@@ -133,11 +148,11 @@ class TitanEngine(Engine):
         targets = self._tensor(micro.tokens[micro.targets[mine]]) if with_targets else None
         documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
         tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]
-        scores = self._model(tokens, positions, documents, self._tensor(predictors), targets)
+        outputs = self._model(tokens, positions, documents, self._tensor(predictors), targets)
         index, total = self._tensor(mine), len(micro.targets)
         if not with_targets:
-            return self._join(scores, index, total)
-        logprobs, entropy = scores
+            return self._join(outputs, index, total)
+        logprobs, entropy = outputs
         return self._join(logprobs, index, total), self._join(entropy, index, total)
 
     def _join(self, mine: torch.Tensor, index: torch.Tensor, total: int) -> torch.Tensor:

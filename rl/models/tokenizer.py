@@ -9,20 +9,30 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class HFTokenizer:
-    """Text to token ids and back. Raises ConfigError where the directory has no tokenizer or the tokenizer no EOS."""
+    """Text to token ids and back.
+
+    Raises ConfigError where the directory has no tokenizer or the tokenizer no EOS.
+    """
 
     def __init__(self, model_dir: str | Path):
         from transformers import AutoTokenizer  # 3 s to import
 
         # transformers would make an empty tokenizer rather than say that there is none.
         if not any((Path(model_dir) / name).is_file() for name in _FILES):
-            raise ConfigError(f"model directory {model_dir} has no tokenizer ({', '.join(_FILES)}); copy tokenizer.json there")
+            raise ConfigError(
+                f"model directory {model_dir} has no tokenizer ({', '.join(_FILES)}); "
+                f"copy tokenizer.json there"
+            )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model directory {model_dir} has no readable tokenizer ({error}); copy tokenizer.json there") from error
+            raise ConfigError(
+                f"model directory {model_dir} has no readable tokenizer ({error}); copy tokenizer.json there"
+            ) from error
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json")
+            raise ConfigError(
+                f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json"
+            )
         self.eos_id: int = self._tokenizer.eos_token_id
         self.has_chat_template = self._tokenizer.chat_template is not None
 
@@ -42,7 +52,8 @@ class HFTokenizer:
     def encode_chat(self, user: str) -> list[int]:
         """One user's turn in the model's chat template, ready for the assistant's answer."""
         messages = [{"role": "user", "content": user}]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        settings = {"add_generation_prompt": True, "return_dict": False}
+        return list(self._tokenizer.apply_chat_template(messages, **settings))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -42,9 +42,17 @@ def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _means(updates: Sequence[Mapping[str, float]], skip: Sequence[str]) -> dict[str, float]:
     tokens = sum(u["tokens:sum"] for u in updates) or math.nan
-    names = [n.removesuffix(":sum") for n in dict.fromkeys(n for u in updates for n in u) if n.endswith(":sum")]
-    means = {n: sum(u.get(f"{n}:sum", 0.0) for u in updates) / tokens for n in names if n not in ("tokens", "loss", *skip)}
-    for name in dict.fromkeys(n for u in updates for n in u if n.endswith(":max") and not n.startswith(tuple(skip))):
+    names = [
+        n.removesuffix(":sum") for n in dict.fromkeys(n for u in updates for n in u) if n.endswith(":sum")
+    ]
+    means = {
+        n: sum(u.get(f"{n}:sum", 0.0) for u in updates) / tokens
+        for n in names
+        if n not in ("tokens", "loss", *skip)
+    }
+    for name in dict.fromkeys(
+        n for u in updates for n in u if n.endswith(":max") and not n.startswith(tuple(skip))
+    ):
         means[name.replace(":", "/")] = max(u[name] for u in updates if name in u)
     means["loss"] = statistics.fmean(u["loss:sum"] / u["denominator"] for u in updates)
     means["grad_norm"] = statistics.fmean(u["grad_norm"] for u in updates)

@@ -75,7 +75,8 @@ class Recorder:
         if metrics.get("advantages/nonzero") == 0 and not self._said_no_signal:
             self._said_no_signal = True
             self._line(
-                f"step {step}: no rollout had an advantage, so no reward taught anything; is the task too hard, or too easy?", keep=True
+                f"step {step}: no rollout had an advantage, so no reward taught anything; is the task too hard, or too easy?",
+                keep=True,
             )
 
     def evaluation(
@@ -86,7 +87,8 @@ class Recorder:
         self._record(step, metrics)
         self._write_rollouts(step, "eval", groups)
         self._line(
-            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems", keep=True
+            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems",
+            keep=True,
         )
         if pause:
             self._timeline.skip()
@@ -104,7 +106,9 @@ class Recorder:
         if self.accuracies:
             steps = list(self.accuracies)
             values, errors = zip(*self.accuracies.values(), strict=True)
-            axes.errorbar(steps, values, errors, color="#c0392b", marker="o", capsize=3, label="held-out accuracy")
+            axes.errorbar(
+                steps, values, errors, color="#c0392b", marker="o", capsize=3, label="held-out accuracy"
+            )
         axes.set(xlabel="step", ylabel="reward, accuracy", title=title)
         bottom, top = axes.get_ylim()
         axes.set_ylim(min(bottom, -0.02), max(top, 1.02))

@@ -25,7 +25,9 @@ def write_shards(
     for shard, offset in zip(shards, offsets, strict=False):
         shape = tuple(shard.data.shape)
         _view(buffer, offset, shard.dtype, shape).copy_(shard.data)
-        published.append(Shard(shard.name, shard.dtype, shard.global_shape, shard.offsets, shape, f"{key}:{offset}"))
+        published.append(
+            Shard(shard.name, shard.dtype, shard.global_shape, shard.offsets, shape, f"{key}:{offset}")
+        )
     return published
 
 
@@ -34,12 +36,16 @@ def keys(manifest: Manifest) -> Sequence[str]:
     return list(dict.fromkeys(shard.locator.rsplit(":", 1)[0] for shard in manifest.shards))
 
 
-def read_shards(manifest: Manifest, buffers: Mapping[str, torch.Tensor]) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
+def read_shards(
+    manifest: Manifest, buffers: Mapping[str, torch.Tensor]
+) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
     """Tensor name -> its shards as views of the buffers."""
     fetched: dict[str, list[tuple[Shard, torch.Tensor]]] = {}
     for shard in manifest.shards:
         key, offset = shard.locator.rsplit(":", 1)
-        fetched.setdefault(shard.name, []).append((shard, _view(buffers[key], int(offset), shard.dtype, shard.shape)))
+        fetched.setdefault(shard.name, []).append(
+            (shard, _view(buffers[key], int(offset), shard.dtype, shard.shape))
+        )
     return fetched
 
 

@@ -8,7 +8,6 @@ import torch
 
 from rl.types import LoRA, PolicyVersion
 
-
 MODEL = "model"
 """The name under which the model's own weights are published; an adapter's are published under the adapter's."""
 
@@ -53,7 +52,9 @@ class Manifest:
         return sum(shard.dtype.itemsize * torch.Size(shard.shape).numel() for shard in self.shards)
 
 
-def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
+def assemble(
+    fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor), one at a time. Raises ValueError where the shards do not cover a tensor exactly."""
     for name, blocks in fetched.items():
         blocks = list(blocks)
@@ -61,7 +62,9 @@ def assemble(fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]]) -> Ite
         covered = sum(data.numel() for _, data in blocks)
         total = torch.Size(shape).numel()
         if covered != total or any(_overlap(a, b) for (a, _), (b, _) in combinations(blocks, 2)):
-            raise ValueError(f"the shards of {name} hold {covered} of its {total} elements, or overlap; publish every rank's shards once")
+            raise ValueError(
+                f"the shards of {name} hold {covered} of its {total} elements, or overlap; publish every rank's shards once"
+            )
         if len(blocks) == 1:
             yield name, blocks[0][1]
             continue

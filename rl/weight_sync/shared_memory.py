@@ -22,7 +22,9 @@ class SharedMemory:
 
     directory: str
 
-    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
+    async def publish(
+        self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]
+    ) -> list[Shard]:
         """Write this rank's shards. Raises RunError where the host's shared memory is too small."""
         path = str(self._path(name, version, rank))
 
@@ -40,7 +42,9 @@ class SharedMemory:
         buffers = {}
         for path in keys(manifest):
             if not os.path.exists(path):
-                raise RunError(f"policy version {manifest.version} was released before it was read ({path} is gone); fetch sooner")
+                raise RunError(
+                    f"policy version {manifest.version} was released before it was read ({path} is gone); fetch sooner"
+                )
             buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
         return read_shards(manifest, buffers)
 

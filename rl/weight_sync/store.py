@@ -41,7 +41,9 @@ class WeightStore:
             self._writing[name] -= 1
         newest = self.newest(name)
         if newest is not None and manifest.version < newest.version:
-            raise RunError(f"version {manifest.version} of {name} was published after version {newest.version}")
+            raise RunError(
+                f"version {manifest.version} of {name} was published after version {newest.version}"
+            )
         self._versions.setdefault(name, {})[manifest.version] = manifest
         await self._free(name)
         self.changed.notify()
@@ -56,7 +58,9 @@ class WeightStore:
         """The version exists for as long as the context is open."""
         key = (manifest.name, manifest.version)
         if manifest.version not in self._versions.get(manifest.name, {}) or key in self._freeing:
-            raise RunError(f"version {manifest.version} of {manifest.name} is no longer there; ask for the newest")
+            raise RunError(
+                f"version {manifest.version} of {manifest.name} is no longer there; ask for the newest"
+            )
         self._readers[key] += 1
         try:
             yield manifest

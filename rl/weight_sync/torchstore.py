@@ -53,7 +53,9 @@ class TorchStore:
         await torchstore.initialize(mesh=storage_procs)
         return cls()
 
-    async def publish(self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]) -> list[Shard]:
+    async def publish(
+        self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]
+    ) -> list[Shard]:
         buffers: list[torch.Tensor] = []
 
         def allocate(num_bytes: int) -> torch.Tensor:
@@ -76,7 +78,9 @@ class TorchStore:
     async def _buffers(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         for key in keys(manifest):
             if not await torchstore.exists(key):
-                raise RunError(f"policy version {manifest.version} was released before it was read ({key} is gone)")
+                raise RunError(
+                    f"policy version {manifest.version} was released before it was read ({key} is gone)"
+                )
         return {key: await torchstore.get(key) for key in keys(manifest)}
 
 

@@ -29,7 +29,10 @@ class FakeEngine(EngineHandle):
         self._bad = False
 
     def _scores(self, micro, who=""):
-        seeds = [zlib.crc32(f"{self.name} {who} {self.updates} {i} {t}".encode()) for i, t in enumerate(micro.tokens[micro.targets])]
+        seeds = [
+            zlib.crc32(f"{self.name} {who} {self.updates} {i} {t}".encode())
+            for i, t in enumerate(micro.tokens[micro.targets])
+        ]
         return np.array([np.random.default_rng(seed).normal(-1.5, 0.4) for seed in seeds], np.float32)
 
     def note(self, *what):
@@ -49,15 +52,27 @@ class FakeEngine(EngineHandle):
     async def forward_backward(self, batch, loss):
         from rl.errors import NotFinite
 
-        totals = {"tokens:sum": 0.0, "loss:sum": 0.0, "logprob_diff:sum": 0.0, "logprob_diff:max": 0.0, "ratio_outside:sum": 0.0}
+        totals = {
+            "tokens:sum": 0.0,
+            "loss:sum": 0.0,
+            "logprob_diff:sum": 0.0,
+            "logprob_diff:max": 0.0,
+            "ratio_outside:sum": 0.0,
+        }
         for micro in (m for rank in batch.ranks for m in rank):
-            bad = self.fail_on is not None and self.updates >= self.fail_on[2] and self.fail_on[1] in [None, *micro.tokens[micro.targets]]
+            bad = (
+                self.fail_on is not None
+                and self.updates >= self.fail_on[2]
+                and self.fail_on[1] in [None, *micro.tokens[micro.targets]]
+            )
             if bad and self.fail_on[0] == "loss":
                 raise NotFinite("the loss is nan", "loss")
             self._bad |= bad
             logprobs = torch.from_numpy(self._scores(micro)).requires_grad_()
             arrays = (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)
-            inputs = TokenInputs(*map(torch.from_numpy, arrays), {n: torch.from_numpy(c) for n, c in micro.loss_inputs.items()})
+            inputs = TokenInputs(
+                *map(torch.from_numpy, arrays), {n: torch.from_numpy(c) for n, c in micro.loss_inputs.items()}
+            )
             output = loss(logprobs, inputs)
             (gradient,) = torch.autograd.grad(output.loss + logprobs.sum() * 0, logprobs)
             totals["loss:sum"] += output.loss.item()
@@ -124,7 +139,9 @@ class FakeGenerators:
             length = int(rng.integers(2, params.max_new_tokens + 1))
             stop = StopReason.LENGTH if length == params.max_new_tokens else StopReason.STOP
             tokens = rng.integers(3, 30, length).tolist()
-            completions.append(Completion(tokens, rng.normal(-1.5, 0.4, length).tolist(), VersionRange(0, 0), stop))
+            completions.append(
+                Completion(tokens, rng.normal(-1.5, 0.4, length).tolist(), VersionRange(0, 0), stop)
+            )
         return completions
 
     async def load_weights(self, manifest):
@@ -154,7 +171,9 @@ def fake_fleet(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Fleet, l
         reference = ReferenceMesh(FakeEngine("reference", calls, policy), trainer, run_dir / "reference")
     critic = FakeEngine("critic", calls, policy) if config.needs_critic else None
     adapter = POLICY if config.trainer.lora.rank else None
-    return Fleet(trainer, FakeGenerators(calls), FakeRewards(), reference, config.reference_kind, critic, adapter), calls
+    return Fleet(
+        trainer, FakeGenerators(calls), FakeRewards(), reference, config.reference_kind, critic, adapter
+    ), calls
 
 
 class QuietRecorder(SimpleNamespace):

@@ -93,7 +93,10 @@ def test_a_recipe_at_fault_is_named_with_its_line(one_line, tmp_path):
     file.write_text("x = 1\ndef f(:\n")
     assert "recipe.py line 2: SyntaxError" in one_line("train", f"{file}:f")
     file.write_text("x = 1\nimport no_such_module\n")
-    assert "recipe.py line 2: ModuleNotFoundError: No module named 'no_such_module'; fix the recipe" in one_line("train", f"{file}:f")
+    assert (
+        "recipe.py line 2: ModuleNotFoundError: No module named 'no_such_module'; fix the recipe"
+        in one_line("train", f"{file}:f")
+    )
     file.write_text("def f():\n    return {}['x']\n")
     assert "recipe.py line 2: KeyError: 'x'" in one_line("train", f"{file}:f")
 
@@ -105,8 +108,12 @@ def test_a_model_that_cannot_read_the_task(one_line):
 
 
 def test_an_unknown_flag_names_the_nearest(one_line):
-    assert "unknown setting --trainer.lrr; did you mean --trainer.lr?" in one_line("train", "quickstart", "--trainer.lrr", "1")
-    assert "there is no setting --temperature: training samples at 1" in one_line("train", "quickstart", "--temperature", "0.7")
+    assert "unknown setting --trainer.lrr; did you mean --trainer.lr?" in one_line(
+        "train", "quickstart", "--trainer.lrr", "1"
+    )
+    assert "there is no setting --temperature: training samples at 1" in one_line(
+        "train", "quickstart", "--temperature", "0.7"
+    )
     assert "did you mean" not in one_line("train", "quickstart", "--no_such", "1")
     assert "did you mean --group_size?" in one_line("train", "quickstart", "--group-sizes=3")
     assert "did you mean --trainer.weight_decay?" in one_line("train", "quickstart", "--weight_decay", "1")
@@ -128,12 +135,16 @@ def test_an_unknown_flag_names_the_nearest(one_line):
     ],
 )
 def test_a_flag_of_another_framework_gets_our_name(one_line, theirs, ours):
-    assert f"unknown setting --{theirs}; it is called --{ours} here" in one_line("train", "quickstart", f"--{theirs}", "4")
+    assert f"unknown setting --{theirs}; it is called --{ours} here" in one_line(
+        "train", "quickstart", f"--{theirs}", "4"
+    )
 
 
 def test_a_loss_keeps_its_own_beta_and_a_size_is_not_taken_for_a_number(one_line):
     assert "it is called --loss.beta here" in one_line("train", "dpo", "--beta", "0.3")
-    assert "called --minibatches here, and is a number of them, not their size" in one_line("train", "ppo", "--ppo_mini_batch_size", "8")
+    assert "called --minibatches here, and is a number of them, not their size" in one_line(
+        "train", "ppo", "--ppo_mini_batch_size", "8"
+    )
 
 
 def test_every_foreign_name_leads_to_a_setting_that_exists():
@@ -141,20 +152,35 @@ def test_every_foreign_name_leads_to_a_setting_that_exists():
     from rl.controller.settings import FOREIGN_NAMES
     from rl.models.sources import ModelDir
 
-    parts = [{}, {"model": ModelDir("")}, {"loss": GSPO()}, {"loss": DPO()}, {"advantages": GAE()}, {"advantages": ReinforcePP()}]
+    parts = [
+        {},
+        {"model": ModelDir("")},
+        {"loss": GSPO()},
+        {"loss": DPO()},
+        {"advantages": GAE()},
+        {"advantages": ReinforcePP()},
+    ]
     known = {name for part in parts for name in setting_names(dataclasses.replace(quickstart(), **part))}
     assert set(FOREIGN_NAMES.values()) <= known
 
 
 def test_a_value_that_does_not_parse(one_line):
-    assert "--trainer.lr: could not convert string to float: 'abc'" in one_line("train", "quickstart", "--trainer.lr", "abc")
+    assert "--trainer.lr: could not convert string to float: 'abc'" in one_line(
+        "train", "quickstart", "--trainer.lr", "abc"
+    )
     assert "--dtype" in one_line("train", "quickstart", "--dtype", "float8")
 
 
 def test_values_out_of_range(one_line):
-    assert "group_size=1 gives every advantage 0; use 2 or more" in one_line("train", "quickstart", "--group_size", "1")
-    assert "loss.low=2.0 must be at least 0 and at most 1" in one_line("train", "quickstart", "--loss.low", "2")
-    assert "generator.kv_cache_gib=5000 needs 5000 GiB" in one_line("train", "quickstart", "--generator.kv_cache_gib", "5000")
+    assert "group_size=1 gives every advantage 0; use 2 or more" in one_line(
+        "train", "quickstart", "--group_size", "1"
+    )
+    assert "loss.low=2.0 must be at least 0 and at most 1" in one_line(
+        "train", "quickstart", "--loss.low", "2"
+    )
+    assert "generator.kv_cache_gib=5000 needs 5000 GiB" in one_line(
+        "train", "quickstart", "--generator.kv_cache_gib", "5000"
+    )
     assert "steps=0 must be at least 1" in one_line("train", "quickstart", "--steps", "0")
 
 
@@ -169,27 +195,47 @@ def test_a_task_without_demonstrations(one_line, recipe, tmp_path):
     write_model_with_tokenizer(model)
     file = tmp_path / "recipe.py"
     file.write_text(file.read_text() + BARE_TASK)
-    assert "Bare has no demonstrations; set warmup.steps=0" in one_line("train", f"{file}:bare", "--warmup.steps", "1")
+    assert "Bare has no demonstrations; set warmup.steps=0" in one_line(
+        "train", f"{file}:bare", "--warmup.steps", "1"
+    )
 
 
 def test_a_checkpoint_that_cannot_be_gone_on_from(one_line, tmp_path):
     (tmp_path / "step-7").mkdir()
-    assert "is not a complete checkpoint" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7")
+    assert "is not a complete checkpoint" in one_line(
+        "train", "quickstart", "--resume_from", tmp_path / "step-7"
+    )
     (tmp_path / "step-7" / ".metadata").touch()
     (tmp_path / "step-7" / "record.json").write_text('{"state": {"step": 7}, "adapters": {}}')
     resume = ["--resume_from", tmp_path / "step-7", "--trainer.lora.rank", "8"]
     assert "was saved with trainer.lora LoRA(rank=0" in one_line("train", "quickstart", *resume)
-    assert "has done all of steps=7; raise steps" in one_line("train", "quickstart", "--resume_from", tmp_path / "step-7", "--steps", "7")
+    assert "has done all of steps=7; raise steps" in one_line(
+        "train", "quickstart", "--resume_from", tmp_path / "step-7", "--steps", "7"
+    )
 
 
 def test_all_problems_are_reported_together(capsys, monkeypatch):
-    lines = run(capsys, monkeypatch, "train", "quickstart", "--steps", "0", "--group_size", "1", "--env.max_letters", "9")
+    lines = run(
+        capsys,
+        monkeypatch,
+        "train",
+        "quickstart",
+        "--steps",
+        "0",
+        "--group_size",
+        "1",
+        "--env.max_letters",
+        "9",
+    )
     assert len(lines) == 3
 
 
 def test_tensor_parallel_that_does_not_divide_the_heads(one_line):
     line = one_line("train", "quickstart", "--trainer.layout.tensor_parallel", "2")
-    assert "trainer.layout.tensor_parallel=2 does not divide the model's num_key_value_heads=1; use one of [1]" in line
+    assert (
+        "trainer.layout.tensor_parallel=2 does not divide the model's num_key_value_heads=1; use one of [1]"
+        in line
+    )
 
 
 def test_a_model_directory_without_weights_or_config(one_line, recipe):
@@ -245,11 +291,23 @@ def test_a_run_directory_that_is_taken(one_line, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--trainer.lora.alpha", "8"], "trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0"),
-        (["--trainer.lora.rank", "8", "--trainer.lora.alpha", "0"], "trainer.lora.alpha=0 silences the adapter"),
+        (
+            ["--trainer.lora.alpha", "8"],
+            "trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0",
+        ),
+        (
+            ["--trainer.lora.rank", "8", "--trainer.lora.alpha", "0"],
+            "trainer.lora.alpha=0 silences the adapter",
+        ),
         (["--trainer.lora.rank", "513"], "trainer.lora.rank=513 is over 512, the most that vLLM serves"),
-        (["--trainer.engine", "hf", "--trainer.layout.tensor_parallel", "2"], "context_parallel need trainer.engine=titan"),
-        (["--trainer.engine", "hf", "--trainer.float8", "True"], "trainer.float8=True needs trainer.engine=titan"),
+        (
+            ["--trainer.engine", "hf", "--trainer.layout.tensor_parallel", "2"],
+            "context_parallel need trainer.engine=titan",
+        ),
+        (
+            ["--trainer.engine", "hf", "--trainer.float8", "True"],
+            "trainer.float8=True needs trainer.engine=titan",
+        ),
         (["--keep_checkpoints", "2"], "keep_checkpoints=2 has no effect with save_every=0"),
         (["--lora_rank", "8"], "unknown setting --lora_rank; it is called --trainer.lora.rank here"),
         (["--save_total_limit", "2"], "it is called --keep_checkpoints here"),

@@ -52,7 +52,11 @@ def test_metrics_count_failures_apart_from_rewards():
     metrics = group_metrics([group(1, 0), group(1, Score(0.0, "x"))])
     assert metrics["reward/mean"] == 2 / 3 and metrics["reward/errors"] == 1
     evaluated = eval_metrics([group(1), group(0), group(Score(0.0, "x")), group(1)])
-    assert evaluated["eval/accuracy"] == 0.5 and evaluated["eval/standard_error"] == 0.25 and evaluated["eval/errors"] == 1
+    assert (
+        evaluated["eval/accuracy"] == 0.5
+        and evaluated["eval/standard_error"] == 0.25
+        and evaluated["eval/errors"] == 1
+    )
 
 
 def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
@@ -78,5 +82,7 @@ def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
         return groups
 
     assert len(rollout(Score(0.0, "ValueError: x"), Score(1.0))) == 2
-    with pytest.raises(RunError, match="all 16 rewards failed, the first: ValueError: x; see logs/reward-0.log"):
+    with pytest.raises(
+        RunError, match="all 16 rewards failed, the first: ValueError: x; see logs/reward-0.log"
+    ):
         rollout(Score(0.0, "ValueError: x"))

@@ -14,7 +14,20 @@ from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from tests.controller.fakes import QuietRecorder, fake_fleet
 
-QUICK = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "sft", "dpo", "distillation", "quickstart"]
+QUICK = [
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "ppo",
+    "sft",
+    "dpo",
+    "distillation",
+    "quickstart",
+]
 
 
 def test_there_is_one_for_each_algorithm():
@@ -29,19 +42,36 @@ def test_a_recipe_runs_through_the_loop(name, tmp_path):
         assert problems(replace(config, reference=ReferenceConfig(model=config.model))) == []
     else:
         assert problems(config) == []
-    config = replace(config, steps=2, prompts_per_step=4, warmup=replace(config.warmup, steps=min(2, config.warmup.steps)))
+    config = replace(
+        config, steps=2, prompts_per_step=4, warmup=replace(config.warmup, steps=min(2, config.warmup.steps))
+    )
     fleet, _ = fake_fleet(config, tmp_path)
     recorder = QuietRecorder(tmp_path)
     asyncio.run(Run(config, fleet, HFTokenizer(config.model.materialize(tmp_path)), recorder).train())
-    assert set(recorder.steps) == {1, 2} and all(m["updates"] == config.num_updates for m in recorder.steps.values())
+    assert set(recorder.steps) == {1, 2} and all(
+        m["updates"] == config.num_updates for m in recorder.steps.values()
+    )
 
 
 def test_all_rl_recipes_share_their_warm_start():
     """They are compared with each other: only the algorithm may differ."""
-    algorithm = {"loss", "advantages", "loss_agg", "kl", "critic", "shaping", "minibatches", "resampling_rounds", "reference"}
+    algorithm = {
+        "loss",
+        "advantages",
+        "loss_agg",
+        "kl",
+        "critic",
+        "shaping",
+        "minibatches",
+        "resampling_rounds",
+        "reference",
+    }
     base = load_recipe("quickstart")[1]
     assert base.warmup != WarmupConfig()
     for name in QUICK[:8]:
         config = load_recipe(name)[1]
         for field in dataclasses.fields(config):
-            assert field.name in algorithm or getattr(config, field.name) == getattr(base, field.name), (name, field.name)
+            assert field.name in algorithm or getattr(config, field.name) == getattr(base, field.name), (
+                name,
+                field.name,
+            )

@@ -7,19 +7,26 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import CriticConfig, ReferenceConfig, RewardConfig, RunConfig, TrainerConfig, WarmupConfig
+from rl.controller.config import (
+    CriticConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
 from rl.controller.launch import critic_config, engine_config, generator_args, processes, reference_config
 from rl.controller.loop import Run
 from rl.controller.problems import problems
 from rl.controller.settings import override, setting_names
 from rl.envs.sort_letters import SortLetters
-from rl.loss.cispo import CISPO
-from rl.loss.clip import Clip
-from rl.loss.correction import Correction
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.advantages.rloo import RLOO
+from rl.loss.cispo import CISPO
+from rl.loss.clip import Clip
+from rl.loss.correction import Correction
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
@@ -195,7 +202,9 @@ def name_of(case):
 @pytest.mark.parametrize("case", IN_THE_LOOP, ids=name_of)
 def test_a_setting_of_the_algorithm_changes_what_the_run_does(case, tmp_path):
     before, after = changed(*case)
-    assert everything_done(before, tmp_path / "a") == everything_done(before, tmp_path / "b")  # or the comparison says nothing
+    assert everything_done(before, tmp_path / "a") == everything_done(
+        before, tmp_path / "b"
+    )  # or the comparison says nothing
     assert everything_done(before, tmp_path / "c") != everything_done(after, tmp_path / "d")
 
 
@@ -205,7 +214,16 @@ def test_a_setting_of_the_processes_changes_what_is_started(case, tmp_path):
         others = {"critic": critic_config, "reference": reference_config}
         roles = [settings(config) for role, settings in others.items() if role in processes(config)]
         tokenizer = HFTokenizer(config.model.materialize(tmp_path)).encode("abc")
-        return repr((engine_config(config), generator_args(config, tmp_path), processes(config), roles, config.model.config(), tokenizer))
+        return repr(
+            (
+                engine_config(config),
+                generator_args(config, tmp_path),
+                processes(config),
+                roles,
+                config.model.config(),
+                tokenizer,
+            )
+        )
 
     before, after = changed(*case)
     assert started(before) != started(after)
@@ -213,7 +231,19 @@ def test_a_setting_of_the_processes_changes_what_is_started(case, tmp_path):
 
 def test_every_setting_is_tested():
     tested = {setting for _, setting, _ in [*IN_THE_LOOP, *AT_LAUNCH]} | set(ELSEWHERE)
-    configs = [small(loss=loss) for loss in (Clip(), GSPO(), CISPO(), ImportanceSampling(), DRO(), CrossEntropy(), DPO(), Distillation())]
+    configs = [
+        small(loss=loss)
+        for loss in (
+            Clip(),
+            GSPO(),
+            CISPO(),
+            ImportanceSampling(),
+            DRO(),
+            CrossEntropy(),
+            DPO(),
+            Distillation(),
+        )
+    ]
     configs += [small(advantages=estimator) for estimator in (GroupMean(), RLOO(), ReinforcePP(), GAE())]
     for config in configs:
         for name in set(setting_names(config)) - {"loss", "advantages"}:
@@ -222,7 +252,8 @@ def test_every_setting_is_tested():
             chosen = getattr(config, part)
             for field in dataclasses.fields(chosen):
                 assert any(
-                    setting == f"{part}.{field.name}" and isinstance(base.get(part, getattr(small(), part)), type(chosen))
+                    setting == f"{part}.{field.name}"
+                    and isinstance(base.get(part, getattr(small(), part)), type(chosen))
                     for base, setting, _ in IN_THE_LOOP
                 ), (chosen, field.name)
 
@@ -231,7 +262,9 @@ def test_a_teacher_is_another_model(tmp_path):
     config = small(loss=Distillation(), reference=ReferenceConfig(model=ModelDir("somewhere")), group_size=1)
     assert "reference" in processes(config)
     done = everything_done(config, tmp_path / "a")
-    assert "'reference', 'forward'" in done and "'reference', 'load_weights'" not in done  # it stays what it was
+    assert (
+        "'reference', 'forward'" in done and "'reference', 'load_weights'" not in done
+    )  # it stays what it was
     follows = small(loss=Distillation())
     assert "'reference', 'load_weights'" in everything_done(follows, tmp_path / "b")
 
@@ -239,43 +272,97 @@ def test_a_teacher_is_another_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kl": KL(estimator="k1")}, "kl=KL(coef=0.0, estimator='k1', into='loss') has no effect with kl.coef=0"),
-        ({"reference": ReferenceConfig(refresh_every=3)}, "has no effect with neither kl.coef nor the loss asking for a reference"),
+        (
+            {"kl": KL(estimator="k1")},
+            "kl=KL(coef=0.0, estimator='k1', into='loss') has no effect with kl.coef=0",
+        ),
+        (
+            {"reference": ReferenceConfig(refresh_every=3)},
+            "has no effect with neither kl.coef nor the loss asking for a reference",
+        ),
         ({"critic": CriticConfig(lr=1.0)}, "has no effect with an estimator that asks for no critic"),
         ({"shaping": Shaping(overlong_penalty=0.5)}, "shaping.overlong_penalty=0.5 has no effect"),
         ({"shaping": Shaping(overlong_tokens=9)}, "shaping.overlong_tokens=9 is over env.max_new_tokens=8"),
         ({"correction": Correction(level="sequence")}, "correction.level=sequence has no effect"),
-        ({"correction": Correction(tis_clip=2.0)}, "correction.tis_clip=2.0 needs correction.old_logprobs=trainer"),
-        ({"correction": Correction(mask_low=2.0, mask_high=1.0)}, "correction.mask_high=1.0 is under correction.mask_low=2.0"),
-        ({"advantages": ReinforcePP(discount=0.9, baseline="group_mean")}, "advantages.discount=0.9 has no effect"),
+        (
+            {"correction": Correction(tis_clip=2.0)},
+            "correction.tis_clip=2.0 needs correction.old_logprobs=trainer",
+        ),
+        (
+            {"correction": Correction(mask_low=2.0, mask_high=1.0)},
+            "correction.mask_high=1.0 is under correction.mask_low=2.0",
+        ),
+        (
+            {"advantages": ReinforcePP(discount=0.9, baseline="group_mean")},
+            "advantages.discount=0.9 has no effect",
+        ),
         ({"advantages": GroupMean(adv_norm="none", eps=1.0)}, "advantages.eps=1.0 has no effect"),
         ({"minibatches": 3}, "minibatches=3 does not divide prompts_per_step=4"),
         ({"minibatches": 0}, "minibatches=0 must be at least 1"),
         ({"loss": DPO()}, "loss DPO learns from preferences, not from data=rollouts"),
         ({"loss": CrossEntropy()}, "loss CrossEntropy learns from demonstrations"),
         ({"data": "demonstrations"}, "loss Clip learns from rollouts, not from data=demonstrations"),
-        ({"data": "preferences", "loss": DPO(), "loss_agg": "constant"}, "loss_agg=constant has no effect with pairs"),
+        (
+            {"data": "preferences", "loss": DPO(), "loss_agg": "constant"},
+            "loss_agg=constant has no effect with pairs",
+        ),
         ({"data": "preferences", "loss": DPO()}, "group_size=4 has no effect with data=preferences"),
-        ({"data": "demonstrations", "loss": CrossEntropy(), "resampling_rounds": 1}, "resampling_rounds=1 has no effect"),
+        (
+            {"data": "demonstrations", "loss": CrossEntropy(), "resampling_rounds": 1},
+            "resampling_rounds=1 has no effect",
+        ),
         ({"loss": Distillation()}, "loss Distillation needs a teacher; set reference.model"),
-        ({"loss": Distillation(), "kl": KL(coef=0.1, into="reward")}, "has no effect with nothing that reads rewards"),
-        ({"loss": Distillation(), "advantages": RLOO()}, "advantages=RLOO() has no effect with nothing that reads rewards"),
-        ({"loss": Distillation(), "shaping": Shaping(length_coef=1.0)}, "length_coef have no effect with nothing that reads rewards"),
-        ({"shaping": Shaping(overlong_tokens=2, overlong_penalty=0)}, "shaping.overlong_tokens=2 has no effect"),
+        (
+            {"loss": Distillation(), "kl": KL(coef=0.1, into="reward")},
+            "has no effect with nothing that reads rewards",
+        ),
+        (
+            {"loss": Distillation(), "advantages": RLOO()},
+            "advantages=RLOO() has no effect with nothing that reads rewards",
+        ),
+        (
+            {"loss": Distillation(), "shaping": Shaping(length_coef=1.0)},
+            "length_coef have no effect with nothing that reads rewards",
+        ),
+        (
+            {"shaping": Shaping(overlong_tokens=2, overlong_penalty=0)},
+            "shaping.overlong_tokens=2 has no effect",
+        ),
         ({"group_size": 1}, "group_size=1 gives every advantage 0"),
-        ({"group_size": 1, "advantages": ReinforcePP(baseline="group_mean")}, "group_size=1 gives every advantage 0"),
-        ({"group_size": 1, "advantages": GAE(), "resampling_rounds": 1}, "resampling_rounds=1 compares the rollouts of a group"),
-        ({"group_size": 1, "advantages": GAE(), "shaping": Shaping(length_coef=0.1)}, "shaping.length_coef=0.1 compares the rollouts"),
-        ({"advantages": GAE(), "critic": CriticConfig(layout=Layout(tensor_parallel=2))}, "critic.layout.tensor_parallel=2 does not divide"),
-        ({"kl": KL(0.1), "reference": ReferenceConfig(layout=Layout(tensor_parallel=2))}, "reference.layout.tensor_parallel=2 does not"),
+        (
+            {"group_size": 1, "advantages": ReinforcePP(baseline="group_mean")},
+            "group_size=1 gives every advantage 0",
+        ),
+        (
+            {"group_size": 1, "advantages": GAE(), "resampling_rounds": 1},
+            "resampling_rounds=1 compares the rollouts of a group",
+        ),
+        (
+            {"group_size": 1, "advantages": GAE(), "shaping": Shaping(length_coef=0.1)},
+            "shaping.length_coef=0.1 compares the rollouts",
+        ),
+        (
+            {"advantages": GAE(), "critic": CriticConfig(layout=Layout(tensor_parallel=2))},
+            "critic.layout.tensor_parallel=2 does not divide",
+        ),
+        (
+            {"kl": KL(0.1), "reference": ReferenceConfig(layout=Layout(tensor_parallel=2))},
+            "reference.layout.tensor_parallel=2 does not",
+        ),
         ({"advantages": NoReturns()}, "advantages needs a critic but has no method returns(groups)"),
-        ({"kl": KL(0.1), "reference": ReferenceConfig(model=TinyQwen3(alphabet="abc>"))}, "has another tokenizer than the model"),
+        (
+            {"kl": KL(0.1), "reference": ReferenceConfig(model=TinyQwen3(alphabet="abc>"))},
+            "has another tokenizer than the model",
+        ),
         ({"loss": Clip(dual=0.5)}, "loss.dual=0.5 must be over 1"),
         ({"loss": Clip(low=1.5)}, "loss.low=1.5 must be at least 0 and at most 1"),
         ({"loss": 3}, "loss=3 cannot be called"),
         ({"advantages": GAE(lam=1.5)}, "advantages.lam=1.5 must be at least 0 and at most 1"),
         ({"kl": KL(coef=-1.0)}, "kl.coef=-1.0 must be at least 0"),
-        ({"reference": ReferenceConfig(model=ModelDir("nowhere")), "kl": KL(coef=0.1)}, "model directory nowhere has no config.json"),
+        (
+            {"reference": ReferenceConfig(model=ModelDir("nowhere")), "kl": KL(coef=0.1)},
+            "model directory nowhere has no config.json",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(changes, words):
@@ -293,11 +380,22 @@ def test_the_penalty_of_a_recipe_can_be_switched_off_but_not_half():
 
 @pytest.mark.parametrize("loss", [Distillation(), Clip()])
 def test_truncated_rollouts_are_dropped_from_any_loss(loss):
-    config = small(loss=loss, kl=KL(0.1), reference=ReferenceConfig(model=small().model), shaping=Shaping(drop_truncated=True))
+    config = small(
+        loss=loss,
+        kl=KL(0.1),
+        reference=ReferenceConfig(model=small().model),
+        shaping=Shaping(drop_truncated=True),
+    )
     assert problems(config) == []
 
 
 def test_settings_of_any_loss_can_be_given_on_the_command_line():
-    config = override(small(loss=GSPO(), advantages=GAE()), ["--loss.level", "token", "--advantages.lam", "0.5", "--critic.lr", "0.1"], "rl")
-    assert config.loss == GSPO(level="token") and config.advantages == GAE(lam=0.5) and config.critic.lr == 0.1
+    config = override(
+        small(loss=GSPO(), advantages=GAE()),
+        ["--loss.level", "token", "--advantages.lam", "0.5", "--critic.lr", "0.1"],
+        "rl",
+    )
+    assert (
+        config.loss == GSPO(level="token") and config.advantages == GAE(lam=0.5) and config.critic.lr == 0.1
+    )
     assert RewardConfig() == config.reward

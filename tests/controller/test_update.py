@@ -18,8 +18,8 @@ from rl.controller.rollouts import Sampling
 from rl.controller.update import denominator, minibatches
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
-from rl.loss.correction import Correction
 from rl.loss.advantages.gae import GAE
+from rl.loss.correction import Correction
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.kl import KL
 from rl.models.tokenizer import HFTokenizer
@@ -28,7 +28,14 @@ from tests.controller.fakes import QuietRecorder, fake_fleet
 
 
 def config(**changes):
-    base = replace(quickstart(), env=SortLetters(num_eval=2), warmup=WarmupConfig(), steps=2, prompts_per_step=6, group_size=4)
+    base = replace(
+        quickstart(),
+        env=SortLetters(num_eval=2),
+        warmup=WarmupConfig(),
+        steps=2,
+        prompts_per_step=6,
+        group_size=4,
+    )
     return replace(base, **changes)
 
 
@@ -50,7 +57,9 @@ def rollout(*segments, name="p"):
 def test_as_many_optimizer_steps_as_configured(tmp_path, num_minibatches, epochs):
     calls, recorder = run(config(minibatches=num_minibatches, epochs=epochs, advantages=GAE()), tmp_path)
     for who in ("trainer", "critic"):
-        assert sum(call[:2] == (who, "step") for call in calls) == 2 * num_minibatches * epochs  # of two RL steps
+        assert (
+            sum(call[:2] == (who, "step") for call in calls) == 2 * num_minibatches * epochs
+        )  # of two RL steps
     assert all(metrics["updates"] == num_minibatches * epochs for metrics in recorder.steps.values())
 
 
@@ -79,15 +88,31 @@ def test_the_loss_of_a_batch_is_the_mean_it_is_called_by(tmp_path, agg):
     settings = config(loss_agg=agg, advantages=lambda groups: [[1.0, -1.0]])
     fleet, _ = fake_fleet(settings, tmp_path)
     (unit,) = asyncio.run(assess([group], settings, fleet)).units
-    total = sum((s.advantages * s.weights)[s.target_mask].sum() for s in unit.samples) / denominator([unit], settings)
-    assert total == pytest.approx({"token_mean": (2 - 4) / 6, "seq_mean": (1 - 1) / 2, "constant": (2 - 4) / (2 * 8)}[agg])
+    total = sum((s.advantages * s.weights)[s.target_mask].sum() for s in unit.samples) / denominator(
+        [unit], settings
+    )
+    assert total == pytest.approx(
+        {"token_mean": (2 - 4) / 6, "seq_mean": (1 - 1) / 2, "constant": (2 - 4) / (2 * 8)}[agg]
+    )
 
 
 def test_rewards_of_turns_and_tokens_go_where_they_belong():
     two_turns = rollout([1, 2], [5, 6], [3], [7, 8, 9])
     assert spread_reward(two_turns, Score(1.0)).tolist() == [0, 0, 0, 0, 1]
-    assert spread_reward(two_turns, Score(1.5, None, Rewards(turns=(0.5, 1.0)))).tolist() == [0, 0.5, 0, 0, 1.0]
-    assert spread_reward(two_turns, Score(1.5, None, Rewards(tokens=(1, 2, 3, 4, 5)))).tolist() == [1, 2, 3, 4, 5]
+    assert spread_reward(two_turns, Score(1.5, None, Rewards(turns=(0.5, 1.0)))).tolist() == [
+        0,
+        0.5,
+        0,
+        0,
+        1.0,
+    ]
+    assert spread_reward(two_turns, Score(1.5, None, Rewards(tokens=(1, 2, 3, 4, 5)))).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert spread_reward(two_turns, Score(1.0), bonus=-0.25).tolist() == [0, 0, 0, 0, 0.75]
     assert spread_reward(rollout([1], []), Score(1.0)).tolist() == []
     turns = Score(3.0, None, Rewards(turns=(1.0, 2.0)))
@@ -121,23 +146,36 @@ def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tm
         settings = config(**changes)
         fleet, calls = fake_fleet(settings, tmp_path)
         experience = asyncio.run(assess([group, other], settings, fleet))
-        return {call[0]: call[3] for call in calls if call[1] == "forward"}, [len(u.samples) for u in experience.units]
+        return {call[0]: call[3] for call in calls if call[1] == "forward"}, [
+            len(u.samples) for u in experience.units
+        ]
 
     old = {"correction": Correction(old_logprobs="trainer"), "epochs": 2}
     assert forwards() == ({}, [0, 2])
     assert forwards(**old) == ({"trainer": 5}, [0, 2])
-    assert forwards(correction=Correction(old_logprobs="trainer")) == ({}, [0, 2])  # one update: they are its own
+    assert forwards(correction=Correction(old_logprobs="trainer")) == (
+        {},
+        [0, 2],
+    )  # one update: they are its own
     assert forwards(correction=Correction(mask_high=2.0)) == ({}, [0, 2])
-    assert forwards(correction=Correction(mask_high=2.0), epochs=2) == ({"trainer": 5}, [0, 2])  # masks measure the first policy's gap
+    assert forwards(correction=Correction(mask_high=2.0), epochs=2) == (
+        {"trainer": 5},
+        [0, 2],
+    )  # masks measure the first policy's gap
     in_reward = {"correction": Correction(old_logprobs="trainer"), "kl": KL(coef=0.1, into="reward")}
     assert forwards(**in_reward) == ({"trainer": 9, "reference": 9}, [2, 2])
     assert forwards(kl=KL(coef=0.1)) == ({"reference": 9}, [2, 2])
-    assert forwards(**old, advantages=GAE(), kl=KL(coef=0.1, into="reward")) == ({"trainer": 9, "reference": 9, "critic": 9}, [2, 2])
+    assert forwards(**old, advantages=GAE(), kl=KL(coef=0.1, into="reward")) == (
+        {"trainer": 9, "reference": 9, "critic": 9},
+        [2, 2],
+    )
 
 
 def test_forward_passes_overlap(tmp_path):
     """Each waits until all three have begun: one after the other they would never end."""
-    settings = config(correction=Correction(old_logprobs="trainer"), epochs=2, advantages=GAE(), kl=KL(coef=0.1))
+    settings = config(
+        correction=Correction(old_logprobs="trainer"), epochs=2, advantages=GAE(), kl=KL(coef=0.1)
+    )
     fleet, _ = fake_fleet(settings, tmp_path)
 
     async def main():
@@ -167,7 +205,9 @@ def test_a_lora_policys_reference_needs_no_second_copy_of_the_model(tmp_path, wh
     names = {call[0] for call in calls}
     assert ("reference" in names) == (where == "mesh")
     if where == "adapter":
-        assert ("trainer", "keep_reference") in calls and any(call[:3] == ("trainer", "forward", "reference") for call in calls)
+        assert ("trainer", "keep_reference") in calls and any(
+            call[:3] == ("trainer", "forward", "reference") for call in calls
+        )
 
 
 def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_path):
@@ -187,9 +227,17 @@ def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_pa
     first = ["same", "differ", "same", "differ", "same", "differ"]
     groups, sampled, counts = collect(3, [*first, "differ", "same", "differ", "differ"])
     assert len(sampled) == 10  # all of them are what the step's metrics are of
-    assert len(groups) == 6 and all(g.has_signal for g in groups) and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
+    assert (
+        len(groups) == 6
+        and all(g.has_signal for g in groups)
+        and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
+    )
     groups, _, counts = collect(1, [*first, "same", "same", "differ"])
-    assert len(groups) == 6 and sum(g.has_signal for g in groups) == 4 and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
+    assert (
+        len(groups) == 6
+        and sum(g.has_signal for g in groups) == 4
+        and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
+    )
     groups, _, counts = collect(0, first)
     assert sum(g.has_signal for g in groups) == 3 and counts == {}
     ids = [g.rollouts[0].problem.id for g in collect(3, [*first, *["differ"] * 3])[0]]
@@ -198,22 +246,28 @@ def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_pa
 
 @pytest.mark.parametrize("metric", ["loss", "grad_norm"])
 @pytest.mark.parametrize(("updates", "step", "update"), [(1, 4, 1), (2, 2, 2)])
-def test_what_is_not_finite_stops_the_run_with_its_step_metric_and_sample(tmp_path, metric, updates, step, update):
+def test_what_is_not_finite_stops_the_run_with_its_step_metric_and_sample(
+    tmp_path, metric, updates, step, update
+):
     calls, _ = run(config(steps=5, minibatches=updates), tmp_path / "well")
     ends = [i for i, call in enumerate(calls) if call[:2] == ("trainer", "step")]
-    token = next(call[2][-1] for call in calls[ends[2] : ends[3]] if call[:2] == ("trainer", "learn"))  # of the fourth update
+    token = next(
+        call[2][-1] for call in calls[ends[2] : ends[3]] if call[:2] == ("trainer", "learn")
+    )  # of the fourth update
     with pytest.raises(RunError) as error:
         run(config(steps=5, minibatches=updates, save_every=1), tmp_path, fail_on=(metric, token, 3))
     message = str(error.value)
-    assert re.match(rf"step {step}, update {update} of {updates} of the trainer: .*\({metric}\); the sample is \w+, rollout \d", message), (
-        message
-    )
+    assert re.match(
+        rf"step {step}, update {update} of {updates} of the trainer: .*\({metric}\); the sample is \w+, rollout \d",
+        message,
+    ), message
     assert message.endswith(f"go on from --resume_from {tmp_path / 'checkpoints' / f'step-{step - 1}'}")
 
 
 def test_where_nothing_was_saved_the_weights_before_the_failure_are(tmp_path):
     with pytest.raises(
-        RunError, match=r"step 1, update 1 of 1 of the trainer: the loss is nan \(loss\); .* go on from --resume_from .*step-0"
+        RunError,
+        match=r"step 1, update 1 of 1 of the trainer: the loss is nan \(loss\); .* go on from --resume_from .*step-0",
     ):
         run(config(), tmp_path, fail_on=("loss", 20, 0))
     assert (tmp_path / "checkpoints" / "step-0" / ".metadata").exists()
@@ -248,7 +302,10 @@ def test_one_round_of_dynamic_sampling_may_fail_without_ending_the_run(tmp_path)
 
     async def score(rollouts):
         kind = next(given)
-        return [Score(float(i % 2 and kind == "differ"), "too slow" if kind == "fail" else None) for i, _ in enumerate(rollouts)]
+        return [
+            Score(float(i % 2 and kind == "differ"), "too slow" if kind == "fail" else None)
+            for i, _ in enumerate(rollouts)
+        ]
 
     fleet.rewards.score = score
     tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
@@ -270,8 +327,12 @@ def test_a_metric_of_ones_own_says_how_it_is_combined(tmp_path):
     settings = config(loss=lambda logprobs, inputs: LossOutput(logprobs.sum(), own), minibatches=2)
     _, recorder = run(settings, tmp_path)
     assert recorder.steps[1]["largest/max"] == 3.0 and "mean" in recorder.steps[1]
-    with pytest.raises(RunError, match="metric 'own' does not say how tokens are combined; call it own:sum or own:max"):
-        Objective(lambda logprobs, inputs: LossOutput(logprobs.sum(), {"own": 1.0}))(torch.zeros(1), masked(1))
+    with pytest.raises(
+        RunError, match="metric 'own' does not say how tokens are combined; call it own:sum or own:max"
+    ):
+        Objective(lambda logprobs, inputs: LossOutput(logprobs.sum(), {"own": 1.0}))(
+            torch.zeros(1), masked(1)
+        )
 
 
 def test_supervised_losses_of_ones_own_get_a_reference_where_they_ask_for_one(tmp_path):
@@ -305,10 +366,17 @@ def test_a_credit_at_fault_is_named(tmp_path):
         return [[np.zeros(99)] * len(g) for g in groups]
 
     group = Group((rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(0.0)))
-    for estimator, words in ((lopsided, "returned advantages for"), (infinite, "that are not finite"), (long, r"returned \(99,\) advantages")):
+    for estimator, words in (
+        (lopsided, "returned advantages for"),
+        (infinite, "that are not finite"),
+        (long, r"returned \(99,\) advantages"),
+    ):
         settings = config(advantages=estimator)
         fleet, _ = fake_fleet(settings, tmp_path)
-        with pytest.raises(RunError, match=f"advantages {estimator.__name__} .*{words}|advantages {estimator.__name__} {words}"):
+        with pytest.raises(
+            RunError,
+            match=f"advantages {estimator.__name__} .*{words}|advantages {estimator.__name__} {words}",
+        ):
             asyncio.run(assess([group], settings, fleet))
 
 
@@ -323,7 +391,11 @@ def test_advantages_of_one_number_reach_every_token():
 
 def test_a_references_weights_stay_on_disk_while_a_checkpoint_notes_them(tmp_path):
     settings = config(
-        steps=6, save_every=3, kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=2), warmup=WarmupConfig(steps=1, batch_size=2)
+        steps=6,
+        save_every=3,
+        kl=KL(coef=0.1),
+        reference=ReferenceConfig(refresh_every=2),
+        warmup=WarmupConfig(steps=1, batch_size=2),
     )
     run(settings, tmp_path)
     # The reference of step 0 gave way at step 2, unnoted; that of step 2 is noted by checkpoint 3, step 4's by none, step 6's by 6.
@@ -331,12 +403,22 @@ def test_a_references_weights_stay_on_disk_while_a_checkpoint_notes_them(tmp_pat
 
 
 def test_a_references_weights_go_with_the_checkpoints_that_noted_them(tmp_path):
-    settings = config(steps=6, save_every=1, keep_checkpoints=1, kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1), advantages=GAE())
+    settings = config(
+        steps=6,
+        save_every=1,
+        keep_checkpoints=1,
+        kl=KL(coef=0.1),
+        reference=ReferenceConfig(refresh_every=1),
+        advantages=GAE(),
+    )
     run(settings, tmp_path)
     # A checkpoint may still be being written when the next refresh comes, so the one before it is there too.
     assert {path.name for path in (tmp_path / "reference").iterdir()} == {"step-5", "step-6"}
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-6"}
-    assert {path.name for path in (tmp_path / "critic_checkpoints").iterdir()} == {"step-5", "step-6"}  # one more: it is written first
+    assert {path.name for path in (tmp_path / "critic_checkpoints").iterdir()} == {
+        "step-5",
+        "step-6",
+    }  # one more: it is written first
 
 
 def resumed(tmp_path, before, after):
@@ -349,7 +431,11 @@ def resumed(tmp_path, before, after):
 def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
     settings = config(save_every=1, kl=KL(coef=0.1), warmup=WarmupConfig(steps=1, batch_size=2))
     calls = resumed(tmp_path, settings, settings)
-    assert ("trainer", "load_checkpoint", "step-1") in calls and ("reference", "load_weights", "step-0") in calls
+    assert ("trainer", "load_checkpoint", "step-1") in calls and (
+        "reference",
+        "load_weights",
+        "step-0",
+    ) in calls
     shutil.rmtree(tmp_path / "first" / "reference")
     (line,) = problems(replace(settings, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1")))
     assert "notes the reference's weights" in line and "which are gone" in line
@@ -359,14 +445,26 @@ def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
     ("before", "after", "words"),
     [
         ({}, {"kl": KL(coef=0.1)}, "saved with reference: none, but the run has: policy"),
-        ({"kl": KL(coef=0.1)}, {"kl": KL(coef=0.1), "reference": "teacher"}, "saved with reference: policy, but the run has: teacher"),
-        ({"kl": KL(coef=0.1), "reference": "teacher"}, {"kl": KL(coef=0.1)}, "saved with reference: teacher, but the run has: policy"),
+        (
+            {"kl": KL(coef=0.1)},
+            {"kl": KL(coef=0.1), "reference": "teacher"},
+            "saved with reference: policy, but the run has: teacher",
+        ),
+        (
+            {"kl": KL(coef=0.1), "reference": "teacher"},
+            {"kl": KL(coef=0.1)},
+            "saved with reference: teacher, but the run has: policy",
+        ),
         ({}, {"advantages": GAE()}, "has no critic beside it"),
     ],
 )
 def test_a_run_does_not_go_on_with_another_reference_or_without_its_critic(tmp_path, before, after, words):
     def settings(changes):
-        teacher = {"reference": ReferenceConfig(model=quickstart().model)} if changes.get("reference") == "teacher" else {}
+        teacher = (
+            {"reference": ReferenceConfig(model=quickstart().model)}
+            if changes.get("reference") == "teacher"
+            else {}
+        )
         return config(save_every=1, **(changes | teacher))
 
     found = resumed(tmp_path, settings(before), settings(after))

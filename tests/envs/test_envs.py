@@ -60,7 +60,8 @@ def test_a_question_file_splits_and_verifies(tmp_path):
 
 def test_a_question_file_never_trains_on_what_it_holds_out_and_names_answers_it_cannot_verify(tmp_path):
     file = tmp_path / "data.jsonl"
-    file.write_text("".join(f'{{"question": "{q}", "answer": "{a}"}}\n' for q, a in [("a", 1), ("a", 1), ("b", 2)]))
+    rows = [("a", 1), ("a", 1), ("b", 2)]
+    file.write_text("".join(f'{{"question": "{q}", "answer": "{a}"}}\n' for q, a in rows))
     env = QuestionFile(path=str(file), num_eval=1)
     assert {env.train_problem(i).question for i in range(20)} == {"b"}
     file.write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "so #### 42"}\n')
@@ -104,7 +105,8 @@ class Odd(Env):
 
 
 def rollout(response):
-    return Rollout(Problem("1", "q", "a"), (Segment([1], False, [0.0]),), response, StopReason.STOP, VersionRange(0, 0))
+    prompt = (Segment([1], False, [0.0]),)
+    return Rollout(Problem("1", "q", "a"), prompt, response, StopReason.STOP, VersionRange(0, 0))
 
 
 def test_a_reward_function_can_only_hurt_its_own_sample():
@@ -134,7 +136,8 @@ def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_p
     assert "closed its connection" in scores[1].error
     assert "over 2 s" in scores[2].error
     assert [s.reward for s in scores[3:]] == [1.0, 0.5]
-    assert not psutil.pid_exists(int(pid_file.read_text())) or psutil.Process(int(pid_file.read_text())).status() == "zombie"
+    pid = int(pid_file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,18 @@ def test_rewards_of_turns_and_tokens_are_counted():
     verifier = Verifier(Parts(), 5.0)
 
     def score(reward):
-        turns = (Segment([1], False, [0.0]), Segment([2, 3], True, [0.0] * 2), Segment([4], False, [0.0]), Segment([5], True, [0.0]))
-        return verifier.score([Rollout(Problem("1", reward, ""), turns, "", StopReason.STOP, VersionRange(0, 0))])[0]
+        turns = (
+            Segment([1], False, [0.0]),
+            Segment([2, 3], True, [0.0] * 2),
+            Segment([4], False, [0.0]),
+            Segment([5], True, [0.0]),
+        )
+        made = Rollout(Problem("1", reward, ""), turns, "", StopReason.STOP, VersionRange(0, 0))
+        return verifier.score([made])[0]
 
     try:
-        assert (score("Rewards(turns=(0.5, 1))").reward, score("Rewards(turns=(0.5, 1))").parts) == (1.5, Rewards(turns=(0.5, 1.0)))
+        of_turns = score("Rewards(turns=(0.5, 1))")
+        assert (of_turns.reward, of_turns.parts) == (1.5, Rewards(turns=(0.5, 1.0)))
         assert score("Rewards(tokens=(1, 2, 3))").parts.tokens == (1, 2, 3)
         assert score("1").parts == Rewards()
         assert score("Rewards(turns=(1,))").error == "the reward function gave 1 rewards for 2 turns"
@@ -175,7 +185,8 @@ def test_preferences_prefer_the_answer_to_a_mistake():
 def test_a_file_of_questions_holds_demonstrations_and_preferences(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text(
-        '{"question": "1+1", "answer": "2", "response": "It is 2"}\n\n{"question": "2+2", "answer": "4", "chosen": "4", "rejected": "5"}\n'
+        '{"question": "1+1", "answer": "2", "response": "It is 2"}\n\n'
+        '{"question": "2+2", "answer": "4", "chosen": "4", "rejected": "5"}\n'
     )
     env = QuestionFile(path=str(path), num_eval=1)
     first, second = env._read()

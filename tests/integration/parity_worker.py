@@ -25,7 +25,9 @@ async def main(run_dir: Path) -> dict:
         async def learn() -> tuple[float, float]:
             """Sample from the generators, measure the gap to the trainer, take a step. Returns the mean and the largest."""
             prompts = [env.encode(env.train_problem(seed), tokenizer) for seed in range(8)]
-            driven = await asyncio.gather(*(env.drive(p, 4, params, fleet.generators, tokenizer) for p in prompts))
+            driven = await asyncio.gather(
+                *(env.drive(p, 4, params, fleet.generators, tokenizer) for p in prompts)
+            )
             rollouts = [rollout for group in driven for rollout in group]
             result["versions"].append(sorted({(r.versions.oldest, r.versions.newest) for r in rollouts}))
             batch = pack([to_sample(r, 1.0 if i % 2 else -1.0) for i, r in enumerate(rollouts)], num_ranks=2)
@@ -44,7 +46,9 @@ async def main(run_dir: Path) -> dict:
         prompt = env.encode(env.train_problem(0), tokenizer).tokens
         alone = await fleet.generators.sample(prompt, 4, params)
         crowd = await asyncio.gather(*(fleet.generators.sample(prompt, n, params) for n in (4, 1, 4, 2, 4)))
-        result["reproducible"] = all(c.tokens == a.tokens for group in crowd for c, a in zip(group, alone, strict=False))
+        result["reproducible"] = all(
+            c.tokens == a.tokens for group in crowd for c, a in zip(group, alone, strict=False)
+        )
         result["distinct"] = len({tuple(c.tokens) for c in alone})
 
         # A request that cannot be served costs no other, now or later.
@@ -55,7 +59,9 @@ async def main(run_dir: Path) -> dict:
         )
         again = await fleet.generators.sample(prompt, 4, params)
         result["refused"] = str(refused)
-        result["unharmed"] = all(c.tokens == a.tokens for group in [*served, again] for c, a in zip(group, alone, strict=True))
+        result["unharmed"] = all(
+            c.tokens == a.tokens for group in [*served, again] for c, a in zip(group, alone, strict=True)
+        )
 
         # One generator dies: its work goes to the other.
         import os
@@ -64,7 +70,9 @@ async def main(run_dir: Path) -> dict:
         import psutil
 
         before = fleet.generators.num_alive
-        victim = [c for c in psutil.Process().children(recursive=True) if _log_name(c.pid) == "generator-1.log"]
+        victim = [
+            c for c in psutil.Process().children(recursive=True) if _log_name(c.pid) == "generator-1.log"
+        ]
         os.kill(victim[0].pid, signal.SIGKILL)
         after_kill = await asyncio.gather(*(fleet.generators.sample(prompt, 2, params) for _ in range(6)))
         await fleet.publish(5)

@@ -27,7 +27,9 @@ def rl(*arguments, timeout=400):
 
 
 def shared_leftovers():
-    return [p.name for p in Path("/dev/shm").glob("rl-*-*") if not psutil.pid_exists(int(p.name.split("-")[1]))]
+    return [
+        p.name for p in Path("/dev/shm").glob("rl-*-*") if not psutil.pid_exists(int(p.name.split("-")[1]))
+    ]
 
 
 def read_metrics(run_dir):
@@ -50,7 +52,16 @@ def test_fsdp2_with_two_generators_trains_and_measures_parity_on_every_step(fsdp
         assert step["tokens/trained"] > 0
         assert step["logprob_diff/mean"] < 1e-3 and step["logprob_diff/max"] < 1e-3
         assert step["logprob_diff/ratio_outside"] == 0
-        assert {"loss", "grad_norm", "entropy", "reward/mean", "time/generate", "time/train", "time/sync", "time/step"} <= step.keys()
+        assert {
+            "loss",
+            "grad_norm",
+            "entropy",
+            "reward/mean",
+            "time/generate",
+            "time/train",
+            "time/sync",
+            "time/step",
+        } <= step.keys()
     assert all("eval/accuracy" in metrics[i] for i in (0, 2, 4))
 
 
@@ -63,7 +74,9 @@ def test_a_reward_that_raises_hangs_or_exits_costs_its_own_sample(fsdp_run):
     assert "code 7" in causes["c"]
     assert set(causes) == {"a", "b", "c"}
     metrics = read_metrics(run_dir)
-    assert sum(m.get("reward/errors", 0) + m.get("eval/errors", 0) for m in metrics) == sum(line["error"] is not None for line in lines)
+    assert sum(m.get("reward/errors", 0) + m.get("eval/errors", 0) for m in metrics) == sum(
+        line["error"] is not None for line in lines
+    )
     assert "rewards failed" in output
 
 
@@ -96,7 +109,11 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
     from rl.models.generator_env import generator_environment
 
     done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | generator_environment(2), capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script],
+        env=os.environ | generator_environment(2),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
@@ -112,7 +129,14 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_pat
     run_dir, _ = fsdp_run
     resumed = tmp_path / "resumed"
     checkpoint = run_dir / "checkpoints" / "step-2"
-    done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", resumed, "--resume_from", checkpoint)
+    done = rl(
+        "train",
+        "tests/recipes.py:fsdp2_and_two_generators",
+        "--run_dir",
+        resumed,
+        "--resume_from",
+        checkpoint,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     before = {m["step"]: m for m in read_metrics(run_dir)}
     after = {m["step"]: m for m in read_metrics(resumed)}
@@ -133,7 +157,9 @@ def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
 def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_path):
     done = rl("train", "tests/recipes.py:lora_and_context_parallel", "--run_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "starting processes: 2 trainer, 1 generator, 1 reward" in done.stdout  # the reference is a second adapter in the trainer
+    assert (
+        "starting processes: 2 trainer, 1 generator, 1 reward" in done.stdout
+    )  # the reference is a second adapter in the trainer
     metrics = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
         assert metrics[step]["logprob_diff/max"] < 1e-3 and metrics[step]["grad_norm"] > 0
@@ -152,15 +178,33 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
     before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
         assert before[step]["logprob_diff/max"] < 1e-3 and before[step]["updates"] == 4
-        assert before[step]["critic/grad_norm"] > 0 and before[step]["tis/weight"] == pytest.approx(1, abs=1e-3)
+        assert before[step]["critic/grad_norm"] > 0 and before[step]["tis/weight"] == pytest.approx(
+            1, abs=1e-3
+        )
     assert abs(before[1]["kl"]) < 1e-4 < abs(before[2]["kl"])  # it began where the policy was
     assert abs(before[3]["kl"]) < 1e-4 < abs(before[4]["kl"])  # and was refreshed after step 2
     assert {p.name for p in (tmp_path / "run" / "critic_checkpoints").iterdir()} == {"step-2", "step-4"}
-    done = rl("train", recipe, "--run_dir", tmp_path / "again", "--resume_from", tmp_path / "run" / "checkpoints" / "step-2")
+    done = rl(
+        "train",
+        recipe,
+        "--run_dir",
+        tmp_path / "again",
+        "--resume_from",
+        tmp_path / "run" / "checkpoints" / "step-2",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     after = {m["step"]: m for m in read_metrics(tmp_path / "again")}
     for step in (3, 4):
-        for name in ("reward/mean", "loss", "grad_norm", "entropy", "kl", "critic/loss", "critic/explained", "tokens/trained"):
+        for name in (
+            "reward/mean",
+            "loss",
+            "grad_norm",
+            "entropy",
+            "kl",
+            "critic/loss",
+            "critic/explained",
+            "tokens/trained",
+        ):
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
 
@@ -187,8 +231,13 @@ def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a
     problem = dataclasses.replace(quickstart().env, num_eval=32).train_problem(seed)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-0"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("rl: error: ")]
-    assert error.startswith("rl: error: step 1, update 1 of 1 of the trainer: the gradient norm is ") and "(grad_norm)" in error
-    assert f"the sample is {problem.id}, rollout 0" in error and error.endswith(f"go on from --resume_from {checkpoint}")
+    assert (
+        error.startswith("rl: error: step 1, update 1 of 1 of the trainer: the gradient norm is ")
+        and "(grad_norm)" in error
+    )
+    assert f"the sample is {problem.id}, rollout 0" in error and error.endswith(
+        f"go on from --resume_from {checkpoint}"
+    )
     assert is_complete(checkpoint)
 
 
@@ -201,13 +250,21 @@ def test_with_lr_0_nothing_changes(tmp_path):
     metrics = read_metrics(run_dir)
     assert all(m["grad_norm"] > 0 for m in metrics[1:])
     assert len({m["eval/accuracy"] for m in metrics if "eval/accuracy" in m}) == 1
-    answers = [json.loads(line)["response"] for line in (run_dir / "rollouts.jsonl").read_text().splitlines() if '"eval"' in line]
+    answers = [
+        json.loads(line)["response"]
+        for line in (run_dir / "rollouts.jsonl").read_text().splitlines()
+        if '"eval"' in line
+    ]
     assert answers[:4] == answers[4:8] == answers[8:12]
 
 
 def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.parity_worker", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=400
+        [sys.executable, "-m", "tests.integration.parity_worker", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -222,8 +279,20 @@ def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
 
 @pytest.mark.parametrize("moment", ["starting", "warm-up"])
 def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, moment):
-    command = [sys.executable, "-m", "rl.cli", "train", "quickstart", "--run_dir", str(tmp_path / "run"), "--warmup.steps", "100000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "rl.cli",
+        "train",
+        "quickstart",
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--warmup.steps",
+        "100000",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     for line in process.stdout:
         if line.startswith(moment):
             break
@@ -243,8 +312,20 @@ def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, moment):
 
 @pytest.mark.parametrize("victim", ["trainer-1", "reward-0"])
 def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path, victim):
-    command = [sys.executable, "-m", "rl.cli", "train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", str(tmp_path / "run")]
-    command += ["--warmup.steps", "100000"] if victim == "trainer-1" else ["--steps", "100000", "--env.num_eval", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.cli",
+        "train",
+        "tests/recipes.py:fsdp2_and_two_generators",
+        "--run_dir",
+        str(tmp_path / "run"),
+    ]
+    command += (
+        ["--warmup.steps", "100000"]
+        if victim == "trainer-1"
+        else ["--steps", "100000", "--env.num_eval", "8"]
+    )
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     until = "warm-up" if victim == "trainer-1" else "step 0"
     for line in process.stdout:

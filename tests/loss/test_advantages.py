@@ -1,4 +1,7 @@
-"""Each estimator against an implementation that shares no code with it: Python's statistics and plain loops, token by token."""
+"""Each estimator against an implementation that shares no code with it.
+
+That is Python's statistics and plain loops, token by token.
+"""
 
 import math
 import random
@@ -20,7 +23,10 @@ def group(*rewards):
 
 
 def random_groups(rng):
-    """Groups of 1 to 6 rollouts (and an empty one) of 0 to 7 tokens; rewards anywhere, or 0 and 1 at the end; some without variance."""
+    """Groups of 1 to 6 rollouts of 0 to 7 tokens, and an empty group.
+
+    Rewards are anywhere, or 0 and 1 at the end; some are without variance.
+    """
     groups = [[]]
     for _ in range(rng.randint(1, 5)):
         kind = rng.choice(["dense", "outcome", "same"])
@@ -41,7 +47,12 @@ def expected_group_mean(groups, divide, eps=1e-6):
         totals = [sum(t.rewards.tolist()) for t in g]
         varies = bool(totals) and max(totals) > min(totals)
         mean = statistics.fmean(totals) if totals else 0.0
-        out.append([((r - mean) / ((statistics.stdev(totals) + eps) if divide else 1)) if varies else 0.0 for r in totals])
+        out.append(
+            [
+                ((r - mean) / ((statistics.stdev(totals) + eps) if divide else 1)) if varies else 0.0
+                for r in totals
+            ]
+        )
     return out
 
 
@@ -49,7 +60,12 @@ def expected_rloo(groups):
     out = []
     for g in groups:
         totals = [sum(t.rewards.tolist()) for t in g]
-        out.append([r - statistics.fmean(totals[:i] + totals[i + 1 :]) if len(totals) > 1 else 0.0 for i, r in enumerate(totals)])
+        out.append(
+            [
+                r - statistics.fmean(totals[:i] + totals[i + 1 :]) if len(totals) > 1 else 0.0
+                for i, r in enumerate(totals)
+            ]
+        )
     return out
 
 
@@ -62,7 +78,9 @@ def expected_whitening(groups, eps):
 
 
 def expected_returns(rewards, discount):
-    return [sum(discount ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
+    return [
+        sum(discount ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))
+    ]
 
 
 def expected_gae(t, discount, lam):
@@ -87,7 +105,9 @@ def cases(groups):
     centred = []
     for g in groups:
         totals = [sum(t.rewards.tolist()) for t in g]
-        centred.append([[total - statistics.fmean(totals)] * len(t.rewards) for total, t in zip(totals, g, strict=True)])
+        centred.append(
+            [[total - statistics.fmean(totals)] * len(t.rewards) for total, t in zip(totals, g, strict=True)]
+        )
     yield ReinforcePP(baseline="group_mean", eps=1e-3), expected_whitening(centred, 1e-3)
     for discount, lam in ((1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (1.0, 1.0)):
         plain = [[expected_gae(t, discount, lam) for t in g] for g in groups]
@@ -111,10 +131,15 @@ def test_gae_returns_are_advantages_plus_values():
     for _ in range(20):
         groups = random_groups(rng)
         estimator = GAE(0.9, 0.8)
-        expected = [[[a + v for a, v in zip(expected_gae(t, 0.9, 0.8), t.values, strict=True)] for t in g] for g in groups]
+        expected = [
+            [[a + v for a, v in zip(expected_gae(t, 0.9, 0.8), t.values, strict=True)] for t in g]
+            for g in groups
+        ]
         assert flat(estimator.returns(groups)) == pytest.approx(flat(expected), abs=1e-9)
     # With lam 1 the return does not depend on the critic at all.
-    assert flat(GAE(1.0, 1.0).returns([[Trajectory(np.array([1.0, 2.0]), np.array([5.0, -7.0]))]])) == pytest.approx([3.0, 2.0])
+    assert flat(
+        GAE(1.0, 1.0).returns([[Trajectory(np.array([1.0, 2.0]), np.array([5.0, -7.0]))]])
+    ) == pytest.approx([3.0, 2.0])
 
 
 def test_worked_by_hand():

@@ -28,7 +28,10 @@ def random_inputs(rng, spread=1.0):
         tensor(rng.normal(0, 1, n)),
         tensor(rng.uniform(0, 1, n)),
         torch.from_numpy(ids),
-        {"ref_logprobs": tensor(rng.normal(-2, 1, n)), "old_logprobs": tensor(generator + rng.normal(0, spread, n))},
+        {
+            "ref_logprobs": tensor(rng.normal(-2, 1, n)),
+            "old_logprobs": tensor(generator + rng.normal(0, spread, n)),
+        },
     )
     return tensor(rng.normal(-2, spread, n)).requires_grad_(), inputs
 
@@ -36,11 +39,13 @@ def random_inputs(rng, spread=1.0):
 def test_kl_estimators_in_value_and_gradient():
     rng = np.random.default_rng(0)
     for spread in (0.1, 1.0, 15.0):
-        policy, reference = tensor(rng.normal(-2, spread, 50)).requires_grad_(), tensor(rng.normal(-2, spread, 50))
+        policy = tensor(rng.normal(-2, spread, 50)).requires_grad_()
+        reference = tensor(rng.normal(-2, spread, 50))
         for estimator in ("k1", "k2", "k3"):
             got = estimate(policy, reference, estimator)
             (gradient,) = torch.autograd.grad(got.sum(), policy)
-            for p, r, value, slope in zip(policy.tolist(), reference.tolist(), got.tolist(), gradient.tolist(), strict=True):
+            columns = (column.tolist() for column in (policy, reference, got, gradient))
+            for p, r, value, slope in zip(*columns, strict=True):
                 d = p - r
                 cut = max(-20.0, min(20.0, d))
                 expected = {
@@ -52,7 +57,8 @@ def test_kl_estimators_in_value_and_gradient():
 
 
 def test_kl_estimators_agree_in_the_mean_with_the_divergence():
-    # Over all tokens of a vocabulary of 6, weighted by the policy's probabilities: k1 and k3 are unbiased, k2 is near.
+    # Over all tokens of a vocabulary of 6, weighted by the policy's probabilities: k1 and k3 are unbiased,
+    # k2 is near.
     torch.manual_seed(0)
     policy = torch.randn(6, dtype=torch.float64).mul(0.1).log_softmax(0)
     reference = torch.randn(6, dtype=torch.float64).mul(0.1).log_softmax(0)
@@ -67,9 +73,11 @@ def test_correction_weights_masks_and_ratios():
     for level in ("token", "sequence"):
         for _ in range(40):
             logprobs, inputs = random_inputs(rng)
-            correction = Correction(old_logprobs="trainer", tis_clip=1.5, mask_low=0.3, mask_high=4.0, level=level)
+            bounds = {"tis_clip": 1.5, "mask_low": 0.3, "mask_high": 4.0}
+            correction = Correction(old_logprobs="trainer", level=level, **bounds)
             got, metrics = correction(logprobs, inputs)
-            old, generator, ids = (a.tolist() for a in (inputs.loss_inputs["old_logprobs"], inputs.generator_logprobs, inputs.sample_ids))
+            old = inputs.loss_inputs["old_logprobs"].tolist()
+            generator, ids = inputs.generator_logprobs.tolist(), inputs.sample_ids.tolist()
             expected, num_clipped, num_masked = [], 0, 0
             for t in range(len(old)):
                 tokens = [t] if level == "token" else [s for s in range(len(old)) if ids[s] == ids[t]]
@@ -79,7 +87,8 @@ def test_correction_weights_masks_and_ratios():
                 num_masked += masked
                 num_clipped += gap > 1.5
             assert got.weights.tolist() == pytest.approx(expected, rel=1e-9)
-            assert (int(metrics["gap_masked:sum"]), int(metrics["tis/clipped:sum"])) == (num_masked, num_clipped)
+            assert int(metrics["gap_masked:sum"]) == num_masked
+            assert int(metrics["tis/clipped:sum"]) == num_clipped
             assert got.old_logprobs is inputs.loss_inputs["old_logprobs"] and not got.weights.requires_grad
 
 
@@ -101,7 +110,11 @@ def test_ratios_are_taken_against_the_generator_even_where_the_trainers_are_know
 def test_truncated_importance_sampling_of_the_whole_loss_worked_by_hand():
     # generator 0, old = log 2, new = log 3, A = 1: ratio 1.5 (clipped to 1.28), weight min(2, 1.8) = 1.8.
     inputs = TokenInputs(
-        tensor([0.0]), tensor([1.0]), tensor([1.0]), torch.zeros(1, dtype=torch.long), {"old_logprobs": tensor([math.log(2)])}
+        tensor([0.0]),
+        tensor([1.0]),
+        tensor([1.0]),
+        torch.zeros(1, dtype=torch.long),
+        {"old_logprobs": tensor([math.log(2)])},
     )
     objective = Objective(Clip(0.2, 0.28), Correction(old_logprobs="trainer", tis_clip=1.8))
     assert objective(tensor([math.log(3)]), inputs).loss.item() == pytest.approx(-1.8 * 1.28)
@@ -114,9 +127,11 @@ def test_the_objective_adds_the_kl_with_the_tokens_weights():
         nothing = lambda logprobs, inputs: LossOutput(logprobs.sum() * 0, {})  # noqa: E731
         output = Objective(nothing, kl=KL(coef=0.3, estimator="k2"))(logprobs, inputs)
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
-        apart = [p - r for p, r in zip(logprobs.tolist(), inputs.loss_inputs["ref_logprobs"].tolist(), strict=True)]
+        reference = inputs.loss_inputs["ref_logprobs"].tolist()
+        apart = [p - r for p, r in zip(logprobs.tolist(), reference, strict=True)]
         weights = inputs.weights.tolist()
-        assert output.loss.item() == pytest.approx(0.3 * sum(w * d * d / 2 for w, d in zip(weights, apart, strict=True)))
+        expected = 0.3 * sum(w * d * d / 2 for w, d in zip(weights, apart, strict=True))
+        assert output.loss.item() == pytest.approx(expected)
         assert gradient.tolist() == pytest.approx([0.3 * w * d for w, d in zip(weights, apart, strict=True)])
         assert Objective(nothing, kl=KL(coef=0.3, into="reward"))(logprobs, inputs).loss.item() == 0
 
@@ -124,7 +139,8 @@ def test_the_objective_adds_the_kl_with_the_tokens_weights():
 def test_shaping_worked_by_hand():
     # DAPO: of 10 tokens the last 4 are punished: 6 or less 0, 8 half, 10 whole.
     assert Shaping(overlong_tokens=4)([1, 1, 0, 0], [5, 6, 8, 10], 10) == [0, 0, -0.5, -1.0]
-    assert Shaping(overlong_tokens=4, overlong_penalty=0.2)([1, 1], [7, 10], 10) == pytest.approx([-0.05, -0.2])
+    weak = Shaping(overlong_tokens=4, overlong_penalty=0.2)
+    assert weak([1, 1], [7, 10], 10) == pytest.approx([-0.05, -0.2])
     # Kimi: place 0.5 - (len - 2) / (6 - 2): 0.5, 0, -0.5; a wrong response gets no bonus.
     assert Shaping(length_coef=1.0)([1, 1, 1, 0], [2, 4, 6, 2], 10) == [0.5, 0.0, -0.5, 0.0]
     assert Shaping(length_coef=0.1)([1, 0], [3, 3], 10) == [0, 0]

@@ -1,6 +1,9 @@
-"""Each loss against an implementation that shares no code with it: plain Python in float64, sequence by sequence and token by
-token from the paper's formula, with the gradient worked out by hand. Random inputs with rows of all lengths, extreme ratios,
-zero weights and zero advantages; and numbers worked by hand."""
+"""Each loss against an implementation that shares no code with it.
+
+That is plain Python in float64, sequence by sequence and token by token from the paper's formula, with the
+gradient worked out by hand. Random inputs have rows of all lengths, extreme ratios, zero weights and zero
+advantages; and there are numbers worked by hand.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from rl.loss.dpo import DPO
 from rl.loss.dro import DRO
 from rl.loss.gspo import GSPO
 from rl.loss.importance_sampling import ImportanceSampling
-from rl.loss.logprobs import token_scores
+from rl.loss.logprobs import logprobs_and_entropy
 from rl.loss.value import ClippedValue
 
 
@@ -48,13 +51,17 @@ def random_rows(rng, num, equal_advantages=False):
         advantages = np.full(n, rng.normal()) if equal_advantages else rng.normal(0, 2, n)
         advantages *= rng.random() > 0.2
         weights = rng.uniform(0, 1, n) * (rng.random(n) > 0.2)
-        rows.append(Row(*(a.tolist() for a in (new, old, advantages, weights, old + rng.normal(0, 1, n), rng.normal(0, 1, n)))))
+        reference, returns = old + rng.normal(0, 1, n), rng.normal(0, 1, n)
+        rows.append(Row(*(a.tolist() for a in (new, old, advantages, weights, reference, returns))))
     return rows
 
 
 def run(loss, rows):
-    """(value, gradient, metrics), the rows' tokens in an order that mixes sequences no more than packing does."""
-    flat = lambda name: torch.tensor([v for row in rows for v in getattr(row, name)], dtype=torch.float64)  # noqa: E731
+    """(value, gradient, metrics); the rows' tokens mix sequences no more than packing does."""
+
+    def flat(name):
+        return torch.tensor([v for row in rows for v in getattr(row, name)], dtype=torch.float64)
+
     ids = torch.tensor([i for i, row in enumerate(rows) for _ in range(len(row))], dtype=torch.int64)
     logprobs = flat("new").requires_grad_()
     columns = {"ref_logprobs": flat("ref"), "values": flat("old"), "returns": flat("returns")}
@@ -217,8 +224,11 @@ def test_dpo_equals_an_independent_implementation_in_value_and_gradient(smoothin
         total, gradient, metrics = run(DPO(beta, smoothing, nll), rows)
         expected, expected_gradient, preferred = 0.0, [], 0
         for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
-            scores = [sum(w * (n - r) for w, n, r in zip(row.weights, row.new, row.ref, strict=True)) for row in (chosen, rejected)]
-            margin = beta * (scores[0] - scores[1])
+            log_ratios = [
+                sum(w * (n - r) for w, n, r in zip(row.weights, row.new, row.ref, strict=True))
+                for row in (chosen, rejected)
+            ]
+            margin = beta * (log_ratios[0] - log_ratios[1])
             sigmoid = 1 / (1 + math.exp(-margin)) if margin > -700 else 0.0
             log_sigmoid = -math.log1p(math.exp(-margin)) if margin > -30 else margin
             log_other = -math.log1p(math.exp(margin)) if margin < 30 else -margin
@@ -262,7 +272,8 @@ def test_clip_worked_by_hand():
 
 
 def test_gspo_worked_by_hand():
-    # Two tokens with log-ratios log 4 and 0: s = exp(log(4) / 2) = 2. Advantage 1, bound 1 + 0.5: clipped, no gradient.
+    # Two tokens with log-ratios log 4 and 0: s = exp(log(4) / 2) = 2. Advantage 1, bound 1 + 0.5: clipped,
+    # no gradient.
     # Advantage -1: -s, and d s / d logp = s / 2 for each token; the loss is the sum over both tokens, 2 s.
     old = [0.0, 0.0]
     row = lambda a: Row([math.log(4), 0.0], old, [a, a], [1.0, 1.0], old, old)  # noqa: E731
@@ -276,14 +287,15 @@ def test_the_grpo_gradient_of_a_softmax_policy_worked_by_hand():
     # Two actions with equal logits; action 0 was taken with advantage 2 and a ratio of 1.
     # d(-A logp_0)/dlogits = -A (onehot - softmax) = -2 * (0.5, -0.5)
     logits = torch.zeros(1, 2, dtype=torch.float32, requires_grad=True)
-    logprobs = token_scores(logits, torch.tensor([0]))[0]
+    logprobs = logprobs_and_entropy(logits, torch.tensor([0]))[0]
     inputs = TokenInputs(logprobs.detach(), torch.tensor([2.0]), torch.ones(1), torch.zeros(1))
     Clip()(logprobs, inputs).loss.backward()
     assert logits.grad.tolist() == [[-1.0, 1.0]]
 
 
 def test_distillation_has_the_gradient_of_the_reverse_kl():
-    # Of one next token: the mean over the student's samples is the gradient of KL(student || teacher) for its logits.
+    # Of one next token: the mean over the student's samples is the gradient of KL(student || teacher) for
+    # its logits.
     torch.manual_seed(0)
     logits, teacher = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64).log_softmax(0)
     exact = logits.clone().requires_grad_()
@@ -292,7 +304,11 @@ def test_distillation_has_the_gradient_of_the_reverse_kl():
     sampled = logits.clone().requires_grad_()
     logprobs = sampled.log_softmax(0)
     everything = TokenInputs(
-        logprobs.detach(), torch.zeros(5), logprobs.detach().exp(), torch.zeros(5, dtype=torch.long), {"ref_logprobs": teacher}
+        logprobs.detach(),
+        torch.zeros(5),
+        logprobs.detach().exp(),
+        torch.zeros(5, dtype=torch.long),
+        {"ref_logprobs": teacher},
     )
     Distillation()(logprobs, everything).loss.backward()  # every token, weighted by its probability
     assert torch.allclose(sampled.grad, exact.grad, atol=1e-12)

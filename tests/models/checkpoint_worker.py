@@ -36,13 +36,15 @@ def main() -> None:
                 engine.adapters.add(adapter, LoRA(4))
             for step in range(3):
                 learn(engine, step, adapter)
-                engine.save(directory / kind / f"step-{step}", {"next_step": step + 1}, keep_last=2, wait=False)
+                state = {"next_step": step + 1}
+                engine.save(directory / kind / f"step-{step}", state, keep_last=2, wait=False)
             engine.wait_for_save()
             first = 3
         else:
             path = latest(directory / kind)
             first = engine.load(path)["next_step"]
-        losses[kind] = {"first": first, "losses": [learn(engine, step, adapter) for step in range(first, first + 3)]}
+        continued = [learn(engine, step, adapter) for step in range(first, first + 3)]
+        losses[kind] = {"first": first, "losses": continued}
     if dist.get_rank() == 0:
         (directory / f"{mode}-{layout.shard}-{layout.tensor_parallel}.json").write_text(json.dumps(losses))
     dist.barrier()
@@ -53,10 +55,14 @@ def main() -> None:
 
 def learn(engine: TitanEngine, step: int, adapter: str | None) -> float:
     rng = np.random.default_rng(step)
-    samples = [supervised_sample(rng.integers(0, 128, 4), rng.integers(0, 128, rng.integers(1, 40))) for _ in range(6)]
+    samples = [
+        supervised_sample(rng.integers(0, 128, 4), rng.integers(0, 128, rng.integers(1, 40)))
+        for _ in range(6)
+    ]
     layout = engine.config.layout
     batch = pack(samples, num_ranks=layout.data_parallel, multiple_of=engine.config.row_multiple)
-    loss = torch.tensor(engine.forward_backward(batch, CrossEntropy(), adapter)["loss:sum"], dtype=torch.float64) / layout.procs_per_row
+    own = engine.forward_backward(batch, CrossEntropy(), adapter)["loss:sum"]
+    loss = torch.tensor(own, dtype=torch.float64) / layout.procs_per_row
     dist.all_reduce(loss)
     engine.optim_step(OptimParams(lr=1e-3, grad_scale=1 / batch.num_target_tokens), adapter)
     return loss.item() / batch.num_target_tokens

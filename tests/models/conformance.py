@@ -1,7 +1,8 @@
 """Every engine under every layout that four processes allow, against the same engine in one process.
 
-`python -m tests.models.conformance` writes the table of differences to docs/conformance.md; tests/models/test_conformance.py
-holds them under the limits. Under torchrun this module is the worker: it runs the cases of one number of processes.
+`python -m tests.models.conformance` writes the table of differences to docs/conformance.md;
+tests/models/test_conformance.py holds them under the limits. Under torchrun this module is the worker: it
+runs the cases of one number of processes.
 """
 
 import json
@@ -33,13 +34,14 @@ LAYOUTS = {
 }
 ONE = "one process"
 KINDS = {"titan": "TitanEngine", "hf": "HFEngine"}
-MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
-    "Qwen3-MoE": MOE,
+    "Qwen3-MoE": {"model_type": "qwen3_moe", **MOE},
     "Llama": {"model_type": "llama", "tie_word_embeddings": False},
     "Gemma 2": {"model_type": "gemma2", "sliding_window": 24},  # soft-capped attention: padded rows
-    "Gemma 3": {"model_type": "gemma3_text", "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma 3": {"model_type": "gemma3_text", **WINDOWS},
 }
 
 
@@ -59,7 +61,8 @@ class Case:
     @property
     def one_process(self) -> "Case":
         """What it is compared with: the same without parallelism, and without recomputation."""
-        return replace(self, layout=ONE, settings={k: v for k, v in self.settings.items() if k != "activation_checkpointing"})
+        settings = {k: v for k, v in self.settings.items() if k != "activation_checkpointing"}
+        return replace(self, layout=ONE, settings=settings)
 
 
 def _titan(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) -> list[Case]:
@@ -71,13 +74,12 @@ def _hf(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) ->
 
 
 CASES = [
-    *_titan(
-        "Qwen3", ["FSDP2 x 2", "HSDP 2 x 1", "TP2", "CP2", "FSDP2 x 4", "HSDP 2 x 2", "FSDP2 x TP2", "FSDP2 x CP2", "CP2 x TP2", "CP4"]
-    ),
+    *_titan("Qwen3", list(LAYOUTS)),
     *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
     *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
     *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
-    *_titan("Qwen3", ["FSDP2 x 2"], 0.4, float8=True),  # in one process float8's gradients differ from fp32's by 0.25
+    # In one process float8's gradients differ from fp32's by 0.25.
+    *_titan("Qwen3", ["FSDP2 x 2"], 0.4, float8=True),
     *_titan("Qwen3", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x TP2", "HSDP 2 x 2"], adapters=True),
     *_titan("Llama", ["FSDP2 x 2", "TP2", "FSDP2 x TP2", "CP2 x TP2"]),
     *_hf("Qwen3", ["FSDP2 x 2", "HSDP 2 x 2"]),
@@ -105,38 +107,49 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     layout = LAYOUTS.get(case.layout, Layout())
-    engine = ENGINES[case.engine](model_directory(directory, case.model), EngineConfig(layout=layout, seed=7, **case.settings))
+    config = EngineConfig(layout=layout, seed=7, **case.settings)
+    engine = ENGINES[case.engine](model_directory(directory, case.model), config)
     adapter = None
     if engine.config.adapters:
         adapter = "policy"
         engine.adapters.add(adapter, LoRA(rank=4, alpha=8), seed=1)
     rng = np.random.default_rng(0)
-    samples = [supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60))) for _ in range(9)]
-    batch = pack(samples, num_ranks=layout.data_parallel, max_tokens=96, multiple_of=engine.config.row_multiple)
+    samples = [
+        supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60)))
+        for _ in range(9)
+    ]
+    shape = {"num_ranks": layout.data_parallel, "multiple_of": config.row_multiple}
+    batch = pack(samples, max_tokens=96, **shape)
     scale = 1 / batch.num_target_tokens
-    result: dict[str, Any] = {"losses": [], "initial": _published(engine, adapter), "logits": _gather_rows(engine, batch, adapter)}
+    result: dict[str, Any] = {
+        "losses": [],
+        "initial": _published(engine, adapter),
+        "logits": _gather_rows(engine, batch, adapter),
+    }
 
     def loss() -> float:
         metrics = engine.forward_backward(batch, CrossEntropy(), adapter)
         parts = _everyone(metrics["loss:sum"])[:: layout.procs_per_row]
         return sum(parts) * scale
 
-    # With eps far over the gradient AdamW moves each weight by lr / eps times its gradient: this reads the gradient off, scaled
-    # up so far that the weights, and the rounding of what is published, do not blur it.
+    # With eps far over the gradient AdamW moves each weight by lr / eps times its gradient: this reads the
+    # gradient off, scaled up so far that the weights, and the rounding of what is published, do not blur it.
     checkpoint = directory / f"{case.name}-initial"
     engine.save(checkpoint)
     result["losses"].append(loss())
-    engine.optim_step(OptimParams(lr=1e8, eps=1e4, betas=(0.0, 0.0), grad_scale=scale, max_grad_norm=0), adapter)
+    read_off = OptimParams(lr=1e8, eps=1e4, betas=(0.0, 0.0), grad_scale=scale, max_grad_norm=0)
+    engine.optim_step(read_off, adapter)
     after = _published(engine, adapter)
     result["gradients"] = {name: (result["initial"][name] - after[name]) / 1e4 for name in after}
     engine.load(checkpoint)
     for _ in range(3):
         result["losses"].append(loss())
-        result.setdefault("norms", []).append(engine.optim_step(OptimParams(lr=1e-3, grad_scale=scale), adapter)["grad_norm"])
-    scores: dict[int, Any] = {}
+        norm = engine.optim_step(OptimParams(lr=1e-3, grad_scale=scale), adapter)["grad_norm"]
+        result.setdefault("norms", []).append(norm)
+    logprobs: dict[int, Any] = {}
     for part in _everyone(engine.forward(batch, adapter)):
-        scores |= part
-    result["logprobs"] = scores
+        logprobs |= part
+    result["logprobs"] = logprobs
     return result
 
 
@@ -158,9 +171,11 @@ def _published(engine: Any, adapter: str | None) -> dict[str, Any]:
     from rl.weight_sync.manifest import Shard, assemble
 
     shards: dict[str, list[Any]] = {}
-    for part in _everyone(
-        [(Shard(s.name, s.data.dtype, s.global_shape, s.offsets, tuple(s.data.shape), ""), s.data.clone()) for s in engine.export(adapter)]
-    ):
+    own = [
+        (Shard(s.name, s.data.dtype, s.global_shape, s.offsets, tuple(s.data.shape), ""), s.data.clone())
+        for s in engine.export(adapter)
+    ]
+    for part in _everyone(own):
         for shard, data in part:
             shards.setdefault(shard.name, []).append((shard, data))
     return {name: tensor.float() for name, tensor in assemble(shards)}
@@ -184,12 +199,14 @@ def run(directory: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
     wanted = {case.name: case for case in [*cases, *(case.one_process for case in cases)]}
 
     def run_those_of(num_procs: int) -> None:
-        names = [name for name, case in wanted.items() if LAYOUTS.get(case.layout, Layout()).num_procs == num_procs]
-        if not names:
+        layouts = {name: LAYOUTS.get(case.layout, Layout()) for name, case in wanted.items()}
+        those = [case for name, case in wanted.items() if layouts[name].num_procs == num_procs]
+        if not those:
             return
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_procs), "--standalone"]
         job = directory / f"job-{num_procs}.json"
-        job.write_text(json.dumps([[wanted[n].engine, wanted[n].model, wanted[n].layout, wanted[n].settings] for n in names]))
+        job.write_text(json.dumps([[c.engine, c.model, c.layout, c.settings] for c in those]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(num_procs)]
         done = subprocess.run(
             [*command, "-m", "tests.models.conformance", str(job)], env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=900,
@@ -203,19 +220,26 @@ def run(directory: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
 
 
 def differences(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest absolute differences; of gradients: the norm of a tensor's difference in proportion to the norm of that gradient,
-    and at least to a ten-thousandth of the whole gradient's. Other tensors than expected are an error."""
+    """Largest absolute differences. Other tensors than expected are an error.
+
+    Of gradients: the norm of a tensor's difference in proportion to the norm of that gradient, or to a
+    ten-thousandth of the whole gradient's where that is larger.
+    """
     assert got["initial"].keys() == expected["initial"].keys()
     assert got["logits"].keys() == expected["logits"].keys() == got["logprobs"].keys()
 
     def worst(key: str) -> float:
-        return max(float(np.abs(np.asarray(got[key][n]) - np.asarray(expected[key][n])).max()) for n in expected[key])
+        pairs = [(np.asarray(got[key][n]), np.asarray(expected[key][n])) for n in expected[key]]
+        return max(float(np.abs(a - b).max()) for a, b in pairs)
 
     def norm(gradients: Any) -> float:
         return float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in gradients)))
 
     whole = norm(expected["gradients"].values())
-    apart = [norm([got["gradients"][n] - g]) / max(norm([g]), 1e-4 * whole) for n, g in expected["gradients"].items()]
+    apart = [
+        norm([got["gradients"][n] - g]) / max(norm([g]), 1e-4 * whole)
+        for n, g in expected["gradients"].items()
+    ]
     return {
         "initial": worst("initial"),  # random weights do not depend on the layout
         "logits": worst("logits"),
@@ -233,11 +257,12 @@ def write_table(path: Path) -> None:
     lines = [
         "# Conformance of the engines",
         "",
-        "Each engine under each layout against the same engine in one process, from the same random weights: largest differences of the logits,",
-        "the loss, the gradients (the norm of each tensor's difference in proportion to that tensor's gradient; read off the weights after one step,",
-        "so their reduction over ranks is included) and the losses of three AdamW steps. fp32 where nothing else is said; 9 packed sequences of",
-        "unequal length, tiny models. A test holds all but float8's logits under",
-        "the limit: float8 scales each rank's activations by their own maximum, so they depend on how tokens are split.",
+        "Each engine under each layout against the same engine in one process, from the same random weights:",
+        "largest differences of the logits, the loss, the gradients (the norm of each tensor's difference in",
+        "proportion to that tensor's gradient; read off the weights after one step, so their reduction over",
+        "ranks is included) and the losses of three AdamW steps. fp32 where nothing else is said; 9 packed",
+        "sequences of unequal length, tiny models. A test holds all but float8's logits under the limit:",
+        "float8 scales each rank's activations by their own maximum, so they depend on how tokens are split.",
         "",
         "Made by `python -m tests.models.conformance` on a CPU.",
         "",
@@ -248,7 +273,10 @@ def write_table(path: Path) -> None:
         d = differences(results[case.name], results[case.one_process.name])
         settings = ", ".join(f"{k}={v}" for k, v in case.settings.items())
         numbers = " | ".join(f"{d[key]:.0e}" for key in ("logits", "loss", "gradients", "3 steps"))
-        lines.append(f"| {KINDS[case.engine]} | {case.model} | {case.layout} | {settings} | {numbers} | {case.limit:.0e} |")
+        lines.append(
+            f"| {KINDS[case.engine]} | {case.model} | {case.layout} | {settings} | {numbers} "
+            f"| {case.limit:.0e} |"
+        )
     path.write_text("\n".join(lines) + "\n")
 
 

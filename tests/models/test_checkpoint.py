@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, readable under any layout, with everything that the next step depends on."""
+"""Checkpoints: complete or not there, readable under any layout, with all that the next step depends on."""
 
 import json
 import os
@@ -39,11 +39,11 @@ def learn(engine, steps=1):
 
 def work(mode, model_dir, directory, shard, tensor_parallel):
     arguments = [mode, model_dir, directory, shard, tensor_parallel]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(shard * tensor_parallel), "--standalone"]
-    done = subprocess.run(
-        [*command, "-m", "tests.models.checkpoint_worker", *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(shard * tensor_parallel)]
+    command += ["-m", "tests.models.checkpoint_worker", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     out = directory / f"{mode}-{shard}-{tensor_parallel}.json"
     assert out.exists(), done.stderr[-3000:]
     return json.loads(out.read_text())
@@ -98,7 +98,9 @@ def test_what_an_engine_of_one_kind_saved_the_other_goes_on_from(model_dir, tmp_
     assert learn(other, 3) == pytest.approx(learn(engine, 3), abs=1e-4)
 
 
-def test_a_failure_in_the_background_is_raised_and_the_previous_checkpoint_stays(model_dir, tmp_path, monkeypatch):
+def test_a_failure_in_the_background_is_raised_and_the_previous_checkpoint_stays(
+    model_dir, tmp_path, monkeypatch
+):
     engine = TitanEngine(model_dir, EngineConfig(seed=1))
     with pytest.raises(RunError, match="is not a complete checkpoint"):
         engine.load(tmp_path / "step-1")
@@ -110,13 +112,15 @@ def test_a_failure_in_the_background_is_raised_and_the_previous_checkpoint_stays
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.FileSystemWriter, "write_data", full)
         engine.save(tmp_path / "step-2", wait=False)
-        with pytest.raises(RunError, match="could not be written: .*disk full.*the one before it is still there"):
+        message = "could not be written: .*disk full.*the one before it is still there"
+        with pytest.raises(RunError, match=message):
             engine.save(tmp_path / "step-3")
     assert latest(tmp_path) == tmp_path / "step-1"
     engine.save(tmp_path / "step-3")
     assert latest(tmp_path) == tmp_path / "step-3" and not (tmp_path / "step-2").exists()
+    other = TitanEngine(write_config(tmp_path / "other", num_hidden_layers=3), EngineConfig(seed=1))
     with pytest.raises(RunError, match="does not fit this model"):
-        TitanEngine(write_config(tmp_path / "other", num_hidden_layers=3), EngineConfig(seed=1)).load(tmp_path / "step-3")
+        other.load(tmp_path / "step-3")
 
 
 def test_saving_again_under_the_same_name_replaces(model_dir, tmp_path):

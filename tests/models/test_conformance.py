@@ -26,6 +26,7 @@ def test_the_comparison_notices_gradients_that_are_off(results):
     assert max(differences(reference, reference).values()) == 0
     name = min(reference["gradients"], key=lambda n: reference["gradients"][n].norm())
     for change, noticed in ((lambda g: g * (1 + 2e-5), 1e-5), (lambda g: 2 * g, 0.9), (lambda g: 0 * g, 0.9)):
-        wrong = reference | {"gradients": reference["gradients"] | {name: change(reference["gradients"][name])}}  # one tensor alone
+        one_changed = reference["gradients"] | {name: change(reference["gradients"][name])}
+        wrong = reference | {"gradients": one_changed}
         assert differences(wrong, reference)["gradients"] > noticed
     assert max(case.limit for case in CASES) < 0.9

@@ -1,4 +1,4 @@
-"""The engines' contract: gradients accumulate as sums, the denominator comes once, what cannot be right is refused."""
+"""The engines' contract: gradients accumulate as sums, the denominator comes once, bad input is refused."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.loss.clip import Clip
 from rl.loss.cross_entropy import CrossEntropy
-from rl.models import scoring
+from rl.models import target_logprobs
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout
@@ -34,7 +34,8 @@ def make(request, model_dir):
 
 def samples(count=6, seed=0):
     rng = np.random.default_rng(seed)
-    return [supervised_sample(rng.integers(0, 128, 3), rng.integers(0, 128, rng.integers(1, 30))) for _ in range(count)]
+    draw = rng.integers
+    return [supervised_sample(draw(0, 128, 3), draw(0, 128, draw(1, 30))) for _ in range(count)]
 
 
 def weights(engine):
@@ -57,8 +58,10 @@ PARTS = {"equal": ((0, 2), (2, 4), (4, 6)), "unequal": ((0, 1), (1, 5), (5, 6))}
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_calls_equal_one_call_on_the_joined_batch(make, dtype, parts):
-    """In fp32 to 1e-6 of the largest gradient; in bf16 as near as the same batch comes to itself when its loss is scaled."""
-    rows = [supervised_sample([5, i], np.arange(i, i + 20)) for i in range(6)] if parts == "equal" else samples()
+    """In fp32 to 1e-6 of the largest gradient; in bf16 as near as the batch is to itself, its loss scaled."""
+    rows = samples()
+    if parts == "equal":
+        rows = [supervised_sample([5, i], np.arange(i, i + 20)) for i in range(6)]
     one, many, scaled = (make(dtype=dtype) for _ in range(3))
     one.forward_backward(pack(rows), CrossEntropy())
     for first, last in PARTS[parts]:
@@ -82,16 +85,21 @@ def test_several_calls_equal_one_call_on_the_joined_batch(make, dtype, parts):
 def test_chunking_the_head_changes_nothing(make, monkeypatch):
     whole, chunked = make(), make()
     whole_metrics = whole.forward_backward(pack(samples()), CrossEntropy())
-    monkeypatch.setattr(scoring, "_CHUNK_ELEMENTS", 128 * 7)
+    monkeypatch.setattr(target_logprobs, "_CHUNK_ELEMENTS", 128 * 7)
     chunked_metrics = chunked.forward_backward(pack(samples()), CrossEntropy())
     assert chunked_metrics == pytest.approx(whole_metrics, abs=1e-4)
     assert worst(gradients(whole), gradients(chunked)) < 1e-5
 
 
-def test_no_logits_of_unscored_tokens_are_computed(make, monkeypatch):
+def test_only_logits_that_predict_targets_are_computed(make, monkeypatch):
     seen = []
-    original = scoring.token_scores
-    monkeypatch.setattr(scoring, "token_scores", lambda logits, targets: seen.append(logits.shape) or original(logits, targets))
+    original = target_logprobs.logprobs_and_entropy
+
+    def spy(logits, targets):
+        seen.append(logits.shape)
+        return original(logits, targets)
+
+    monkeypatch.setattr(target_logprobs, "logprobs_and_entropy", spy)
     row = supervised_sample(np.arange(60), np.arange(4))
     make().forward_backward(pack([row]), CrossEntropy())
     assert seen == [(4, 128)]
@@ -123,7 +131,7 @@ def test_float8_changes_the_result_a_little(model_dir):
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_scoring_alone_leaves_the_weights_exportable(make):
+def test_forward_alone_leaves_the_weights_exportable(make):
     engine = make()
     before = weights(engine)
     engine.forward(pack(samples()))
@@ -141,7 +149,8 @@ def test_grad_scale_clipping_and_every_other_parameter_act(make):
     norm, update = step()
     assert step(grad_scale=0.5)[0] == pytest.approx(norm / 2, rel=1e-5)
     assert worst(step(lr=0.0)[1], {n: torch.zeros_like(u) for n, u in update.items()}) == 0
-    # Adam's first step is sign-like: its size follows lr, and eps once clipping has made the gradient small against it.
+    # Adam's first step is sign-like: its size follows lr, and eps once clipping has made the gradient small
+    # against it.
     assert worst(step(lr=2e-3)[1], {n: 2 * u for n, u in update.items()}) < 1e-6
     clipped, unclipped = (step(max_grad_norm=m, eps=1e-2)[1] for m in (1e-3, 0.0))
     assert max(u.abs().max() for u in clipped.values()) < 0.1 * max(u.abs().max() for u in unclipped.values())
@@ -163,7 +172,8 @@ def test_what_is_not_finite_is_refused_before_it_reaches_the_weights(make):
     before = weights(engine)
     n = 5
     mask = np.arange(n) > 0
-    bad = Sample(np.arange(n), mask, np.zeros(n, np.float32), np.full(n, np.nan, np.float32), mask.astype(np.float32))
+    zeros, advantages = np.zeros(n, np.float32), np.full(n, np.nan, np.float32)
+    bad = Sample(np.arange(n), mask, zeros, advantages, mask.astype(np.float32))
     # Two micro-batches, of which the second is at fault: the first leaves no half of a gradient behind.
     good = Sample(np.arange(9), np.arange(9) > 0, *(np.ones(9, np.float32),) * 3)
     batch = pack([good, bad], max_tokens=9)
@@ -221,7 +231,8 @@ def test_moving_to_the_host_and_back_changes_no_step(make):
         engine.optim_step(OptimParams(1e-3))
         engine.forward_backward(pack(samples()), CrossEntropy())
     moved.to("cpu")
-    held = [t for state in moved._base.state().values() for t in state.values()] + [p.grad for p in moved._model.parameters()]
+    held = [t for state in moved._base.state().values() for t in state.values()]
+    held += [p.grad for p in moved._model.parameters()]
     assert all(t.device.type == "cpu" for t in held)
     if moved.device.type != "cpu":
         with pytest.raises(RunError, match="forward: the model is on the host"):

@@ -1,4 +1,4 @@
-"""What vLLM samples with: base and adapters sent apart, several at a time, a merged model, and a mixture of experts."""
+"""What vLLM samples with: base and adapters sent apart, several at once, merged, and a mixture of experts."""
 
 import asyncio
 import json
@@ -33,7 +33,15 @@ def ask(directory, model_dir, transport, loads, max_lora_rank=0):
     job = directory / "job.pickle"
     loads = [(label, manifest, adapters) for label, manifest, adapters in loads]
     job.write_bytes(
-        pickle.dumps({"model_dir": model_dir, "transport": transport, "max_lora_rank": max_lora_rank, "loads": loads, "prompt": PROMPT})
+        pickle.dumps(
+            {
+                "model_dir": model_dir,
+                "transport": transport,
+                "max_lora_rank": max_lora_rank,
+                "loads": loads,
+                "prompt": PROMPT,
+            }
+        )
     )
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.generator_worker", str(job)],
@@ -43,7 +51,7 @@ def ask(directory, model_dir, transport, loads, max_lora_rank=0):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def score(engine, tokens, adapter=None):
+def target_logprobs(engine, tokens, adapter=None):
     return engine.forward(pack([supervised_sample(PROMPT, tokens)]), adapter)[0]
 
 
@@ -54,7 +62,8 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
     loras = {"a": LoRA(4, 64.0), "b": LoRA(8, 64.0, ("q_proj", "gate_proj", "up_proj"))}
 
     def learn(name, seed):
-        engine.forward_backward(pack([supervised_sample([seed], np.arange(20 * seed, 20 * seed + 19))]), CrossEntropy(), name)
+        sample = supervised_sample([seed], np.arange(20 * seed, 20 * seed + 19))
+        engine.forward_backward(pack([sample]), CrossEntropy(), name)
         engine.optim_step(OptimParams(3e-2), name)
 
     loads = [("base", publish(transport, "model", 0, engine.export()), [None, "a"])]
@@ -62,23 +71,27 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
     for seed, (name, lora) in enumerate(loras.items(), 1):
         engine.adapters.add(name, lora, seed)
         learn(name, seed)
-        loads.append((name, publish(transport, name, 1, engine.export(name), (name, lora)), [None, *list(loras)[:seed]]))
+        published = publish(transport, name, 1, engine.export(name), (name, lora))
+        loads.append((name, published, [None, *list(loras)[:seed]]))
     first = {name: {s.name: s.data.clone() for s in engine.export(name)} for name in loras}
     learn("a", 3)
-    loads.append(("a again", publish(transport, "a", 2, engine.export("a"), ("a", loras["a"])), ["a", "b", None, "a"]))
+    published = publish(transport, "a", 2, engine.export("a"), ("a", loras["a"]))
+    loads.append(("a again", published, ["a", "b", None, "a"]))
     loads.append(("merged", publish(transport, "model", 3, engine.export("a", merged=True)), [None, "a"]))
     engine.save_hf(tmp_path / "merged", "a")
     answers = ask(tmp_path, tmp_path / "model", transport, loads, max_lora_rank=8)
 
-    assert "the generator has no adapter 'a' yet" in answers["base/a"] and "no adapter 'a' yet" in answers["merged/a"]
-    for label, adapter in (("base", None), ("a", None), ("b", None), ("b", "b"), ("a again", "a"), ("a again", "b"), ("a again", None)):
+    assert "the generator has no adapter 'a' yet" in answers["base/a"]
+    assert "no adapter 'a' yet" in answers["merged/a"]
+    asked = [("base", None), ("a", None), ("b", None), ("b", "b")]
+    for label, adapter in [*asked, ("a again", "a"), ("a again", "b"), ("a again", None)]:
         tokens, logprobs = answers[f"{label}/{adapter}"]
-        expected[label, adapter] = score(engine, tokens, adapter)
+        expected[label, adapter] = target_logprobs(engine, tokens, adapter)
         assert np.abs(expected[label, adapter] - logprobs).max() < 1e-4, (label, adapter)
     # The earlier version of "a" was another policy: what was sent is what is sampled with.
     for name in loras:
         assert any(t.abs().max() > 0 for n, t in first[name].items() if "lora_B" in n)
-    assert np.abs(score(engine, answers["a/a"][0], "a") - answers["a/a"][1]).max() > 1e-2
+    assert np.abs(target_logprobs(engine, answers["a/a"][0], "a") - answers["a/a"][1]).max() > 1e-2
     # Merged: vLLM, transformers and the trainer agree.
     tokens, logprobs = answers["merged/None"]
     assert tokens == answers["a again/a"][0] != answers["base/None"][0]
@@ -90,8 +103,8 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
 
 
 def test_a_mixture_of_experts_is_sampled_as_it_is_trained(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    write_model(tmp_path / "model", "qwen3_moe", **experts)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True, **sizes)
     engine = TitanEngine(tmp_path / "model")
     transport = SharedMemory(str(tmp_path))
     loads = []
@@ -103,5 +116,5 @@ def test_a_mixture_of_experts_is_sampled_as_it_is_trained(tmp_path):
     answers = ask(tmp_path, tmp_path / "model", transport, loads)
     for version in range(2):
         tokens, logprobs = answers[f"{version}/None"]
-        assert np.abs(score(TitanEngine(tmp_path / str(version)), tokens) - logprobs).max() < 1e-4
+        assert np.abs(target_logprobs(TitanEngine(tmp_path / str(version)), tokens) - logprobs).max() < 1e-4
     assert answers["0/None"] != answers["1/None"]

@@ -17,6 +17,8 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SMOLLM2_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "head_dim": 64}
+TWO_KINDS = ["sliding_attention", "full_attention"]
 MODELS = {
     "qwen3 tied": ("qwen3", {}),
     "qwen3 untied": ("qwen3", {"tie_word_embeddings": False}),
@@ -24,22 +26,26 @@ MODELS = {
     "llama untied": ("llama", {"tie_word_embeddings": False}),
     "llama 3.1 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3 moe": ("qwen3_moe", MOE),
-    "qwen3 moe without normalised routing": ("qwen3_moe", MOE | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
-    "smollm2 heads": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "head_dim": 64}),
+    "qwen3 moe, routing not normalized": (
+        "qwen3_moe",
+        MOE | {"norm_topk_prob": False, "mlp_only_layers": [0]},
+    ),
+    "smollm2 heads": ("llama", SMOLLM2_HEADS),
 }
 
 
-# What HFEngine has to find out by itself: sliding windows, scaled and soft-capped logits, and layers that cannot be packed.
+# What HFEngine has to find out by itself: sliding windows, scaled and soft-capped logits, and layers that
+# cannot be packed.
 OTHERS = {
     "mistral": ("mistral", {"sliding_window": 16}, True),
-    "gemma3": ("gemma3_text", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    "gemma3": ("gemma3_text", {"sliding_window": 16, "layer_types": TWO_KINDS}, True),
     "gemma2": ("gemma2", {"sliding_window": 16}, False),
     "granite": ("granite", {"logits_scaling": 4.0}, True),
     "cohere": ("cohere", {"logit_scale": 0.25}, True),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "sliding_window": 16}, False),
     "falcon, without transformers' attention interface": ("falcon", {}, False),
     "mamba, state space": ("mamba", {"state_size": 8}, False),
-    "phimoe, whose windows are in its mask alone": ("phimoe", {"num_local_experts": 4, "sliding_window": 45}, False),
+    "phimoe, windows only in its mask": ("phimoe", {"num_local_experts": 4, "sliding_window": 45}, False),
     "mixtral": ("mixtral", {"num_local_experts": 4}, True),
 }
 
@@ -69,11 +75,12 @@ def test_hf_engine_computes_what_transformers_computes(tmp_path, name):
 
 
 def test_hf_engine_refuses_what_it_cannot_compute(tmp_path, monkeypatch):
-    from rl.models import hf_engine
+    from rl.models import hf_model
 
     write_model(tmp_path, "gemma2")
-    monkeypatch.setattr(hf_engine, "_after_head", lambda config: lambda logits: logits)
-    with pytest.raises(ConfigError, match="does not compute what transformers computes for Gemma2ForCausalLM: logits differ"):
+    monkeypatch.setattr(hf_model, "_after_head", lambda config: lambda logits: logits)
+    message = "does not compute what transformers computes for Gemma2ForCausalLM: logits differ"
+    with pytest.raises(ConfigError, match=message):
         HFEngine(tmp_path)
 
 
@@ -130,7 +137,8 @@ def test_what_is_missing_broken_or_unsupported_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"model.safetensors is not a readable safetensors file"):
         hf.check_weights(tmp_path)
-    with pytest.raises(ConfigError, match="architecture GPT2LMHeadModel is not supported; use one of Qwen3ForCausalLM"):
+    message = "architecture GPT2LMHeadModel is not supported; use one of Qwen3ForCausalLM"
+    with pytest.raises(ConfigError, match=message):
         hf.check_supported({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(ConfigError, match="rope_type='yarn'"):
         hf.check_supported({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "yarn"}})
@@ -139,5 +147,6 @@ def test_what_is_missing_broken_or_unsupported_is_named(tmp_path):
 def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):
     write_model(tmp_path)
     write_config(tmp_path, intermediate_size=256)
-    with pytest.raises(RunError, match=r"gate_proj.weight has shape \(192, 64\) in the weights but \(256, 64\)"):
+    message = r"gate_proj.weight has shape \(192, 64\) in the weights but \(256, 64\)"
+    with pytest.raises(RunError, match=message):
         TitanEngine(tmp_path)

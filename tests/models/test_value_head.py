@@ -1,4 +1,4 @@
-"""The critic's engine: values in the place of logprobs, under every layout the same, from weights that it takes over."""
+"""The critic's engine: values in the place of logprobs, the same under every layout, from loaded weights."""
 
 import json
 import os
@@ -36,7 +36,8 @@ def samples():
 
 def learn(engine, num_steps=3):
     """Losses of so many steps, and the values after them."""
-    batch = pack(samples(), num_ranks=engine.config.layout.data_parallel, max_tokens=64, multiple_of=engine.config.row_multiple)
+    shape = {"num_ranks": engine.config.layout.data_parallel, "multiple_of": engine.config.row_multiple}
+    batch = pack(samples(), max_tokens=64, **shape)
     losses = []
     for _ in range(num_steps):
         metrics = engine.forward_backward(batch, ClippedValue(clip=0.0))
@@ -47,7 +48,9 @@ def learn(engine, num_steps=3):
 
 @pytest.mark.parametrize("kind", ["titan", "hf"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_values_start_at_zero_and_learn_the_returns_by_the_gradient_of_transformers_hidden_states(tmp_path, kind, tied):
+def test_values_start_at_zero_and_learn_the_returns_by_the_gradient_of_transformers_hidden_states(
+    tmp_path, kind, tied
+):
     model = write_model(tmp_path, tie_word_embeddings=tied)
     engine = ENGINES[kind](tmp_path, EngineConfig(head="value"))
     batch = pack(samples())
@@ -71,15 +74,10 @@ def test_values_start_at_zero_and_learn_the_returns_by_the_gradient_of_transform
 def test_every_layout_learns_what_one_process_learns(tmp_path):
     write_config(tmp_path / "model")
     losses, values = learn(ENGINES["titan"](tmp_path / "model", EngineConfig(head="value", seed=3)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "tests.models.test_value_head"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "model")],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.models.test_value_head", str(tmp_path / "model")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, (got_losses, got_values) in json.loads(done.stdout.splitlines()[-1]).items():
         assert got_losses == pytest.approx(losses, abs=2e-4), name
@@ -112,7 +110,8 @@ def worker() -> None:
         parts = [None] * 2
         dist.all_gather_object(parts, (losses, {i: v.tolist() for i, v in values.items()}))
         parts = parts[:: layout.procs_per_row]
-        results[name] = [sum(p[0][s] for p in parts) for s in range(3)], {i: v for p in parts for i, v in p[1].items()}
+        summed = [sum(p[0][s] for p in parts) for s in range(3)]
+        results[name] = (summed, {i: v for p in parts for i, v in p[1].items()})
     if dist.get_rank() == 0:
         print(json.dumps(results), flush=True)
     dist.barrier()

@@ -11,7 +11,12 @@ from rl.weight_sync.shared_memory import SharedMemory
 
 def publish(transport, version, ranks):
     return Manifest(
-        version, tuple(s for rank, shards in enumerate(ranks) for s in asyncio.run(transport.publish("model", version, rank, shards)))
+        version,
+        tuple(
+            s
+            for rank, shards in enumerate(ranks)
+            for s in asyncio.run(transport.publish("model", version, rank, shards))
+        ),
     )
 
 
@@ -21,7 +26,10 @@ def fetch(transport, manifest):
 
 def rows(name, full, parts):
     bounds = [round(i * len(full) / parts) for i in range(parts + 1)]
-    return [[LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b])] for a, b in itertools.pairwise(bounds)]
+    return [
+        [LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b])]
+        for a, b in itertools.pairwise(bounds)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

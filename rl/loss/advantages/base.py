@@ -12,8 +12,11 @@ _NO_VALUES = np.zeros(0)
 class Trajectory:
     """A rollout as estimators see it."""
 
-    rewards: np.ndarray  # [M] float64: the verdict on the last token, a turn's on the turn's last, penalties on their own
-    values: np.ndarray = field(default_factory=lambda: _NO_VALUES)  # [M] the critic's value before each token; empty without a critic
+    rewards: np.ndarray
+    """[M] float64: the verdict on the last token, a turn's on its last, penalties on their own tokens."""
+
+    values: np.ndarray = field(default_factory=lambda: _NO_VALUES)
+    """[M] the critic's value before each token; empty without a critic."""
 
     @property
     def reward(self) -> float:
@@ -38,7 +41,10 @@ def discounted_sums(values: np.ndarray, discount: float) -> np.ndarray:
 
 
 def whiten(advantages: list[list[np.ndarray]], eps: float) -> list[list[np.ndarray]]:
-    """Mean 0 and variance 1 over all tokens of the batch; the variance is the sample's (divisor n - 1), eps is added to it."""
+    """Mean 0 and variance 1 over all tokens of the batch.
+
+    The variance is the sample's (divisor n - 1), and eps is added to it.
+    """
     tokens = np.concatenate([a for group in advantages for a in group] or [np.zeros(0)])
     if len(tokens) < 2:
         return advantages

@@ -20,7 +20,7 @@ class GAE:
     """How much a reward counts one token earlier."""
 
     lam: float = 0.95
-    """0 trusts the critic alone, 1 the rewards alone."""
+    """0 trusts only the critic, 1 only the rewards."""
 
     whiten: bool = True
     """Mean 0 and variance 1 over the batch's tokens."""
@@ -40,5 +40,5 @@ class GAE:
 
     def _advantages(self, trajectory: Trajectory) -> np.ndarray:
         values = trajectory.values
-        following = np.append(values[1:], 0.0)
-        return discounted_sums(trajectory.rewards + self.discount * following - values, self.discount * self.lam)
+        deltas = trajectory.rewards + self.discount * np.append(values[1:], 0.0) - values
+        return discounted_sums(deltas, self.discount * self.lam)

@@ -10,9 +10,11 @@ from rl.loss.advantages.base import Groups, each_group
 
 @dataclass(frozen=True)
 class GroupMean:
-    """Each rollout's reward less its group's mean (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    """Each rollout's reward minus its group's mean (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    A_i = (r_i - mean(r)) / (std(r) + eps); the standard deviation is the sample's (divisor G - 1), as in TRL and verl.
+    A_i = (r_i - mean(r)) / (std(r) + eps)
+
+    The standard deviation is the sample's (divisor G - 1), as in TRL and verl.
     """
 
     adv_norm: Literal["group_std", "none"] = "group_std"

@@ -20,8 +20,8 @@ class ReinforcePP:
     """How much a reward counts one token earlier."""
 
     baseline: Literal["none", "group_mean"] = "none"
-    """Before whitening, subtract the group's mean reward from each rollout's (REINFORCE++-baseline), spread evenly over the
-    whole rollout: the return is then the centred reward, and the discount is not used."""
+    """Before whitening, subtract the group's mean reward from each rollout's (REINFORCE++-baseline), spread
+    evenly over the whole rollout: the return is then the centred reward, and the discount is not used."""
 
     eps: float = 1e-8
     """Added to the variance."""

@@ -38,7 +38,9 @@ Command = Admit | Load | Abort
 class Tick:
     """What came of some commands and one decoding step. An answer is an exception where the command, or request, failed."""
 
-    answers: dict[int, Completion | None | Exception]  # of each command that is done: a Completion for Admit, else None
+    answers: dict[
+        int, Completion | Exception | None
+    ]  # of each command that is done: a Completion for Admit, else None
     num_running: int
 
 

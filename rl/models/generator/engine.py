@@ -96,7 +96,7 @@ class GeneratorEngine:
                 self._resolve(number, RunError(f"the generator's engine failed: {error!r}"))
             raise
 
-    def _resolve(self, number: int, answer: Completion | None | Exception) -> None:
+    def _resolve(self, number: int, answer: Completion | Exception | None) -> None:
         future = self._answers.pop(number, None)
         if future is None or future.done():  # whoever asked has gone
             return

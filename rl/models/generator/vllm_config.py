@@ -15,6 +15,8 @@ class VLLMConfig:
     kv_cache_gib: float = 0.25
     block_size: int = 32  # tokens; prompts share whole blocks of their prefixes
     compile: bool = False
-    tensor_parallel: int = 1  # ranks, under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    tensor_parallel: int = (
+        1  # ranks, under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    )
     max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
     max_adapters: int = 1

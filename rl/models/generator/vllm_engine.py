@@ -58,7 +58,7 @@ class VLLM:
 
     def tick(self, commands: Sequence[Command]) -> Tick:
         """Run the commands in their order, then decode one step. A command that cannot be done costs no other."""
-        answers: dict[int, Completion | None | Exception] = {}
+        answers: dict[int, Completion | Exception | None] = {}
         for command in commands:
             try:
                 answers |= self._run(command)
@@ -69,7 +69,7 @@ class VLLM:
             answers |= dict(map(self._finish, finished))
         return Tick(answers, len(self._running))
 
-    def _run(self, command: Command) -> dict[int, None | Exception]:
+    def _run(self, command: Command) -> dict[int, Exception | None]:
         match command:
             case Admit():
                 self._admit(command)
@@ -86,7 +86,9 @@ class VLLM:
         for needed in dict.fromkeys((None, params.adapter)):
             if needed not in self._versions:
                 what = "weights" if needed is None else f"adapter {needed!r}"
-                raise RunError(f"the generator has no {what} yet; publish a policy version before the first sample")
+                raise RunError(
+                    f"the generator has no {what} yet; publish a policy version before the first sample"
+                )
         if len(command.prompt) >= self._max_model_len:
             raise RunError(
                 f"a prompt of {len(command.prompt)} tokens leaves no room in max_model_len={self._max_model_len}; "
@@ -198,7 +200,9 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
 def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
     if not max_rank:
         return {}
-    rank = min((r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank)  # vLLM takes some ranks alone
+    rank = min(
+        (r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank
+    )  # vLLM takes some ranks alone
     # On a CPU, vLLM 0.32 computes requests without an adapter with whatever is in its last slot: that one stays empty.
     slots = max_adapters + (not torch.accelerator.is_available())
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots}

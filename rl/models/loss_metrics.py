@@ -1,0 +1,68 @@
+"""What `forward_backward` measures beside the gradient, and its check that the loss is finite."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl.errors import NotFinite
+from rl.loss.base import LossOutput, TokenInputs
+from rl.models.platform import fail_together
+
+
+def check_finite(loss: torch.Tensor) -> None:
+    """Raises NotFinite on every rank where the loss is not finite on one. A collective."""
+    failure = None
+    if not (finite := torch.isfinite(loss.detach())):
+        failure = NotFinite(f"the loss is {loss.item()}", "loss")
+    if dist.get_world_size() > 1:
+        good = finite.float()
+        dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        if good:
+            return
+        fail_together(failure)
+    elif failure:
+        raise failure
+
+
+def measure(
+    output: LossOutput, logprobs: torch.Tensor, inputs: TokenInputs, entropy: torch.Tensor | None
+) -> dict[str, Any]:
+    """The metrics of a micro-batch. entropy: None with a value head, which gives no logprobs either."""
+    measured = {**output.metrics, "loss:sum": output.loss.detach(), "tokens:sum": len(inputs.weights)}
+    if entropy is not None:
+        measured |= _parity(logprobs, inputs.generator_logprobs) | {"entropy:sum": entropy.sum()}
+    return measured
+
+
+def _parity(logprobs: torch.Tensor, generator_logprobs: torch.Tensor) -> dict[str, torch.Tensor | float]:
+    """How far the trainer is from the generator on the same tokens."""
+    diff = (logprobs - generator_logprobs).abs()
+    ratio = (logprobs - generator_logprobs).exp()
+    return {
+        "logprob_diff:sum": diff.sum(),
+        "logprob_diff:max": diff.max() if len(diff) else 0.0,
+        "ratio_outside:sum": ((ratio < 0.9) | (ratio > 1.1)).sum(),
+    }
+
+
+class LossMetrics:
+    """Adds up the metrics of micro-batches, on the device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._totals: dict[str, torch.Tensor] = {}
+
+    def add(self, measured: dict[str, Any]) -> None:
+        """measured: scalars named `name:sum` or `name:max`."""
+        for name, value in measured.items():
+            value = torch.as_tensor(value, dtype=torch.float32, device=self._device)
+            if name in self._totals:
+                total = self._totals[name]
+                value = torch.maximum(total, value) if name.endswith(":max") else total + value
+            self._totals[name] = value
+
+    def totals(self) -> dict[str, float]:
+        """With one copy to the host."""
+        values = torch.stack(list(self._totals.values())).tolist()
+        return dict(zip(self._totals, values, strict=True))
