@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,6 +12,7 @@ NonNegativeInt = Annotated[int, Ge(0), tyro.conf.arg(metavar="INT >= 0")]
 Seed = Annotated[int, Ge(0), Lt(2**63), tyro.conf.arg(metavar="0 <= INT < 2^63")]
 PositiveFloat = Annotated[float, Gt(0), tyro.conf.arg(metavar="FLOAT > 0")]
 NonNegativeFloat = Annotated[float, Ge(0), tyro.conf.arg(metavar="FLOAT >= 0")]
+HalfShare = Annotated[float, Ge(0), Le(0.5), tyro.conf.arg(metavar="0 <= FLOAT <= 0.5")]
 Share = Annotated[float, Ge(0), Le(1), tyro.conf.arg(metavar="0 <= FLOAT <= 1")]
 
 _CHECKS = {
@@ -31,7 +32,8 @@ def out_of_range(config: Any, prefix: str = "") -> list[str]:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             found += out_of_range(value, f"{name}.")
             continue
-        kind, *bounds = get_args(hints[field.name]) if hasattr(hints[field.name], "__metadata__") else (None,)
+        hint = hints[field.name]
+        kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if kind not in (int, float):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):

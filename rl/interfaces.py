@@ -29,7 +29,8 @@ class Loss(Protocol):
 class AdvantageEstimator(Protocol):
     """A picklable callable: the step's groups of trajectories -> for each trajectory its advantages [M], or one for all tokens.
 
-    Attributes it may have: `needs_critic = True`, with a method `returns(groups)`, what the critic learns to say.
+    Attributes it may have: `needs_critic = True`, with a method `returns(groups)`, what the critic learns to say;
+    `compares_in_groups = True` says that a group of one teaches nothing.
     """
 
     def __call__(self, groups: Groups) -> Sequence[Sequence[float | np.ndarray]]: ...

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rl.bounds import NonNegativeFloat, NonNegativeInt
+
 PolicyVersion = int
 """0 for the weights before the first RL step, then one more for each optimizer step that was published."""
 
@@ -222,10 +224,10 @@ REFERENCE = "reference"
 class LoRA:
     """An adapter (arXiv 2106.09685): output = W x + alpha / rank * B A x, of which A and B learn."""
 
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """Rank of A and B; 0 means no adapter: all weights learn."""
 
-    alpha: float = 32.0
+    alpha: NonNegativeFloat = 32.0
     """Scale of the adapter's output, divided by the rank."""
 
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"rl.errors", "rl.types", "rl.processes"},
+    {"rl.errors", "rl.bounds", "rl.waiting", "rl.types", "rl.processes"},
     {"rl.interfaces"},
     {"rl.batching", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
     {"rl.models"},
     {"rl.actors"},
+    {"rl.cluster"},
     {"rl.controller"},
     {"rl.cli", "rl.doctor", "rl.fetch", "configs"},
 ]

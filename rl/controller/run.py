@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.controller.config import RunConfig, to_json
-from rl.controller.loop import train
 from rl.controller.specs import actor_specs, roles
 from rl.controller.stages import RunStages
 from rl.controller.validate import validate
@@ -18,7 +17,6 @@ from rl.errors import ConfigError
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
 from rl.observability.timeline import Timeline
-from rl.waiting import beside
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -65,10 +63,7 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
     timeline = Timeline(run_dir / "trace.json" if config.trace else None)
     with closing(timeline), Recorder(run_dir, config.steps, timeline) as recorder:
         async with launch(actor_specs(config, model_dir, run_dir), run_dir, timeline) as actors:
-            stages = RunStages(config, actors, tokenizer, recorder)
-            schedule = await stages.start()
-            async with beside(*stages.background()):
-                await train(schedule, stages)
+            await RunStages(config, actors, tokenizer, recorder).run()
             await actors.trainer.finish_checkpoint()
             await actors.trainer.save_hf(str(run_dir / "hf"), actors.adapter)
         curve = recorder.draw_curve(_title(recipe, config))

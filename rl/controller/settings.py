@@ -163,7 +163,7 @@ def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> Run
         return changed
     if dataclasses.replace(changed.kl, coef=recipe.kl.coef) == recipe.kl:
         changed = dataclasses.replace(changed, kl=KL())
-    if changed.reference == recipe.reference and not changed.needs_reference:
+    if changed.reference == recipe.reference and not changed.algorithm.needs_reference:
         changed = dataclasses.replace(changed, reference=ReferenceConfig())
     return changed
 

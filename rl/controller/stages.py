@@ -1,14 +1,15 @@
 """RunStages: what each stage of a step does, with real actors. loop.py has their order."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rl.actors.actors import Actors
+from rl.controller.algorithm import Algorithm
 from rl.controller.buffer import Pace, RolloutBuffer
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
 from rl.controller.config import RunConfig
-from rl.controller.loop import Schedule
+from rl.controller.loop import Schedule, train
 from rl.controller.rollouts import Rollouts, check_rewards
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
@@ -20,10 +21,11 @@ from rl.models.checkpoint_dir import is_complete, latest
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.observability.recorder import Recorder
 from rl.types import Group, OptimParams, PolicyVersion
+from rl.waiting import beside
 
 
 class RunStages:
-    """See loop.Stages. First `start`; then `background` runs beside `loop.train`."""
+    """See loop.Stages."""
 
     def __init__(self, config: RunConfig, actors: Actors, tokenizer: Tokenizer, recorder: Recorder):
         self._config = config
@@ -57,23 +59,28 @@ class RunStages:
             evaluate_beside=config.max_offpolicy_steps > 0,
         )
 
-    def background(self) -> list[Coroutine]:
-        """What has to run beside the loop: the buffer starts prompts as new versions are served."""
+    async def run(self) -> None:
+        """The whole run. Beside the loop, the buffer starts prompts as new versions are served."""
+        schedule = await self.start()
         generators, store = self._actors.generators, self._actors.store
-        return [self.buffer.follow(lambda: generators.served, store.changed)] if self.buffer else []
+        if self.buffer is None:
+            return await train(schedule, self)
+        async with beside(self.buffer.follow(lambda: generators.served, store.changed)):
+            await train(schedule, self)
+        self.buffer.close()
 
     async def next_batch(self, step: int) -> TrainingBatch:
         config = self._config
         if self.buffer is None:
-            scorers = (
-                {"ref_logprobs": self._actors.reference.compute_logprobs} if self._actors.reference else {}
-            )
-            return await self._data.batch(step, config.prompts_per_step, self._algorithm, scorers)
+            inputs = scorers(self._algorithm, self._actors)
+            return await self._data.batch(step, config.prompts_per_step, self._algorithm, inputs)
         taken = await self.buffer.take(step - 1)
         sampled = sorted((*taken.groups, *taken.filtered), key=lambda group: group.index)
         if self._algorithm.reads_rewards:
             check_rewards(sampled)
-        batch = await build_training_batch(taken.groups, self._algorithm, self._scorers())
+        batch = await build_training_batch(
+            taken.groups, self._algorithm, scorers(self._algorithm, self._actors)
+        )
         counts = dict(taken.metrics)
         if config.resampling_rounds:
             counts["resampling/extra_prompts"] = len(taken.filtered)
@@ -120,17 +127,6 @@ class RunStages:
         if prompt_tokens:
             metrics |= {"tokens/prompt": prompt_tokens, "tokens/prompt_computed": prompt_tokens - cached}
         return metrics
-
-    def _scorers(self) -> Scorers:
-        """The loss inputs that this run's loss reads, each with who knows it."""
-        actors, scorers = self._actors, {}
-        if self._algorithm.reads_old_logprobs:
-            scorers["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
-        if actors.reference is not None:
-            scorers["ref_logprobs"] = actors.reference.compute_logprobs
-        if actors.critic is not None:
-            scorers["values"] = actors.critic.forward_samples
-        return scorers
 
     def _make_buffer(self, state: Mapping[str, Any]) -> RolloutBuffer:
         config, generators = self._config, self._actors.generators
@@ -198,3 +194,15 @@ def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None
     loss = ClippedValue(config.critic.value_clip)
     optim = replace(optim, lr=config.critic.lr, max_grad_norm=config.critic.max_grad_norm)
     return policy, Updater(actors.critic, None, loss, optim, trainer.lr_warmup_steps)
+
+
+def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:
+    """The loss inputs that the algorithm reads, each with who knows it."""
+    found: dict[str, Any] = {}
+    if algorithm.samples_rollouts and algorithm.reads_old_logprobs:
+        found["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
+    if actors.reference is not None:
+        found["ref_logprobs"] = actors.reference.compute_logprobs
+    if actors.critic is not None:
+        found["values"] = actors.critic.forward_samples
+    return found

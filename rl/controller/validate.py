@@ -1,11 +1,8 @@
 """What keeps a run from starting: everything that is wrong with its settings, or that this machine cannot do."""
 
-import dataclasses
 import importlib.util
-import math
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +10,14 @@ import psutil
 import torch
 
 from rl.bounds import out_of_range
+from rl.controller.algorithm_rules import check_algorithm, without_effect
 from rl.controller.checkpoints import critic_path
 from rl.controller.config import RunConfig
 from rl.controller.specs import roles
 from rl.errors import ConfigError
-from rl.loss.advantages.group_mean import GroupMean
-from rl.loss.advantages.rloo import RLOO
-from rl.loss.cross_entropy import CrossEntropy
-from rl.loss.distillation import Distillation
-from rl.loss.dpo import DPO
 from rl.models.checkpoint_dir import is_complete, read_record
 from rl.models.hf import check_supported, max_positions
 from rl.models.layout import Layout
-from rl.models.tokenizer import HFTokenizer
 from rl.types import POLICY, LoRA
 
 MAX_LORA_RANK = 512
@@ -37,7 +29,7 @@ def validate(config: RunConfig) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
     found = out_of_range(config)
     found += config.env.validate() or _env_at_work(config)
-    found += _algorithm(config) + _without_effect(config)
+    found += check_algorithm(config) + without_effect(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
     )
@@ -95,177 +87,6 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
     if config.algorithm.needs_critic and not is_complete(critic_path(path)):
         found.append(
             f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set advantages as it was, or move both"
-        )
-    return found
-
-
-# Of losses and estimators, which differ from run to run: the bounds of a field of this name, whatever its owner.
-_FIELD_BOUNDS = {
-    "low": (0, 1), "high": (0, math.inf), "eps": (0, math.inf), "beta": (0, math.inf), "label_smoothing": (0, 0.5), "nll_coef": (0, math.inf),
-    "discount": (0, 1), "lam": (0, 1),
-}  # fmt: skip
-
-
-def _algorithm(config: RunConfig) -> list[str]:
-    """Parts of the algorithm that do not go together, and values out of range."""
-    found = []
-    for part in ("loss", "advantages"):
-        chosen = getattr(config, part)
-        if not callable(chosen) or isinstance(chosen, type):
-            found.append(
-                f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function"
-            )
-        for field in dataclasses.fields(chosen) if dataclasses.is_dataclass(chosen) else ():
-            value, (least, most) = (
-                getattr(chosen, field.name),
-                _FIELD_BOUNDS.get(field.name, (-math.inf, math.inf)),
-            )
-            if isinstance(value, int | float) and not least <= value <= most:
-                found.append(
-                    f"{part}.{field.name}={value} must be at least {least}"
-                    + (f" and at most {most}" if most < math.inf else "")
-                )
-    if 0 < getattr(config.loss, "dual", 0) <= 1 or getattr(config.loss, "dual", 0) < 0:
-        found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
-    if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
-        found.append(
-            f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; use a divisor"
-        )
-    wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
-    if (
-        dataclasses.is_dataclass(config.loss)
-        and type(config.loss).__module__.startswith("rl.loss.")
-        and wanted != config.data
-    ):
-        found.append(
-            f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them"
-        )
-    if config.algorithm.needs_critic and not hasattr(config.advantages, "returns"):
-        found.append(
-            "advantages needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE"
-        )
-    if config.data == "rollouts" and config.algorithm.reads_rewards and config.group_size < 2:
-        if (
-            isinstance(config.advantages, GroupMean | RLOO)
-            or getattr(config.advantages, "baseline", "") == "group_mean"
-        ):
-            found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
-        for name, value in (
-            ("shaping.length_coef", config.shaping.length_coef),
-            ("resampling_rounds", config.resampling_rounds),
-        ):
-            if value:
-                found.append(
-                    f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; use 2 or more"
-                )
-    if config.correction.tis_clip and config.correction.old_logprobs == "generator":
-        found.append(
-            f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it"
-        )
-    if 0 < config.correction.mask_high < config.correction.mask_low:
-        found.append(
-            f"correction.mask_high={config.correction.mask_high} is under correction.mask_low={config.correction.mask_low}; swap them"
-        )
-    if config.shaping.overlong_tokens > config.env.max_new_tokens:
-        found.append(
-            f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over env.max_new_tokens={config.env.max_new_tokens}; use less"
-        )
-    if config.reference.refresh_every and config.reference.model is not None:
-        found.append(
-            "reference.refresh_every would replace the teacher of reference.model by the policy; set one of them"
-        )
-    if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
-        found.append(
-            "loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))"
-        )
-    if config.reference.model is not None:
-        found += config.reference.model.validate() or _tokenizers(config)
-    return found
-
-
-def _tokenizers(config: RunConfig) -> list[str]:
-    """A teacher scores the student's tokens: they must mean the same to it."""
-    if config.model.validate():
-        return []
-    with tempfile.TemporaryDirectory() as directory:
-        theirs, ours = (
-            HFTokenizer(source.materialize(Path(directory) / name)).vocabulary
-            for name, source in (("teacher", config.reference.model), ("student", config.model))
-        )
-    return [
-        "reference.model has another tokenizer than the model; use a teacher that reads the same tokens"
-    ] * (theirs != ours)
-
-
-def _without_effect(config: RunConfig) -> list[str]:
-    """Settings that were changed and that nothing reads."""
-    rollouts, reads_rewards = config.data == "rollouts", config.algorithm.reads_rewards
-    unread = [
-        ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
-        ("kl", not rollouts, f"data={config.data}"),
-        ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
-        (
-            "reference",
-            not config.algorithm.needs_reference,
-            "neither kl.coef nor the loss asking for a reference; set kl.coef",
-        ),
-        ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
-        ("critic", not config.algorithm.needs_critic, "an estimator that asks for no critic; use GAE"),
-        ("shaping", not rollouts, f"data={config.data}"),
-        ("advantages", not rollouts or not reads_rewards, "nothing that reads rewards"),
-        ("group_size", not rollouts, f"data={config.data}"),
-        ("resampling_rounds", not rollouts or not reads_rewards, "nothing that reads rewards"),
-        ("correction", not rollouts, f"data={config.data}"),
-        ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
-        ("max_offpolicy_steps", not rollouts, f"data={config.data}"),
-        (
-            "generator.updates",
-            not config.max_offpolicy_steps,
-            "max_offpolicy_steps=0, where no sample is under way then",
-        ),
-    ]
-    defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-    found = []
-    for name, ineffective, reason in unread:
-        section, _, leaf = name.partition(".")
-        default, value = defaults[section], getattr(config, section)
-        if leaf:
-            default, value = getattr(default, leaf), getattr(value, leaf)
-        if ineffective and value != default:
-            found.append(f"{name}={value} has no effect with {reason}")
-    correction, shaping = config.correction, config.shaping
-    if correction.level == "sequence" and not (
-        correction.tis_clip or correction.mask_low or correction.mask_high
-    ):
-        found.append(
-            "correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; set one"
-        )
-    if shaping.overlong_penalty != 1.0 and not shaping.overlong_tokens:
-        found.append(
-            f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with shaping.overlong_tokens=0; set it"
-        )
-    if shaping.overlong_tokens and not shaping.overlong_penalty:
-        found.append(
-            f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with shaping.overlong_penalty=0; set it"
-        )
-    if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
-        found.append(
-            "shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards"
-        )
-    if (
-        getattr(config.advantages, "baseline", "none") == "group_mean"
-        and getattr(config.advantages, "discount", 1.0) != 1.0
-    ):
-        found.append(
-            f"advantages.discount={config.advantages.discount} has no effect with advantages.baseline=group_mean; set one of them"
-        )
-    if (
-        isinstance(config.advantages, GroupMean)
-        and config.advantages.adv_norm == "none"
-        and config.advantages.eps != GroupMean().eps
-    ):
-        found.append(
-            f"advantages.eps={config.advantages.eps} has no effect with advantages.adv_norm=none; leave it"
         )
     return found
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rl.bounds import PositiveInt
 from rl.errors import ConfigError
 from rl.interfaces import Sampler, Tokenizer
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason
@@ -24,10 +25,10 @@ class Env:
     and without state. Its methods run in the controller, `reward` in a process of its own.
     """
 
-    max_new_tokens: int = 64
+    max_new_tokens: PositiveInt = 64
     """Longest completion, in tokens; one that is cut off has no EOS."""
 
-    num_eval: int = 256
+    num_eval: PositiveInt = 256
     """Held-out problems, which training never draws."""
 
     chat: bool = False

@@ -4,6 +4,7 @@ import random
 import string
 from dataclasses import dataclass
 
+from rl.bounds import PositiveInt, Share
 from rl.envs.base import Env
 from rl.types import Problem, StopReason
 
@@ -17,12 +18,12 @@ class SortLetters(Env):
     Reward 1 for the exact answer and EOS.
     """
 
-    max_new_tokens: int = 8
-    min_letters: int = 4
+    max_new_tokens: PositiveInt = 8
+    min_letters: PositiveInt = 4
     """Fewest letters of a problem."""
-    max_letters: int = 6
+    max_letters: PositiveInt = 6
     """Most letters of a problem."""
-    corruption: float = 0.7
+    corruption: Share = 0.7
     """Share of wrong demonstrations in the warm-up: they keep the entropy that RL needs to have something to
     choose from."""
 
@@ -47,8 +48,6 @@ class SortLetters(Env):
         return problem.answer, rejected
 
     def validate(self) -> list[str]:
-        if not 0 <= self.corruption <= 1:
-            return [f"env.corruption={self.corruption} must lie in [0, 1]"]
         if not 1 <= self.min_letters <= self.max_letters:
             given = f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters}"
             return [f"{given} must be 1 <= min <= max"]

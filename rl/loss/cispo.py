@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from rl.bounds import NonNegativeFloat, Share
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 
@@ -16,10 +17,10 @@ class CISPO:
     ratio_t = exp(logp_t - old_t)
     """
 
-    low: float = 1.0
+    low: Share = 1.0
     """Lower clip; 1, as in the paper, is none."""
 
-    high: float = 4.0
+    high: NonNegativeFloat = 4.0
     """Upper clip: weights are at most 1 + high."""
 
     drops_zero_advantages: ClassVar[bool] = True

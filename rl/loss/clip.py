@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from rl.bounds import NonNegativeFloat, Share
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 
@@ -18,13 +19,13 @@ class Clip:
     ratio_t = exp(logp_t - old_t)
     """
 
-    low: float = 0.2
+    low: Share = 0.2
     """Lower clip: ratios under 1 - low get no gradient where the advantage is negative."""
 
-    high: float = 0.28
+    high: NonNegativeFloat = 0.28
     """Upper clip: ratios over 1 + high get no gradient where the advantage is positive."""
 
-    dual: float = 0.0
+    dual: NonNegativeFloat = 0.0
     """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t. Over 1;
     0 is off."""
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from rl.bounds import NonNegativeFloat
 from rl.loss.base import TokenInputs, log_ratio, per_sequence, sequence_sums
 
 
@@ -28,13 +29,13 @@ class Correction:
     (verl calls it bypass); "trainer" keeps to PPO's own ratio, and takes one more forward pass where a batch
     serves several steps."""
 
-    tis_clip: float = 0.0
+    tis_clip: NonNegativeFloat = 0.0
     """Upper bound of the importance weight; 0 is no weight. Needs old_logprobs=trainer."""
 
-    mask_low: float = 0.0
+    mask_low: NonNegativeFloat = 0.0
     """Tokens (sequences) with a smaller gap do not learn."""
 
-    mask_high: float = 0.0
+    mask_high: NonNegativeFloat = 0.0
     """Tokens (sequences) with a larger gap do not learn; 0 is no bound."""
 
     level: Literal["token", "sequence"] = "token"

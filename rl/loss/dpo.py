@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from rl.bounds import HalfShare, NonNegativeFloat
 from rl.errors import RunError
 from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
 
@@ -22,13 +23,13 @@ class DPO:
                    + nll_coef * mean_t logp_t of the chosen)
     """
 
-    beta: float = 0.1
+    beta: NonNegativeFloat = 0.1
     """How far the policy may move from the reference: less is further."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: HalfShare = 0.0
     """The share of preferences believed to be the wrong way round."""
 
-    nll_coef: float = 0.0
+    nll_coef: NonNegativeFloat = 0.0
     """Adds so much of the chosen's negative logprob, averaged over its tokens (arXiv 2404.19733, equation 1):
     it keeps the chosen from becoming less likely together with the rejected."""
 

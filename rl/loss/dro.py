@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.bounds import NonNegativeFloat
 from rl.loss.base import LossOutput, TokenInputs
 
 
@@ -14,7 +15,7 @@ class DRO:
     loss = -sum_t w_t * (logp_t * A_t - beta / 2 * (logp_t - old_t)^2)
     """
 
-    beta: float = 0.05
+    beta: NonNegativeFloat = 0.05
     """Strength of the pull towards the policy that sampled."""
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from rl.bounds import NonNegativeFloat, Share
 from rl.loss.base import LossOutput, TokenInputs, log_ratio, sequence_means
 
 
@@ -19,10 +20,10 @@ class GSPO:
     does.
     """
 
-    low: float = 3e-4
+    low: Share = 3e-4
     """Lower clip of the sequence's ratio."""
 
-    high: float = 4e-4
+    high: NonNegativeFloat = 4e-4
     """Upper clip of the sequence's ratio."""
 
     level: Literal["sequence", "token"] = "sequence"

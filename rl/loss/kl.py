@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from rl.bounds import NonNegativeFloat
 from rl.loss.base import log_ratio
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -19,7 +20,7 @@ class KL:
     With d_t = logp_t - ref_t:  k1 = d_t,  k2 = d_t^2 / 2,  k3 = exp(-d_t) - 1 + d_t
     """
 
-    coef: float = 0.0
+    coef: NonNegativeFloat = 0.0
     """Weight of the penalty; 0 is none, and no reference is computed."""
 
     estimator: Estimator = "k3"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rl.bounds import NonNegativeFloat, NonNegativeInt
 from rl.types import StopReason
 
 
@@ -10,14 +11,14 @@ from rl.types import StopReason
 class Shaping:
     """Applies only to training; metrics and evaluation show the verifier's rewards."""
 
-    overlong_tokens: int = 0
+    overlong_tokens: NonNegativeInt = 0
     """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of env.max_new_tokens the
     reward falls by up to overlong_penalty. A rollout of several turns counts all that it sampled."""
 
-    overlong_penalty: float = 1.0
+    overlong_penalty: NonNegativeFloat = 1.0
     """What a response of env.max_new_tokens loses."""
 
-    length_coef: float = 0.0
+    length_coef: NonNegativeFloat = 0.0
     """Weight of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3): in its group the shortest
     response gets 0.5, the longest -0.5, and a wrong one (reward under 1) never more than 0."""
 

@@ -2,22 +2,24 @@
 
 from dataclasses import dataclass
 
+from rl.bounds import PositiveInt
+
 
 @dataclass(frozen=True)
 class Layout:
     """How many processes: replicate x shard x context_parallel x tensor_parallel of them."""
 
-    replicate: int = 1
+    replicate: PositiveInt = 1
     """Copies of the model (HSDP's outer axis); gradients are summed over them."""
 
-    shard: int = 1
+    shard: PositiveInt = 1
     """FSDP2: processes over which each copy's parameters, gradients and optimizer state are sharded."""
 
-    context_parallel: int = 1
+    context_parallel: PositiveInt = 1
     """Processes that share each row of tokens, for sequences too long for one; parameters are sharded over
     them too."""
 
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Processes that split each layer's matrices, with sequence parallelism between them."""
 
     @property

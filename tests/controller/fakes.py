@@ -1,28 +1,38 @@
 """A fleet without processes: it computes with made-up logprobs, and writes down everything that a run asks of it."""
 
+import asyncio
 import hashlib
 import json
 import zlib
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from rl.actors.actors import Actors
 from rl.actors.engine import EngineHandle
 from rl.actors.reference import ReferenceAdapter, ReferenceMesh
 from rl.controller.config import RunConfig
-from rl.controller.launch import Fleet, engine_config
+from rl.controller.specs import trainer_config
+from rl.controller.stages import RunStages, scorers
+from rl.controller.training_batch import TrainingBatch, build_training_batch
 from rl.loss.base import TokenInputs
 from rl.models.checkpoint_dir import prune
+from rl.models.tokenizer import HFTokenizer
+from rl.observability.timeline import Timeline
 from rl.types import POLICY, Completion, Score, StopReason, VersionRange
+from rl.waiting import Deadlines
+from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.store import WeightStore
 
 
 class FakeEngine(EngineHandle):
     """Its logprobs follow from the tokens and from its name; after each update they are others."""
 
     def __init__(self, name, calls, config, fail_on=None):
-        super().__init__(name, None, config, 0.0)
+        super().__init__(name, None, config, Deadlines(), Timeline())
         self.calls, self.updates = calls, 0
         # (metric, token, updates): after so many, a batch with this token (None: any) has a loss or gradient that is not finite
         self.fail_on = fail_on
@@ -49,7 +59,7 @@ class FakeEngine(EngineHandle):
             found |= {int(i): scores[micro.sample_ids == i] for i in np.unique(micro.sample_ids)}
         return found
 
-    async def forward_backward(self, batch, loss):
+    async def forward_backward(self, batch, loss, adapter=None):
         from rl.errors import NotFinite
 
         totals = {
@@ -82,7 +92,7 @@ class FakeEngine(EngineHandle):
             self.note("learn", micro.tokens.tolist(), output.loss.item(), gradient.tolist())
         return totals
 
-    async def optim_step(self, params):
+    async def optim_step(self, params, adapter=None):
         from rl.errors import NotFinite
 
         if self._bad:
@@ -92,21 +102,22 @@ class FakeEngine(EngineHandle):
         self.updates += params.lr > 0
         return {"grad_norm": 1.0}
 
-    async def reset_optimizer(self):
+    async def reset_optimizer(self, adapter=None):
         self.note("reset_optimizer")
 
     async def load_weights(self, model_dir):
         self.note("load_weights", Path(model_dir).name)
 
-    async def save_hf(self, out_dir):
+    async def save_hf(self, out_dir, adapter=None):
         self.note("save_hf", Path(out_dir).name)
         Path(out_dir).mkdir(parents=True)
 
-    async def keep_reference(self):
-        self.note("keep_reference")
+    async def copy_adapter(self, source, target):
+        self.note("copy_adapter", source, target)
 
-    async def push_weights(self, version):
-        return version
+    async def publish_weights(self, version, adapter=None):
+        self.note("publish_weights", version)
+        return Manifest(version, (), adapter)
 
     async def save_checkpoint(self, path, state, keep_last, wait=False):
         self.note("save_checkpoint", Path(path).name, keep_last)
@@ -124,12 +135,31 @@ class FakeEngine(EngineHandle):
 
 
 class FakeGenerators:
-    """A few tokens that follow from prompt and seed."""
+    """A few tokens that follow from prompt and seed. They serve what the store holds, as soon as it does."""
 
-    num_alive = 1
+    num_alive = num_serving = 1
 
-    def __init__(self, calls):
-        self.calls = calls
+    def __init__(self, calls, store, policy):
+        self.calls, self.store, self.policy = calls, store, policy
+
+    @property
+    def served(self):
+        newest = self.store.newest(self.policy)
+        return newest.version if newest else None
+
+    async def wait_served(self, version):
+        await self.store.changed.wait_for(lambda: self.served is not None and self.served >= version)
+
+    def at_least(self, version):
+        assert self.served >= version
+        return self
+
+    @asynccontextmanager
+    async def pinned(self):
+        yield self.served, self
+
+    def take_counts(self):
+        return 0, 0
 
     async def sample(self, prompt, n, params):
         self.calls.append(("generators", list(prompt), n, params))
@@ -138,14 +168,9 @@ class FakeGenerators:
             rng = np.random.default_rng([*prompt, params.seed + i])
             length = int(rng.integers(2, params.max_new_tokens + 1))
             stop = StopReason.LENGTH if length == params.max_new_tokens else StopReason.STOP
-            tokens = rng.integers(3, 30, length).tolist()
-            completions.append(
-                Completion(tokens, rng.normal(-1.5, 0.4, length).tolist(), VersionRange(0, 0), stop)
-            )
+            tokens, logprobs = rng.integers(3, 30, length).tolist(), rng.normal(-1.5, 0.4, length).tolist()
+            completions.append(Completion(tokens, logprobs, VersionRange(self.served, self.served), stop))
         return completions
-
-    async def load_weights(self, manifest):
-        self.calls.append(("generators", "load_weights", manifest))
 
 
 class FakeRewards:
@@ -159,42 +184,55 @@ class FakeRewards:
         return scores
 
 
-def fake_fleet(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Fleet, list]:
-    """The fleet, and the list to which everything asked of it is appended."""
+async def nothing(manifest):
+    """Releases a version that takes no memory."""
+
+
+def fake_actors(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Actors, list]:
+    """The actors, and the list to which everything asked of them is appended."""
     calls: list = []
-    policy = engine_config(config)
-    trainer = FakeEngine("trainer", calls, policy, fail_on)
+    engine = trainer_config(config)
+    trainer = FakeEngine("trainer", calls, engine, fail_on)
     reference = None
     if config.reference_is_adapter:
         reference = ReferenceAdapter(trainer)
-    elif config.needs_reference:
-        reference = ReferenceMesh(FakeEngine("reference", calls, policy), trainer, run_dir / "reference")
-    critic = FakeEngine("critic", calls, policy) if config.needs_critic else None
-    adapter = POLICY if config.trainer.lora.rank else None
-    return Fleet(
-        trainer, FakeGenerators(calls), FakeRewards(), reference, config.reference_kind, critic, adapter
-    ), calls
+    elif config.algorithm.needs_reference:
+        reference = ReferenceMesh(FakeEngine("reference", calls, engine), trainer, run_dir / "reference")
+    critic = FakeEngine("critic", calls, engine) if config.algorithm.needs_critic else None
+    policy = (POLICY, config.trainer.lora) if config.trainer.lora.rank else None
+    store = WeightStore(nothing)
+    generators = FakeGenerators(calls, store, POLICY if policy else MODEL)
+    others = (store, config.deadlines, reference, critic, policy)
+    return Actors(trainer, generators, FakeRewards(), *others), calls
+
+
+def build(groups, config: RunConfig, tmp_path: Path) -> tuple[TrainingBatch, list]:
+    """What a step would learn from these groups, and what was asked of the actors for it."""
+    actors, calls = fake_actors(config, tmp_path)
+    algorithm = config.algorithm
+    return asyncio.run(build_training_batch(groups, algorithm, scorers(algorithm, actors))), calls
+
+
+def run_fakes(config: RunConfig, tmp_path: Path, **options) -> tuple[list, "QuietRecorder"]:
+    """A whole run: what was asked of the actors, and what was recorded."""
+    actors, calls = fake_actors(config, tmp_path, **options)
+    recorder = QuietRecorder(tmp_path)
+    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
+    asyncio.run(RunStages(config, actors, tokenizer, recorder).run())
+    return calls, recorder
 
 
 class QuietRecorder(SimpleNamespace):
     """A recorder that keeps the metrics of each step."""
 
     def __init__(self, run_dir):
-        super().__init__(run_dir=run_dir, steps={}, evaluations={})
-
-    def time(self, name):
-        from contextlib import nullcontext
-
-        return nullcontext()
-
-    def checkpoint_path(self, step):
-        return self.run_dir / "checkpoints" / f"step-{step}"
+        super().__init__(run_dir=run_dir, steps={}, evaluations={}, groups={})
 
     def warmup(self, *args):
         pass
 
     def step(self, step, metrics, groups):
-        self.steps[step] = metrics
+        self.steps[step], self.groups[step] = metrics, groups
 
-    def evaluation(self, step, metrics, groups):
+    def evaluation(self, step, metrics, groups, pause=True):
         self.evaluations[step] = metrics

@@ -1,18 +1,15 @@
 """The recipes in configs/: each can start, and does what its name says."""
 
-import asyncio
 import dataclasses
 from dataclasses import replace
 
 import pytest
 
 from rl.controller.config import ReferenceConfig, WarmupConfig
-from rl.controller.loop import Run
-from rl.controller.problems import problems
 from rl.controller.recipes import load_recipe, recipe_names
+from rl.controller.validate import validate
 from rl.models.sources import ModelDir
-from rl.models.tokenizer import HFTokenizer
-from tests.controller.fakes import QuietRecorder, fake_fleet
+from tests.controller.fakes import run_fakes
 
 QUICK = [
     "grpo",
@@ -39,17 +36,15 @@ def test_a_recipe_runs_through_the_loop(name, tmp_path):
     _, config = load_recipe(name)
     if name == "distillation":  # its teacher is made by another run
         assert config.reference.model == ModelDir("runs/sft/hf")
-        assert problems(replace(config, reference=ReferenceConfig(model=config.model))) == []
+        assert validate(replace(config, reference=ReferenceConfig(model=config.model))) == []
     else:
-        assert problems(config) == []
+        assert validate(config) == []
     config = replace(
         config, steps=2, prompts_per_step=4, warmup=replace(config.warmup, steps=min(2, config.warmup.steps))
     )
-    fleet, _ = fake_fleet(config, tmp_path)
-    recorder = QuietRecorder(tmp_path)
-    asyncio.run(Run(config, fleet, HFTokenizer(config.model.materialize(tmp_path)), recorder).train())
+    _, recorder = run_fakes(config, tmp_path)
     assert set(recorder.steps) == {1, 2} and all(
-        m["updates"] == config.num_updates for m in recorder.steps.values()
+        m["updates"] == config.algorithm.num_updates for m in recorder.steps.values()
     )
 
 

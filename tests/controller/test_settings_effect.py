@@ -1,8 +1,8 @@
 """No setting is silently without effect: each is changed, and something that the run does must change."""
 
-import asyncio
 import dataclasses
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 
@@ -15,10 +15,9 @@ from rl.controller.config import (
     TrainerConfig,
     WarmupConfig,
 )
-from rl.controller.launch import critic_config, engine_config, generator_args, processes, reference_config
-from rl.controller.loop import Run
-from rl.controller.problems import problems
 from rl.controller.settings import override, setting_names
+from rl.controller.specs import actor_specs, roles
+from rl.controller.validate import validate
 from rl.envs.sort_letters import SortLetters
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean
@@ -37,8 +36,7 @@ from rl.loss.kl import KL
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir, TinyQwen3
-from rl.models.tokenizer import HFTokenizer
-from tests.controller.fakes import QuietRecorder, fake_fleet
+from tests.controller.fakes import run_fakes
 
 
 def small(**changes) -> RunConfig:
@@ -49,127 +47,150 @@ def small(**changes) -> RunConfig:
     return replace(config, **changes)
 
 
-def everything_done(config: RunConfig, tmp_path) -> str:
-    """All that the run asks of its fleet, as text: what is sampled, what gradients are computed, which steps are taken."""
+# Kinds of what a run does, by whom and by what it is asked.
+KINDS = {
+    ("generators", None): "samples",
+    ("trainer", "learn"): "gradients",
+    ("critic", "learn"): "critic's gradients",
+    ("trainer", "step"): "optimizer",
+    ("critic", "step"): "critic's optimizer",
+    ("trainer", "forward"): "old logprobs",
+    ("reference", "forward"): "reference",
+    ("reference", "load_weights"): "refreshed",
+    ("trainer", "save_checkpoint"): "checkpoints",
+}
+
+
+def everything_done(config: RunConfig, tmp_path) -> dict[str, list]:
+    """All that the run asks of its actors, by kind, from the first RL step on; the warm-up is a kind of its own."""
     tmp_path.mkdir(parents=True)
-    fleet, calls = fake_fleet(config, tmp_path)
-    recorder = QuietRecorder(tmp_path)
-    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
-    asyncio.run(Run(config, fleet, tokenizer, recorder).train())
-    return repr(calls)
+    calls, _ = run_fakes(config, tmp_path)
+    done = {kind: [] for kind in [*KINDS.values(), "warm-up"]}
+    begun = next(i for i, call in enumerate(calls) if call[1] == "publish_weights")
+    for i, call in enumerate(calls):
+        kind = KINDS.get((call[0], None)) or KINDS.get(call[:2])
+        if kind is not None:
+            done["warm-up" if i < begun else kind].append(repr(call))
+    return done
 
 
 PPO = {"loss": Clip(), "advantages": GAE(), "minibatches": 2}
 TWICE = {"minibatches": 2}
-# What a run does is written down with a fleet that has no processes. (what the run is, the setting, another value)
+# (what the run is, the setting, another value, the kinds of what a run does that it changes)
 IN_THE_LOOP = [
-    ({}, "loss.low", 0.05),
-    ({}, "loss.high", 0.05),
-    ({}, "loss.dual", 1.1),
-    ({"loss": GSPO(low=0.01, high=0.01)}, "loss.low", 0.2),
-    ({"loss": GSPO(low=0.01, high=0.01)}, "loss.high", 0.2),
-    ({"loss": GSPO(0.3, 0.3), "advantages": GAE()}, "loss.level", "token"),
-    ({"loss": CISPO()}, "loss.low", 0.1),
-    ({"loss": CISPO()}, "loss.high", 0.1),
-    ({"loss": DRO()}, "loss.beta", 0.5),
-    ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.beta", 0.5),
-    ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.label_smoothing", 0.1),
-    ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.nll_coef", 0.1),
-    ({}, "advantages.adv_norm", "none"),
-    ({}, "advantages.eps", 0.5),
-    ({"advantages": ReinforcePP()}, "advantages.discount", 0.5),
-    ({"advantages": ReinforcePP()}, "advantages.baseline", "group_mean"),
-    ({"advantages": ReinforcePP()}, "advantages.eps", 0.5),
-    (PPO, "advantages.discount", 0.5),
-    (PPO, "advantages.lam", 0.5),
-    (PPO, "advantages.whiten", False),
-    (PPO, "advantages.eps", 0.5),
-    ({}, "loss_agg", "seq_mean"),
-    ({}, "loss_agg", "constant"),
-    (TWICE, "correction.old_logprobs", "trainer"),
-    ({"correction": Correction(old_logprobs="trainer")}, "correction.tis_clip", 1.1),
-    ({}, "correction.mask_low", 0.9),
-    ({}, "correction.mask_high", 1.1),
-    ({"correction": Correction(mask_high=1.1)}, "correction.level", "sequence"),
-    ({}, "kl.coef", 0.1),
-    ({"kl": KL(coef=0.1)}, "kl.estimator", "k1"),
-    ({"kl": KL(coef=0.1)}, "kl.estimator", "k2"),
-    ({"kl": KL(coef=0.1)}, "kl.into", "reward"),
-    ({"kl": KL(coef=0.1)}, "reference.refresh_every", 1),
-    (PPO, "critic.lr", 1.0),
-    (PPO, "critic.value_clip", 0.01),
-    (PPO, "critic.max_grad_norm", 0.5),
-    ({}, "shaping.overlong_tokens", 4),
-    ({"shaping": Shaping(overlong_tokens=4)}, "shaping.overlong_penalty", 0.5),
-    ({}, "shaping.length_coef", 0.5),
-    ({}, "shaping.drop_truncated", True),
-    ({}, "minibatches", 2),
-    ({}, "epochs", 2),
-    ({}, "group_size", 3),
-    ({}, "resampling_rounds", 2),
-    ({}, "prompts_per_step", 2),
-    ({}, "steps", 2),
-    ({}, "seed", 1),
-    ({}, "eval_every", 1),
-    ({}, "save_every", 1),
-    ({"save_every": 1}, "keep_checkpoints", 1),
-    ({}, "warmup.steps", 1),
-    ({}, "warmup.batch_size", 1),
-    ({}, "warmup.lr", 1.0),
-    ({}, "env.max_new_tokens", 7),
-    ({}, "env.num_eval", 1),
-    ({}, "env.min_letters", 1),
-    ({}, "env.max_letters", 5),
-    ({}, "env.corruption", 0.0),
-    ({}, "trainer.lr", 1.0),
-    ({}, "trainer.lr_warmup_steps", 1),
-    ({}, "trainer.betas", (0.5, 0.5)),
-    ({}, "trainer.eps", 1.0),
-    ({}, "trainer.weight_decay", 1.0),
-    ({}, "trainer.max_grad_norm", 0.5),
-    ({}, "data", "demonstrations"),
+    ({}, "loss.low", 0.05, "gradients"),
+    ({}, "loss.high", 0.05, "gradients"),
+    ({}, "loss.dual", 1.1, "gradients"),
+    ({"loss": GSPO(low=0.01, high=0.01)}, "loss.low", 0.2, "gradients"),
+    ({"loss": GSPO(low=0.01, high=0.01)}, "loss.high", 0.2, "gradients"),
+    ({"loss": GSPO(0.3, 0.3), "advantages": GAE()}, "loss.level", "token", "gradients"),
+    ({"loss": CISPO()}, "loss.low", 0.1, "gradients"),
+    ({"loss": CISPO()}, "loss.high", 0.1, "gradients"),
+    ({"loss": DRO()}, "loss.beta", 0.5, "gradients"),
+    ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.beta", 0.5, "gradients"),
+    ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.label_smoothing", 0.1, "gradients"),
+    ({"loss": DPO(), "data": "preferences", "group_size": 8}, "loss.nll_coef", 0.1, "gradients"),
+    ({}, "advantages.adv_norm", "none", "gradients"),
+    ({}, "advantages.eps", 0.5, "gradients"),
+    ({"advantages": ReinforcePP()}, "advantages.discount", 0.5, "gradients"),
+    ({"advantages": ReinforcePP()}, "advantages.baseline", "group_mean", "gradients"),
+    ({"advantages": ReinforcePP()}, "advantages.eps", 0.5, "gradients"),
+    (PPO, "advantages.discount", 0.5, "gradients, critic's gradients"),
+    (PPO, "advantages.lam", 0.5, "gradients, critic's gradients"),
+    (PPO, "advantages.whiten", False, "gradients"),
+    (PPO, "advantages.eps", 0.5, "gradients"),
+    ({}, "loss_agg", "seq_mean", "gradients, optimizer"),
+    ({}, "loss_agg", "constant", "optimizer"),
+    (TWICE, "correction.old_logprobs", "trainer", "gradients, old logprobs"),
+    ({"correction": Correction(old_logprobs="trainer")}, "correction.tis_clip", 1.1, "gradients"),
+    ({}, "correction.mask_low", 0.9, "gradients"),
+    ({}, "correction.mask_high", 1.1, "gradients"),
+    ({"correction": Correction(mask_high=1.1)}, "correction.level", "sequence", "gradients"),
+    ({}, "kl.coef", 0.1, "gradients, reference, warm-up"),
+    ({"kl": KL(coef=0.1)}, "kl.estimator", "k1", "gradients"),
+    ({"kl": KL(coef=0.1)}, "kl.estimator", "k2", "gradients"),
+    ({"kl": KL(coef=0.1)}, "kl.into", "reward", "gradients"),
+    ({"kl": KL(coef=0.1)}, "reference.refresh_every", 1, "refreshed"),
+    (PPO, "critic.lr", 1.0, "critic's optimizer"),
+    (PPO, "critic.value_clip", 0.01, "critic's gradients"),
+    (PPO, "critic.max_grad_norm", 0.5, "critic's optimizer"),
+    ({}, "shaping.overlong_tokens", 4, "gradients"),
+    ({"shaping": Shaping(overlong_tokens=4)}, "shaping.overlong_penalty", 0.5, "gradients"),
+    ({}, "shaping.length_coef", 0.5, "gradients"),
+    ({}, "shaping.drop_truncated", True, "gradients, optimizer"),
+    ({}, "minibatches", 2, "gradients, optimizer"),
+    ({}, "epochs", 2, "gradients, optimizer"),
+    ({}, "group_size", 3, "samples, gradients, optimizer"),
+    ({}, "resampling_rounds", 2, "samples, gradients, optimizer"),
+    ({}, "prompts_per_step", 2, "samples, gradients, optimizer"),
+    ({}, "steps", 2, "samples, gradients, optimizer, checkpoints"),
+    ({}, "seed", 1, "samples, gradients, optimizer, warm-up"),
+    ({}, "eval_every", 1, "samples"),
+    ({}, "save_every", 1, "checkpoints"),
+    ({"save_every": 1}, "keep_checkpoints", 1, "checkpoints"),
+    ({}, "warmup.steps", 1, "gradients, warm-up"),
+    ({}, "warmup.batch_size", 1, "warm-up"),
+    ({}, "warmup.lr", 1.0, "warm-up"),
+    ({}, "env.max_new_tokens", 7, "samples, gradients, optimizer"),
+    ({}, "env.num_eval", 1, "samples"),
+    ({}, "env.min_letters", 1, "samples, gradients, optimizer, warm-up"),
+    ({}, "env.max_letters", 5, "samples, gradients, optimizer, warm-up"),
+    ({}, "env.corruption", 0.0, "warm-up"),
+    ({}, "trainer.lr", 1.0, "optimizer"),
+    ({}, "trainer.lr_warmup_steps", 1, "optimizer"),
+    ({}, "trainer.betas", (0.5, 0.5), "optimizer"),
+    ({}, "trainer.eps", 1.0, "optimizer"),
+    ({}, "trainer.weight_decay", 1.0, "optimizer"),
+    ({}, "trainer.max_grad_norm", 0.5, "optimizer"),
+    ({}, "data", "demonstrations", "samples, gradients, optimizer"),
 ]
-# What the launcher starts.
+# What the launcher starts: (what the run is, the setting, another value, where it arrives in the ActorSpecs).
+LAYOUT = ("replicate", "shard", "context_parallel", "tensor_parallel")
+REFERENCE = {"kl": KL(coef=0.1)}
 AT_LAUNCH = [
-    ({}, "trainer.layout.replicate", 2),
-    ({}, "trainer.layout.shard", 2),
-    ({}, "trainer.layout.context_parallel", 2),
-    ({}, "trainer.layout.tensor_parallel", 2),
-    ({"kl": KL(coef=0.1)}, "reference.layout.replicate", 2),
-    ({"kl": KL(coef=0.1)}, "reference.layout.shard", 2),
-    ({"kl": KL(coef=0.1)}, "reference.layout.context_parallel", 2),
-    ({"kl": KL(coef=0.1)}, "reference.layout.tensor_parallel", 2),
-    (PPO, "critic.layout.replicate", 2),
-    (PPO, "critic.layout.shard", 2),
-    (PPO, "critic.layout.context_parallel", 2),
-    (PPO, "critic.layout.tensor_parallel", 2),
-    ({}, "trainer.activation_checkpointing", "full"),
-    ({}, "trainer.max_tokens", 64),
-    ({}, "trainer.float8", True),
-    ({}, "trainer.compile", True),
-    ({}, "trainer.lora.rank", 4),
-    ({}, "generator.num_replicas", 2),
-    ({}, "generator.max_num_seqs", 7),
-    ({}, "generator.kv_cache_gib", 0.1),
-    ({}, "generator.compile", True),
-    ({}, "reward.num_procs", 2),
-    ({}, "dtype", "bfloat16"),
-    ({}, "launch.deadline_seconds", 7.0),
-    ({}, "model.hidden_size", 32),
-    ({}, "model.num_layers", 1),
-    ({}, "model.intermediate_size", 32),
-    ({}, "model.num_heads", 4),
-    ({}, "model.num_kv_heads", 2),
-    ({}, "model.max_length", 64),
-    ({}, "model.alphabet", "".join(reversed(quickstart().model.alphabet))),
+    *(({}, f"trainer.layout.{axis}", 2, f"trainer.config.layout.{axis}") for axis in LAYOUT),
+    *((REFERENCE, f"reference.layout.{axis}", 2, f"reference.config.layout.{axis}") for axis in LAYOUT),
+    *((PPO, f"critic.layout.{axis}", 2, f"critic.config.layout.{axis}") for axis in LAYOUT),
+    ({}, "trainer.engine", "hf", "trainer.kind"),
+    ({}, "trainer.activation_checkpointing", "full", "trainer.config.activation_checkpointing"),
+    ({}, "trainer.max_tokens", 64, "trainer.config.max_seq_len"),
+    ({}, "trainer.float8", True, "trainer.config.float8"),
+    ({}, "trainer.compile", True, "trainer.config.compile"),
+    ({}, "trainer.lora.rank", 4, "generator.max_lora_rank"),
+    ({}, "generator.num_replicas", 2, "num_generators"),
+    ({}, "generator.tensor_parallel", 2, "generator.tensor_parallel"),
+    ({}, "generator.max_num_seqs", 7, "generator.max_num_seqs"),
+    ({}, "generator.kv_cache_gib", 0.1, "generator.kv_cache_gib"),
+    ({}, "generator.block_size", 64, "generator.block_size"),
+    ({}, "generator.compile", True, "generator.compile"),
+    ({}, "generator.max_restarts", 7, "max_generator_restarts"),
+    ({}, "reward.num_procs", 2, "num_reward_procs"),
+    ({}, "reward.limit_seconds", 7.0, "reward_limit_seconds"),
+    ({}, "reward.max_restarts", 7, "max_reward_restarts"),
+    ({}, "weight_sync.transport", "torchstore", "transport"),
+    ({}, "dtype", "bfloat16", "trainer.config.dtype"),
+    *(
+        ({}, f"deadlines.{kind}", 7.0, f"deadlines.{kind}")
+        for kind in ("start", "load", "progress", "train", "sync", "checkpoint")
+    ),
+]
+# What the model is: (the setting, another value, its name in config.json).
+OF_THE_MODEL = [
+    ("model.hidden_size", 32, "hidden_size"),
+    ("model.num_layers", 1, "num_hidden_layers"),
+    ("model.intermediate_size", 32, "intermediate_size"),
+    ("model.num_heads", 4, "num_attention_heads"),
+    ("model.num_kv_heads", 2, "num_key_value_heads"),
+    ("model.max_length", 64, "max_position_embeddings"),
 ]
 # Held by tests that need processes, or the config's own checks.
 ELSEWHERE = {
-    "trainer.engine": "tests/integration/test_runs.py: student",
     "trainer.lora.alpha": "tests/models/test_lora.py",
     "trainer.lora.targets": "tests/models/test_lora.py",
-    "weight_sync.transport": "tests/integration/test_runs.py: tp2_and_torchstore",
-    "reward.limit_seconds": "tests/envs/test_envs.py",
+    "max_offpolicy_steps": "tests/controller/test_buffer.py",
+    "generator.updates": "tests/actors/test_generator_replica.py",
+    "trace": "tests/integration/test_async.py",
+    "model.alphabet": "tests/models/test_hf.py",
     "env.chat": "tests/envs/test_envs.py",
     "reference.model": "test_a_teacher_is_another_model, below",
     "resume_from": "tests/integration/test_runs.py",
@@ -196,41 +217,38 @@ def changed(base, setting, value):
 
 
 def name_of(case):
-    return f"{case[1]}={case[2]}, {', '.join(type(v).__name__ if dataclasses.is_dataclass(v) else k for k, v in case[0].items())}"
+    names = [type(v).__name__ if dataclasses.is_dataclass(v) else k for k, v in case[0].items()]
+    return f"{case[1]}={case[2]}, {', '.join(names)}"
 
 
 @pytest.mark.parametrize("case", IN_THE_LOOP, ids=name_of)
-def test_a_setting_of_the_algorithm_changes_what_the_run_does(case, tmp_path):
-    before, after = changed(*case)
-    assert everything_done(before, tmp_path / "a") == everything_done(
-        before, tmp_path / "b"
-    )  # or the comparison says nothing
-    assert everything_done(before, tmp_path / "c") != everything_done(after, tmp_path / "d")
+def test_a_setting_changes_these_kinds_of_what_the_run_does_and_no_others(case, tmp_path):
+    base, setting, value, kinds = case
+    before, after = changed(base, setting, value)
+    first, second = everything_done(before, tmp_path / "a"), everything_done(after, tmp_path / "b")
+    assert [kind for kind in first if first[kind] != second[kind]] == kinds.split(", ")
+    if setting == "loss.low":  # once is enough: without it the comparison would say nothing
+        assert everything_done(before, tmp_path / "c") == first
 
 
 @pytest.mark.parametrize("case", AT_LAUNCH, ids=name_of)
-def test_a_setting_of_the_processes_changes_what_is_started(case, tmp_path):
-    def started(config):
-        others = {"critic": critic_config, "reference": reference_config}
-        roles = [settings(config) for role, settings in others.items() if role in processes(config)]
-        tokenizer = HFTokenizer(config.model.materialize(tmp_path)).encode("abc")
-        return repr(
-            (
-                engine_config(config),
-                generator_args(config, tmp_path),
-                processes(config),
-                roles,
-                config.model.config(),
-                tokenizer,
-            )
-        )
+def test_a_setting_of_the_processes_arrives_where_they_are_started(case, tmp_path):
+    base, setting, value, where = case
+    before, after = changed(base, setting, value)
+    arrives = attrgetter(where)
+    assert arrives(actor_specs(before, tmp_path, tmp_path)) != value
+    assert arrives(actor_specs(after, tmp_path, tmp_path)) == value
 
-    before, after = changed(*case)
-    assert started(before) != started(after)
+
+@pytest.mark.parametrize(("setting", "value", "name"), OF_THE_MODEL)
+def test_a_setting_of_the_model_is_in_its_config(setting, value, name):
+    before, after = changed({}, setting, value)
+    assert before.model.config()[name] != after.model.config()[name] == value
 
 
 def test_every_setting_is_tested():
-    tested = {setting for _, setting, _ in [*IN_THE_LOOP, *AT_LAUNCH]} | set(ELSEWHERE)
+    tested = {case[1] for case in [*IN_THE_LOOP, *AT_LAUNCH]} | set(ELSEWHERE)
+    tested |= {setting for setting, _, _ in OF_THE_MODEL}
     configs = [
         small(loss=loss)
         for loss in (
@@ -254,19 +272,17 @@ def test_every_setting_is_tested():
                 assert any(
                     setting == f"{part}.{field.name}"
                     and isinstance(base.get(part, getattr(small(), part)), type(chosen))
-                    for base, setting, _ in IN_THE_LOOP
+                    for base, setting, _, _ in IN_THE_LOOP
                 ), (chosen, field.name)
 
 
 def test_a_teacher_is_another_model(tmp_path):
     config = small(loss=Distillation(), reference=ReferenceConfig(model=ModelDir("somewhere")), group_size=1)
-    assert "reference" in processes(config)
+    assert "reference" in roles(config)
     done = everything_done(config, tmp_path / "a")
-    assert (
-        "'reference', 'forward'" in done and "'reference', 'load_weights'" not in done
-    )  # it stays what it was
-    follows = small(loss=Distillation())
-    assert "'reference', 'load_weights'" in everything_done(follows, tmp_path / "b")
+    assert done["reference"] and not any("load_weights" in call for call in done["warm-up"])  # it stays
+    follows = everything_done(small(loss=Distillation()), tmp_path / "b")
+    assert any("load_weights" in call for call in follows["warm-up"])
 
 
 @pytest.mark.parametrize(
@@ -366,15 +382,15 @@ def test_a_teacher_is_another_model(tmp_path):
     ],
 )
 def test_settings_that_do_not_go_together_are_named(changes, words):
-    assert any(words in line for line in problems(small(**changes))), problems(small(**changes))
+    assert any(words in line for line in validate(small(**changes))), validate(small(**changes))
 
 
 def test_the_penalty_of_a_recipe_can_be_switched_off_but_not_half():
     recipe = small(kl=KL(0.1, "k1", "reward"), reference=ReferenceConfig(refresh_every=5))
     off = override(recipe, ["--kl.coef", "0"], "rl")
-    assert off == replace(recipe, kl=KL(), reference=ReferenceConfig()) and problems(off) == []
+    assert off == replace(recipe, kl=KL(), reference=ReferenceConfig()) and validate(off) == []
     half = override(recipe, ["--kl.coef", "0", "--kl.estimator", "k2"], "rl")
-    assert any("has no effect with kl.coef=0" in line for line in problems(half))
+    assert any("has no effect with kl.coef=0" in line for line in validate(half))
     assert override(recipe, ["--kl.coef", "0.2"], "rl").kl == KL(0.2, "k1", "reward")
 
 
@@ -386,7 +402,7 @@ def test_truncated_rollouts_are_dropped_from_any_loss(loss):
         reference=ReferenceConfig(model=small().model),
         shaping=Shaping(drop_truncated=True),
     )
-    assert problems(config) == []
+    assert validate(config) == []
 
 
 def test_settings_of_any_loss_can_be_given_on_the_command_line():

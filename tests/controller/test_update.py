@@ -11,20 +11,18 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.controller.config import ReferenceConfig, WarmupConfig
-from rl.controller.experience import Unit, assess, estimate_advantages, spread_reward
-from rl.controller.loop import Run
-from rl.controller.problems import problems
-from rl.controller.rollouts import Sampling
+from rl.controller.stages import scorers
+from rl.controller.training_batch import TrainingGroup, build_training_batch, scatter_reward
 from rl.controller.update import denominator, minibatches
+from rl.controller.validate import validate
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.correction import Correction
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.kl import KL
-from rl.models.tokenizer import HFTokenizer
 from rl.types import Group, LoRA, Problem, Rewards, Rollout, Score, Segment, StopReason, VersionRange
-from tests.controller.fakes import QuietRecorder, fake_fleet
+from tests.controller.fakes import build, fake_actors, run_fakes
 
 
 def config(**changes):
@@ -39,12 +37,7 @@ def config(**changes):
     return replace(base, **changes)
 
 
-def run(config, tmp_path, **fleet_options):
-    fleet, calls = fake_fleet(config, tmp_path, **fleet_options)
-    recorder = QuietRecorder(tmp_path)
-    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
-    asyncio.run(Run(config, fleet, tokenizer, recorder).train())
-    return calls, recorder
+run = run_fakes
 
 
 def rollout(*segments, name="p"):
@@ -64,33 +57,33 @@ def test_as_many_optimizer_steps_as_configured(tmp_path, num_minibatches, epochs
 
 
 def test_every_epoch_deals_every_prompt_out_once_and_anew():
-    units = [Unit([], i, 1) for i in range(12)]
-    plan = minibatches(units, config(minibatches=4, epochs=3), step=1)
+    units = [TrainingGroup([], i, 1) for i in range(12)]
+    plan = minibatches(units, config(minibatches=4, epochs=3).algorithm, 0, 1)
     assert [len(part) for part in plan] == [3] * 12
     epochs = [[u.num_tokens for part in plan[4 * e : 4 * e + 4] for u in part] for e in range(3)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert minibatches(units, config(minibatches=4, epochs=3), step=1) == plan  # a replayed step is the same
+    assert (
+        minibatches(units, config(minibatches=4, epochs=3).algorithm, 0, 1) == plan
+    )  # a replayed step is the same
 
 
 def test_denominators():
-    units = [Unit([], 10, 4), Unit([], 30, 2)]
-    assert denominator(units, config(loss_agg="token_mean")) == 40
-    assert denominator(units, config(loss_agg="seq_mean")) == 6
-    assert denominator(units, config(loss_agg="constant")) == 6 * 8  # env.max_new_tokens
-    assert denominator(units, config(data="preferences")) == 2
+    units = [TrainingGroup([], 10, 4), TrainingGroup([], 30, 2)]
+    assert denominator(units, config(loss_agg="token_mean").algorithm) == 40
+    assert denominator(units, config(loss_agg="seq_mean").algorithm) == 6
+    assert denominator(units, config(loss_agg="constant").algorithm) == 6 * 8  # env.max_new_tokens
+    assert denominator(units, config(data="preferences").algorithm) == 2
 
 
 @pytest.mark.parametrize("agg", ["token_mean", "seq_mean", "constant"])
 def test_the_loss_of_a_batch_is_the_mean_it_is_called_by(tmp_path, agg):
     """Two rollouts of 2 and 4 tokens with advantages 1 and -1: the mean by hand, and what the trainer is told to compute."""
-    group = Group((rollout([1], [5, 6]), rollout([1], [5, 6, 7, 8])), (Score(1.0), Score(0.0)))
+    group = Group(0, (rollout([1], [5, 6]), rollout([1], [5, 6, 7, 8])), (Score(1.0), Score(0.0)))
     settings = config(loss_agg=agg, advantages=lambda groups: [[1.0, -1.0]])
-    fleet, _ = fake_fleet(settings, tmp_path)
-    (unit,) = asyncio.run(assess([group], settings, fleet)).units
-    total = sum((s.advantages * s.weights)[s.target_mask].sum() for s in unit.samples) / denominator(
-        [unit], settings
-    )
+    (unit,) = build([group], settings, tmp_path)[0].groups
+    in_all = sum((s.advantages * s.weights)[s.target_mask].sum() for s in unit.samples)
+    total = in_all / denominator([unit], settings.algorithm)
     assert total == pytest.approx(
         {"token_mean": (2 - 4) / 6, "seq_mean": (1 - 1) / 2, "constant": (2 - 4) / (2 * 8)}[agg]
     )
@@ -98,27 +91,27 @@ def test_the_loss_of_a_batch_is_the_mean_it_is_called_by(tmp_path, agg):
 
 def test_rewards_of_turns_and_tokens_go_where_they_belong():
     two_turns = rollout([1, 2], [5, 6], [3], [7, 8, 9])
-    assert spread_reward(two_turns, Score(1.0)).tolist() == [0, 0, 0, 0, 1]
-    assert spread_reward(two_turns, Score(1.5, None, Rewards(turns=(0.5, 1.0)))).tolist() == [
+    assert scatter_reward(two_turns, Score(1.0)).tolist() == [0, 0, 0, 0, 1]
+    assert scatter_reward(two_turns, Score(1.5, None, Rewards(turns=(0.5, 1.0)))).tolist() == [
         0,
         0.5,
         0,
         0,
         1.0,
     ]
-    assert spread_reward(two_turns, Score(1.5, None, Rewards(tokens=(1, 2, 3, 4, 5)))).tolist() == [
+    assert scatter_reward(two_turns, Score(1.5, None, Rewards(tokens=(1, 2, 3, 4, 5)))).tolist() == [
         1,
         2,
         3,
         4,
         5,
     ]
-    assert spread_reward(two_turns, Score(1.0), bonus=-0.25).tolist() == [0, 0, 0, 0, 0.75]
-    assert spread_reward(rollout([1], []), Score(1.0)).tolist() == []
+    assert scatter_reward(two_turns, Score(1.0), bonus=-0.25).tolist() == [0, 0, 0, 0, 0.75]
+    assert scatter_reward(rollout([1], []), Score(1.0)).tolist() == []
     turns = Score(3.0, None, Rewards(turns=(1.0, 2.0)))
-    assert spread_reward(rollout([1], [], [2], [5, 6]), turns).tolist() == [1.0, 2.0]
-    assert spread_reward(rollout([1], [5, 6], [2], []), turns).tolist() == [0, 3.0]
-    assert spread_reward(rollout([1], [], [2], []), turns).tolist() == []
+    assert scatter_reward(rollout([1], [], [2], [5, 6]), turns).tolist() == [1.0, 2.0]
+    assert scatter_reward(rollout([1], [5, 6], [2], []), turns).tolist() == [0, 3.0]
+    assert scatter_reward(rollout([1], [], [2], []), turns).tolist() == []
 
 
 def test_the_penalty_goes_off_the_reward_of_each_token(tmp_path):
@@ -129,26 +122,22 @@ def test_the_penalty_goes_off_the_reward_of_each_token(tmp_path):
         return [[0.0] * len(g) for g in groups]
 
     settings = config(kl=KL(coef=0.5, estimator="k1", into="reward"), advantages=estimator)
-    fleet, _ = fake_fleet(settings, tmp_path)
-    group = Group((rollout([1], [5, 6, 7]),), (Score(1.0),))
-    experience = asyncio.run(assess([group], settings, fleet))
-    (sample,) = (s for u in experience.units for s in u.samples)
+    group = Group(0, (rollout([1], [5, 6, 7]),), (Score(1.0),))
+    batch, _ = build([group], settings, tmp_path)
+    (sample,) = (s for g in batch.groups for s in g.samples)
     kl = sample.generator_logprobs[1:] - sample.loss_inputs["ref_logprobs"][1:]
     assert seen[0] == pytest.approx(np.array([0, 0, 1.0]) - 0.5 * kl)
-    assert experience.metrics["kl"] == pytest.approx(kl.mean())
+    assert batch.metrics["kl"] == pytest.approx(kl.mean())
 
 
 def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tmp_path):
-    group = Group((rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(1.0)))
-    other = Group((rollout([1], [5, 6]), rollout([1], [7, 8, 9])), (Score(1.0), Score(0.0)))
+    group = Group(0, (rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(1.0)))
+    other = Group(0, (rollout([1], [5, 6]), rollout([1], [7, 8, 9])), (Score(1.0), Score(0.0)))
 
     def forwards(**changes):
-        settings = config(**changes)
-        fleet, calls = fake_fleet(settings, tmp_path)
-        experience = asyncio.run(assess([group, other], settings, fleet))
-        return {call[0]: call[3] for call in calls if call[1] == "forward"}, [
-            len(u.samples) for u in experience.units
-        ]
+        batch, calls = build([group, other], config(**changes), tmp_path)
+        asked = {call[0]: call[3] for call in calls if call[1] == "forward"}
+        return asked, [len(g.samples) for g in batch.groups]
 
     old = {"correction": Correction(old_logprobs="trainer"), "epochs": 2}
     assert forwards() == ({}, [0, 2])
@@ -176,11 +165,11 @@ def test_forward_passes_overlap(tmp_path):
     settings = config(
         correction=Correction(old_logprobs="trainer"), epochs=2, advantages=GAE(), kl=KL(coef=0.1)
     )
-    fleet, _ = fake_fleet(settings, tmp_path)
+    actors, _ = fake_actors(settings, tmp_path)
 
     async def main():
         begun, all_begun = [], asyncio.Event()
-        for engine in (fleet.trainer, fleet.critic, fleet.reference._engine):
+        for engine in (actors.trainer, actors.critic, actors.reference._engine):
             forward = engine.forward
 
             async def meet(batch, adapter=None, forward=forward):
@@ -191,8 +180,9 @@ def test_forward_passes_overlap(tmp_path):
                 return await forward(batch, adapter)
 
             engine.forward = meet
-        group = Group((rollout([1], [5, 6]),), (Score(1.0),))
-        await asyncio.wait_for(assess([group], settings, fleet), 5)
+        group = Group(0, (rollout([1], [5, 6]),), (Score(1.0),))
+        inputs = scorers(settings.algorithm, actors)
+        await asyncio.wait_for(build_training_batch([group], settings.algorithm, inputs), 5)
 
     asyncio.run(main())
 
@@ -205,43 +195,9 @@ def test_a_lora_policys_reference_needs_no_second_copy_of_the_model(tmp_path, wh
     names = {call[0] for call in calls}
     assert ("reference" in names) == (where == "mesh")
     if where == "adapter":
-        assert ("trainer", "keep_reference") in calls and any(
+        assert ("trainer", "copy_adapter", "policy", "reference") in calls and any(
             call[:3] == ("trainer", "forward", "reference") for call in calls
         )
-
-
-def test_dynamic_sampling_replaces_groups_without_signal_within_its_bound(tmp_path):
-    def collect(rounds, rewards):
-        settings = config(resampling_rounds=rounds)
-        fleet, _ = fake_fleet(settings, tmp_path)
-        given = iter(rewards)
-
-        async def score(rollouts):
-            same = next(given) == "same"
-            return [Score(1.0 if same else float(i % 2)) for i, _ in enumerate(rollouts)]
-
-        fleet.rewards.score = score
-        tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
-        return asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
-
-    first = ["same", "differ", "same", "differ", "same", "differ"]
-    groups, sampled, counts = collect(3, [*first, "differ", "same", "differ", "differ"])
-    assert len(sampled) == 10  # all of them are what the step's metrics are of
-    assert (
-        len(groups) == 6
-        and all(g.has_signal for g in groups)
-        and counts == {"resampling/rounds": 2, "resampling/extra_prompts": 4}
-    )
-    groups, _, counts = collect(1, [*first, "same", "same", "differ"])
-    assert (
-        len(groups) == 6
-        and sum(g.has_signal for g in groups) == 4
-        and counts == {"resampling/rounds": 1, "resampling/extra_prompts": 3}
-    )
-    groups, _, counts = collect(0, first)
-    assert sum(g.has_signal for g in groups) == 3 and counts == {}
-    ids = [g.rollouts[0].problem.id for g in collect(3, [*first, *["differ"] * 3])[0]]
-    assert len(set(ids)) == 6
 
 
 @pytest.mark.parametrize("metric", ["loss", "grad_norm"])
@@ -277,11 +233,8 @@ def test_the_sample_to_blame_is_one_with_the_bad_token(tmp_path):
     with pytest.raises(RunError) as error:
         run(config(), tmp_path, fail_on=("grad_norm", 20, 0))
     problem, number = re.search(r"the sample is (\w+), rollout (\d)", str(error.value)).groups()
-    settings = config()
-    fleet, _ = fake_fleet(settings, tmp_path)
-    tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
-    groups, _, _ = asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
-    (group,) = [g for g in groups if g.rollouts[0].problem.id == problem]
+    _, recorder = run(config(steps=1), tmp_path / "again")
+    (group,) = [g for g in recorder.groups[1] if g.rollouts[0].problem.id == problem]
     assert 20 in group.rollouts[int(number)].segments[-1].tokens
 
 
@@ -295,28 +248,13 @@ def test_a_warm_up_that_is_not_finite_says_so(tmp_path):
         run(config(warmup=WarmupConfig(steps=1, batch_size=2)), tmp_path, fail_on=("loss", None, 0))
 
 
-def test_one_round_of_dynamic_sampling_may_fail_without_ending_the_run(tmp_path):
-    settings = config(resampling_rounds=1)
-    fleet, _ = fake_fleet(settings, tmp_path)
-    given = iter(["differ"] * 5 + ["same"] + ["fail"])
-
-    async def score(rollouts):
-        kind = next(given)
-        return [
-            Score(float(i % 2 and kind == "differ"), "too slow" if kind == "fail" else None)
-            for i, _ in enumerate(rollouts)
-        ]
-
-    fleet.rewards.score = score
-    tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
-    groups, sampled, _ = asyncio.run(Sampling(settings, fleet, tokenizer).collect(1))
-    assert len(groups) == 6 and len(sampled) == 7
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_gap_is_measured_though_most_minibatches_have_no_signal(tmp_path, seed):
-    units = [Unit([], 1, 1)] * 5 + [Unit([None], 1, 1)]
-    assert minibatches(units, config(minibatches=3, seed=seed), 1)[0] != [Unit([], 1, 1)] * 2
+    units = [TrainingGroup([], 1, 1)] * 5 + [TrainingGroup([None], 1, 1)]
+    assert (
+        minibatches(units, config(minibatches=3, seed=seed).algorithm, 0, 1)[0]
+        != [TrainingGroup([], 1, 1)] * 2
+    )
 
 
 def test_a_metric_of_ones_own_says_how_it_is_combined(tmp_path):
@@ -355,7 +293,7 @@ def masked(n):
     return TokenInputs(torch.zeros(n), torch.zeros(n), torch.ones(n), torch.zeros(n, dtype=torch.long))
 
 
-def test_a_credit_at_fault_is_named(tmp_path):
+def test_an_estimator_at_fault_is_named(tmp_path):
     def lopsided(groups):
         return [[0.0] for _ in groups]
 
@@ -365,27 +303,25 @@ def test_a_credit_at_fault_is_named(tmp_path):
     def long(groups):
         return [[np.zeros(99)] * len(g) for g in groups]
 
-    group = Group((rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(0.0)))
+    group = Group(0, (rollout([1], [5, 6]), rollout([1], [7, 8])), (Score(1.0), Score(0.0)))
     for estimator, words in (
         (lopsided, "returned advantages for"),
         (infinite, "that are not finite"),
         (long, r"returned \(99,\) advantages"),
     ):
         settings = config(advantages=estimator)
-        fleet, _ = fake_fleet(settings, tmp_path)
         with pytest.raises(
             RunError,
             match=f"advantages {estimator.__name__} .*{words}|advantages {estimator.__name__} {words}",
         ):
-            asyncio.run(assess([group], settings, fleet))
+            build([group], settings, tmp_path)
 
 
-def test_advantages_of_one_number_reach_every_token():
+def test_advantages_of_one_number_reach_every_token(tmp_path):
     settings = config(advantages=lambda groups: [[2.0, np.array([1.0, 0.0, -1.0])] for _ in groups])
-    from rl.batching import to_sample
-
-    samples = [[to_sample(rollout([1], [5, 6])), to_sample(rollout([1], [7, 8, 9]))]]
-    (first, second) = estimate_advantages(samples, [[np.zeros(2), np.zeros(3)]], settings)[0]
+    group = Group(0, (rollout([1], [5, 6]), rollout([1], [7, 8, 9])), (Score(1.0), Score(0.0)))
+    batch, _ = build([group], settings, tmp_path)
+    first, second = batch.groups[0].samples
     assert first.advantages.tolist() == [0, 2, 2] and second.advantages.tolist() == [0, 1, 0, -1]
 
 
@@ -425,7 +361,7 @@ def resumed(tmp_path, before, after):
     """What a run that goes on from another's step 1 asks of its fleet, or what keeps it from starting."""
     run(before, tmp_path / "first")
     settings = replace(after, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1"))
-    return problems(settings) or run(settings, tmp_path / "second")[0]
+    return validate(settings) or run(settings, tmp_path / "second")[0]
 
 
 def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
@@ -437,7 +373,7 @@ def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
         "step-0",
     ) in calls
     shutil.rmtree(tmp_path / "first" / "reference")
-    (line,) = problems(replace(settings, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1")))
+    (line,) = validate(replace(settings, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1")))
     assert "notes the reference's weights" in line and "which are gone" in line
 
 

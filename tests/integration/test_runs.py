@@ -106,7 +106,7 @@ llm = LLM({str(run_dir / "hf")!r}, dtype="float32", enforce_eager=True, kv_cache
 out = llm.generate([{{"prompt_token_ids": {prompt}}}], SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))[0].outputs[0]
 print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_ids, out.logprobs)]]))
 """
-    from rl.models.generator_env import generator_environment
+    from rl.models.generator.environment import generator_environment
 
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -14,7 +14,7 @@ import transformers
 from rl.batching import pack, supervised_sample
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.engine_config import EngineConfig
-from rl.models.generator_env import generator_environment
+from rl.models.generator.environment import generator_environment
 from rl.models.titan import TitanEngine
 from rl.types import LoRA, OptimParams
 from rl.weight_sync.manifest import Manifest

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from rl.bounds import NonNegativeFloat, Share
 from rl.loss.advantages.base import Groups, Trajectory, discounted_sums, whiten
 
 
@@ -16,16 +17,16 @@ class GAE:
     A_t = sum_l (discount * lam)^l * delta_(t+l);  return_t = A_t + V_t
     """
 
-    discount: float = 1.0
+    discount: Share = 1.0
     """How much a reward counts one token earlier."""
 
-    lam: float = 0.95
+    lam: Share = 0.95
     """0 trusts only the critic, 1 only the rewards."""
 
     whiten: bool = True
     """Mean 0 and variance 1 over the batch's tokens."""
 
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """Added to the variance in whitening."""
 
     needs_critic: ClassVar[bool] = True

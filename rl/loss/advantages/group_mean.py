@@ -1,10 +1,11 @@
 """GroupMean: GRPO's and Dr.GRPO's advantages."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from rl.bounds import NonNegativeFloat
 from rl.loss.advantages.base import Groups, each_group
 
 
@@ -17,10 +18,12 @@ class GroupMean:
     The standard deviation is the sample's (divisor G - 1), as in TRL and verl.
     """
 
+    compares_in_groups: ClassVar[bool] = True
+
     adv_norm: Literal["group_std", "none"] = "group_std"
     """Divide by the group's standard deviation (GRPO), or not (Dr.GRPO, arXiv 2503.20783)."""
 
-    eps: float = 1e-6
+    eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
 
     def __call__(self, groups: Groups) -> list[list[float]]:

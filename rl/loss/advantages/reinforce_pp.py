@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from rl.bounds import NonNegativeFloat, Share
 from rl.loss.advantages.base import Groups, Trajectory, discounted_sums, whiten
 
 
@@ -16,15 +17,19 @@ class ReinforcePP:
     G_t = sum_(s >= t) discount^(s - t) * r_s;  A_t = (G_t - mean) / sqrt(var + eps) over the batch
     """
 
-    discount: float = 1.0
+    discount: Share = 1.0
     """How much a reward counts one token earlier."""
 
     baseline: Literal["none", "group_mean"] = "none"
     """Before whitening, subtract the group's mean reward from each rollout's (REINFORCE++-baseline), spread
     evenly over the whole rollout: the return is then the centred reward, and the discount is not used."""
 
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """Added to the variance."""
+
+    @property
+    def compares_in_groups(self) -> bool:
+        return self.baseline == "group_mean"
 
     def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
         return whiten([self._returns(group) for group in groups], self.eps)

@@ -1,6 +1,7 @@
 """RLOO: leave one out."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,6 +14,8 @@ class RLOO:
 
     A rollout that is alone in its group gets 0.
     """
+
+    compares_in_groups: ClassVar[bool] = True
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         return each_group(groups, _advantages)

@@ -1,31 +1,25 @@
-import asyncio
-from types import SimpleNamespace
-
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.experience import assess
-from rl.controller.rollouts import Sampling
+from rl.controller.rollouts import check_rewards
 from rl.controller.update import denominator
 from rl.errors import RunError
-from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
-from rl.types import Completion, Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
-from tests.controller.fakes import fake_fleet
+from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
+from tests.controller.fakes import build
 
 
 def group(*scores):
     segments = (Segment([1, 2], False, [0.0, 0.0]), Segment([3, 4, 5], True, [-1.0, -1.0, -1.0]))
     rollout = Rollout(Problem("1", "q", "a"), segments, "", StopReason.STOP, VersionRange(0, 0))
-    return Group((rollout,) * len(scores), tuple(s if isinstance(s, Score) else Score(s) for s in scores))
+    return Group(0, (rollout,) * len(scores), tuple(s if isinstance(s, Score) else Score(s) for s in scores))
 
 
 def learnt_from(groups, tmp_path):
     """The samples that learn, and the number of tokens in the mean."""
     config = quickstart()
-    fleet, _ = fake_fleet(config, tmp_path)
-    units = asyncio.run(assess(groups, config, fleet)).units
-    return [s for u in units for s in u.samples], denominator(units, config)
+    batch, _ = build(groups, config, tmp_path)
+    return [s for g in batch.groups for s in g.samples], denominator(batch.groups, config.algorithm)
 
 
 def test_samples_without_a_signal_are_left_out_but_their_tokens_count_in_the_mean(tmp_path):
@@ -59,30 +53,10 @@ def test_metrics_count_failures_apart_from_rewards():
     )
 
 
-def test_a_task_on_which_every_reward_fails_stops_the_run(tmp_path):
-    config = quickstart()
-    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
-
-    class Generators:
-        async def sample(self, prompt, n, params):
-            return [Completion([3, 2], [-1.0, -1.0], VersionRange(0, 0), StopReason.STOP)] * n
-
-    class Rewards:
-        def __init__(self, *scores):
-            self.scores = scores
-
-        async def score(self, rollouts):
-            return [self.scores[i % len(self.scores)] for i in range(len(rollouts))]
-
-    def rollout(*scores):
-        fleet = SimpleNamespace(adapter=None, generators=Generators(), rewards=Rewards(*scores))
-        sampling = Sampling(config, fleet, tokenizer)
-        groups = asyncio.run(sampling.rollout(config.env.eval_problems()[:2], 0))
-        sampling.check_rewards(groups)
-        return groups
-
-    assert len(rollout(Score(0.0, "ValueError: x"), Score(1.0))) == 2
+def test_a_task_on_which_every_reward_fails_stops_the_run():
+    failed = Score(0.0, "ValueError: x")
+    check_rewards([group(failed, 1), group(failed, failed)])
     with pytest.raises(
-        RunError, match="all 16 rewards failed, the first: ValueError: x; see logs/reward-0.log"
+        RunError, match="all 4 rewards failed, the first: ValueError: x; see logs/reward-0.log"
     ):
-        rollout(Score(0.0, "ValueError: x"))
+        check_rewards([group(failed, failed), group(failed, failed)])
