@@ -79,15 +79,14 @@ class WeightStore:
 
     async def _free(self, name: str) -> None:
         versions = self._versions.get(name, {})
-        newest = max(versions, default=None)
         for version, manifest in list(versions.items()):
-            key = (name, version)
-            if version == newest or self._readers[key] or key in self._freeing:
+            key = (name, version)  # asked again after each await: others free at the same time
+            if version not in versions or version == max(versions) or self._readers[key] or key in self._freeing:
                 continue
             self._freeing.add(key)
             try:
                 await self._release(manifest)
             finally:
                 self._freeing.discard(key)
-                versions.pop(version, None)
+                del versions[version]
                 self.changed.notify()

@@ -1,0 +1,238 @@
+"""Generators that follow the weight store, over processes that are made up."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from rl.actors import replica as module
+from rl.actors.generator import GeneratorPool, GeneratorReplica
+from rl.actors.remote import ProcessDied
+from rl.actors.replica import State
+from rl.types import Completion, LoRA, SamplingParams, StopReason, VersionRange
+from rl.waiting import beside
+from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.store import WeightStore
+
+PARAMS = SamplingParams(4)
+
+
+@pytest.fixture(autouse=True)
+def quick_heartbeats(monkeypatch):
+    monkeypatch.setattr(module, "_HEARTBEAT_SECONDS", 0.001)
+
+
+class Processes:
+    """Samples until `release` is set; loads when `may_load` is."""
+
+    def __init__(self, name):
+        self.name, self.version, self.loaded, self.waves, self.dead = name, None, [], [], False
+        self.release, self.may_load = asyncio.Event(), asyncio.Event()
+        self.release.set()
+        self.may_load.set()
+
+    async def check(self):
+        if self.dead:
+            raise ProcessDied(f"{self.name} died")
+
+    async def kill(self):
+        pass
+
+    async def load_weights(self, manifest):
+        await self.may_load.wait()
+        self.loaded.append((manifest.name, manifest.version))
+        self.version = manifest.version
+
+    async def sample(self, prompt, n, params, wave):
+        first = self.version
+        self.waves.append((wave.id, wave.position, wave.size, tuple(prompt)))
+        await self.release.wait()
+        done = Completion([1], [-1.0], VersionRange(first, self.version), StopReason.STOP)
+        return [done] * n
+
+
+class World:
+    def __init__(self, num_replicas=1, in_flight=True, policy=None):
+        self.freed, self.processes = [], {}
+        self.policy = policy
+        self.store = WeightStore(self.release)
+        name = policy[0] if policy else MODEL
+
+        def make(number, wanted):
+            async def spawn():
+                process = Processes(f"generator-{number}")
+                self.processes.setdefault(number, []).append(process)
+                return process
+
+            return GeneratorReplica(f"generator-{number}", spawn, 3, in_flight, wanted, self.store)
+
+        self.pool = GeneratorPool("generator", make, num_replicas, name, self.store)
+
+    async def release(self, manifest):
+        self.freed.append((manifest.name, manifest.version))
+
+    async def publish(self, version, policy=None):
+        async def write():
+            return Manifest(version, (), policy)
+
+        await self.store.publish(policy[0] if policy else MODEL, write)
+
+    def process(self, number=0):
+        return self.processes[number][-1]
+
+    async def until(self, holds):
+        await asyncio.wait_for(self.store.changed.wait_for(holds), 1)
+
+
+@contextlib.asynccontextmanager
+async def running(world):
+    async with beside(world.pool.run()):
+        await asyncio.wait_for(world.pool.started(), 1)
+        yield world
+
+
+def run(main):
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_it_serves_only_once_it_has_weights_and_then_follows_the_newest():
+    async def main():
+        async with running(World()) as world:
+            assert world.pool.served is None and world.pool.replicas[0].state == State.LOADING
+            early = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+            await asyncio.sleep(0.01)
+            assert not early.done()
+            await world.publish(0)
+            assert (await early)[0].versions == VersionRange(0, 0)
+            await world.publish(1)
+            await world.pool.wait_served(1)
+            assert world.process().loaded == [(MODEL, 0), (MODEL, 1)] and (MODEL, 0) in world.freed
+
+    run(main)
+
+
+def test_in_flight_a_running_request_goes_on_with_the_new_weights():
+    async def main():
+        async with running(World(in_flight=True)) as world:
+            await world.publish(0)
+            await world.pool.wait_served(0)
+            world.process().release.clear()
+            under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+            await asyncio.sleep(0.01)
+            await world.publish(1)
+            await world.pool.wait_served(1)
+            world.process().release.set()
+            assert (await under_way)[0].versions == VersionRange(0, 1)
+
+    run(main)
+
+
+def test_draining_a_running_request_finishes_first_and_no_other_begins():
+    async def main():
+        async with running(World(in_flight=False)) as world:
+            await world.publish(0)
+            await world.pool.wait_served(0)
+            world.process().release.clear()
+            under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+            await asyncio.sleep(0.01)
+            await world.publish(1)
+            await world.until(lambda: world.pool.replicas[0].state == State.DRAINING)
+            later = asyncio.create_task(world.pool.sample([2], 1, PARAMS))
+            await asyncio.sleep(0.01)
+            assert len(world.process().waves) == 1 and world.process().version == 0
+            world.process().release.set()
+            assert (await under_way)[0].versions == VersionRange(0, 0)
+            assert (await later)[0].versions == VersionRange(1, 1)
+
+    run(main)
+
+
+def test_requests_of_one_turn_are_one_wave_in_their_order():
+    async def main():
+        async with running(World()) as world:
+            await world.publish(0)
+            await world.pool.wait_served(0)
+            await asyncio.gather(*(world.pool.sample([i], 2, PARAMS) for i in range(5)))
+            await world.pool.sample([9], 1, PARAMS)
+            first = [(0, i, 5, (i,)) for i in range(5)]
+            assert world.process().waves == [*first, (1, 0, 1, (9,))]
+
+    run(main)
+
+
+def test_work_for_a_version_goes_only_where_it_is_served():
+    async def main():
+        async with running(World(2)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == 2)
+            world.process(1).may_load.clear()  # a slow one
+            await world.publish(1)
+            await world.pool.wait_served(1)
+            prompts = [[i] for i in range(6)]
+            await asyncio.gather(*(world.pool.at_least(1).sample(p, 1, PARAMS) for p in prompts))
+            assert len(world.process(0).waves) == 6 and not world.process(1).waves
+            assert world.store.versions[MODEL] == [1]  # version 0 is in its memory, and nobody reads it
+            world.process(1).may_load.set()
+            await world.until(lambda: all(r.version == 1 for r in world.pool.replicas))
+            await asyncio.gather(*(world.pool.at_least(1).sample([9, i], 1, PARAMS) for i in range(6)))
+            assert len(world.process(1).waves) == 3
+
+    run(main)
+
+
+def test_pinned_nobody_goes_beyond_the_version_that_is_measured():
+    async def main():
+        async with running(World(2)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == 2)
+            async with world.pool.pinned() as (version, sampler):
+                await world.publish(1)
+                await world.publish(2)
+                await asyncio.sleep(0.01)
+                assert version == 0 and [r.version for r in world.pool.replicas] == [0, 0]
+                assert (await sampler.sample([1], 1, PARAMS))[0].versions == VersionRange(0, 0)
+                assert world.store.versions[MODEL] == [0, 2]
+            await world.until(lambda: all(r.version == 2 for r in world.pool.replicas))
+            assert world.process(0).loaded == [(MODEL, 0), (MODEL, 2)]
+            assert world.store.versions[MODEL] == [2]
+
+    run(main)
+
+
+def test_one_that_died_while_it_read_lets_go_and_gets_the_base_and_the_newest_adapter():
+    async def main():
+        policy = ("policy", LoRA(rank=4))
+        async with running(World(policy=policy)) as world:
+            await world.publish(0)
+            await world.publish(0, policy)
+            await world.pool.wait_served(0)
+            first = world.process()
+            assert first.loaded == [(MODEL, 0), ("policy", 0)]
+            first.may_load.clear()
+            await world.publish(1, policy)
+            await asyncio.sleep(0.01)
+            await world.publish(2, policy)
+            assert world.store.versions["policy"] == [1, 2]
+            first.dead = True
+            await world.until(lambda: len(world.processes[0]) == 2 and world.pool.served == 2)
+            assert world.process().loaded == [(MODEL, 0), ("policy", 2)]
+            assert world.store.versions == {MODEL: [0], "policy": [2]}
+
+    run(main)
+
+
+def test_a_prompt_that_goes_on_is_answered_where_its_prefix_was_computed():
+    async def main():
+        async with running(World(3)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == 3)
+            histories = [[number] * 40 for number in range(12)]
+            await asyncio.gather(*(world.pool.sample(h, 1, PARAMS) for h in histories))
+            for turn in range(3):
+                longer = [h + [turn] * (turn + 1) for h in histories]
+                await asyncio.gather(*(world.pool.sample(h, 1, PARAMS) for h in longer))
+            for number in range(3):
+                homes = {prompt[0] for *_, prompt in world.process(number).waves}
+                assert len(homes) == 4 and len(world.process(number).waves) == 16
+
+    run(main)

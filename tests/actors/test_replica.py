@@ -1,0 +1,154 @@
+"""Replicas and pools over processes that are made up: who gets work, and what happens when one dies."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from rl.actors import replica as module
+from rl.actors.remote import ProcessDied
+from rl.actors.replica import Pool, Replica, State
+from rl.errors import RunError
+from rl.waiting import Signal, beside
+
+
+@pytest.fixture(autouse=True)
+def quick_heartbeats(monkeypatch):
+    monkeypatch.setattr(module, "_HEARTBEAT_SECONDS", 0.001)
+
+
+class Process:
+    """Answers with its own number; `die` fails its heartbeat, or also the work under way."""
+
+    def __init__(self, number):
+        self.number = number
+        self.killed = self.dead = False
+        self.release = asyncio.Event()
+
+    async def check(self):
+        if self.dead:
+            raise ProcessDied(f"process {self.number} died")
+
+    async def kill(self):
+        self.killed = True
+
+    async def work(self, wait=False):
+        if wait:
+            await self.release.wait()
+        return self.number
+
+
+class World:
+    """A pool of replicas whose processes are numbered as they are spawned."""
+
+    def __init__(self, num_replicas=2, max_restarts=3, fails_at_start=()):
+        self.processes, self.changed, self.fails_at_start = [], Signal(), fails_at_start
+
+        async def spawn():
+            process = Process(len(self.processes))
+            self.processes.append(process)
+            await asyncio.sleep(0)
+            if process.number in self.fails_at_start:
+                raise ProcessDied(f"process {process.number} died in start")
+            return process
+
+        replicas = [Replica(f"r{i}", spawn, max_restarts, self.changed) for i in range(num_replicas)]
+        self.pool = Pool("worker", replicas, self.changed)
+
+    def ask(self, wait=False):
+        return asyncio.create_task(self.pool.ask(lambda r: r.ask(lambda process: process.work(wait))))
+
+    async def serving(self, count):
+        await asyncio.wait_for(self.changed.wait_for(lambda: self.pool.num_serving == count), 1)
+
+
+@contextlib.asynccontextmanager
+async def running(world):
+    async with beside(world.pool.run()):
+        await asyncio.wait_for(world.pool.started(), 1)
+        await world.serving(len(world.pool.replicas))
+        yield world
+
+
+def test_work_goes_to_the_one_with_the_least_of_it():
+    async def main():
+        async with running(World(3)) as world:
+            waiting = [world.ask(wait=True) for _ in range(7)]
+            await asyncio.sleep(0.01)
+            assert sorted(r.load for r in world.pool.replicas) == [2, 2, 3]
+            for process in world.processes:
+                process.release.set()
+            assert sorted(await asyncio.gather(*waiting)) == [0, 0, 0, 1, 1, 2, 2]
+            assert all(r.load == 0 for r in world.pool.replicas)
+        assert all(process.killed for process in world.processes)
+
+    asyncio.run(main())
+
+
+def test_what_a_dead_one_held_is_done_by_another_and_it_is_spawned_again():
+    async def main():
+        async with running(World(2)) as world:
+            held = [world.ask(wait=True) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            world.processes[0].dead = True  # hangs: its work never answers
+            world.processes[1].release.set()
+            assert await asyncio.wait_for(asyncio.gather(*held), 1) == [1, 1, 1, 1]
+            await world.serving(2)
+            assert world.processes[0].killed and len(world.processes) == 3
+            assert world.pool.replicas[0].num_restarts == 1 and world.pool.num_alive == 2
+
+    asyncio.run(main())
+
+
+def test_both_die_and_work_waits_for_the_first_that_is_back():
+    async def main():
+        async with running(World(2)) as world:
+            held = [world.ask(wait=True) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            for process in world.processes[:2]:
+                process.dead = True
+            await world.serving(0)
+            await world.serving(2)
+            for process in world.processes:
+                process.release.set()
+            assert set(await asyncio.wait_for(asyncio.gather(*held), 1)) <= {2, 3}
+
+    asyncio.run(main())
+
+
+def test_one_that_dies_over_and_over_is_given_up_and_at_last_the_run_hears_of_it():
+    async def main():
+        async with running(World(1, max_restarts=2)) as world:
+            held = world.ask(wait=True)
+            for number in range(3):
+                await asyncio.wait_for(world.changed.wait_for(lambda n=number: len(world.processes) > n), 1)
+                world.processes[number].dead = True
+            with pytest.raises(ProcessDied, match="every worker has died for good"):
+                await asyncio.wait_for(held, 1)
+            assert world.pool.replicas[0].state == State.DEAD and world.pool.num_alive == 0
+            assert len(world.processes) == 3
+
+    asyncio.run(main())
+
+
+def test_one_that_cannot_even_start_ends_the_run():
+    async def main():
+        with pytest.raises(RunError, match="process 0 died in start; it did not even start"):
+            async with running(World(1, fails_at_start={0})):
+                await asyncio.sleep(1)
+
+    asyncio.run(asyncio.wait_for(main(), 2))
+
+
+def test_an_error_of_the_work_itself_is_the_callers_and_kills_nobody():
+    async def main():
+        async with running(World(1)) as world:
+
+            async def refuse(process):
+                raise RunError("no such adapter")
+
+            with pytest.raises(RunError, match="no such adapter"):
+                await world.pool.ask(lambda r: r.ask(refuse))
+            assert await world.ask() == 0 and len(world.processes) == 1
+
+    asyncio.run(main())

@@ -1,0 +1,228 @@
+"""The rollout buffer and the loop over it: random timings, failures and filters, against a serial loop."""
+
+import asyncio
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.controller.buffer import Pace, RolloutBuffer
+from rl.controller.loop import Schedule, train
+from rl.errors import RunError
+from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
+from rl.waiting import Signal, beside
+
+P = 3
+
+
+def group(index, version, kind):
+    """kind: differ (a signal), same (none), fail (no reward)."""
+    segments = (Segment([1], False, [0.0]), Segment([2], True, [-1.0]))
+    rollout = Rollout(Problem(str(index), "q", "a"), segments, "", StopReason.STOP, VersionRange(version, version))
+    scores = [Score(float(i and kind == "differ"), "failed" if kind == "fail" else None) for i in range(2)]
+    return Group(index, (rollout,) * 2, tuple(scores))
+
+
+class World:
+    """The stages of a run whose processes take as long as `rng` says."""
+
+    def __init__(self, rng, k, num_steps, max_filtered=0, kinds=("differ",), served_late=True):
+        self.rng, self.k, self.num_steps, self.kinds = rng, k, num_steps, kinds
+        self.changed, self.served, self.newest = Signal(), None, 0
+        self.served_late = served_late
+        self.started, self.batches, self.most_ahead = Counter(), {}, 0
+        pace = Pace(P, num_steps, k, max_filtered)
+        self.buffer = RolloutBuffer(self.generate, pace, keep=lambda g: g.has_signal)
+
+    async def pause(self, most=6):
+        for _ in range(self.rng.randint(0, most)):
+            await asyncio.sleep(0)
+
+    async def generate(self, index, version):
+        self.started[index] += 1
+        sampled_by = self.served
+        assert sampled_by >= version
+        slow = 60 if self.rng.random() < 0.15 else 6
+        await self.pause(slow)
+        return group(index, sampled_by, self.kind(index))
+
+    def kind(self, index):
+        return random.Random(index).choice(self.kinds)
+
+    async def serve(self):
+        """Generators take over the newest version some time after it was published."""
+        while True:
+            await self.changed.wait_for(lambda: self.served != self.newest)
+            if self.served_late:
+                await self.pause()
+            self.served = self.newest
+            self.changed.notify()
+
+    async def next_batch(self, step):
+        taken = await self.buffer.take(step - 1)
+        self.batches[step] = taken
+        return taken
+
+    async def update(self, batch, step):
+        await self.pause()
+        return {}
+
+    async def publish(self, step):
+        await self.pause()
+        self.newest = step
+        self.changed.notify()
+
+    async def refresh_reference(self, step):
+        pass
+
+    async def save(self, step):
+        pass
+
+    async def evaluate(self, step):
+        await self.pause()
+
+    def record(self, step, batch, learned):
+        pass
+
+    async def run(self):
+        schedule = Schedule(1, self.num_steps, eval_every=2, evaluate_beside=self.k > 0)
+        async with beside(self.serve(), self.buffer.follow(lambda: self.served, self.changed)):
+            await train(schedule, self)
+
+    def indices(self):
+        return {step: [g.index for g in taken.groups] for step, taken in self.batches.items()}
+
+
+def run(world):
+    asyncio.run(asyncio.wait_for(world.run(), 20))  # past it something waits for ever
+    return world
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(0, 4),
+    num_steps=st.integers(1, 8),
+    max_filtered=st.sampled_from([0, P, 2 * P]),
+    kinds=st.sampled_from([("differ",), ("differ", "same"), ("differ", "same", "fail"), ("same",)]),
+)
+def test_whatever_happens_the_bound_holds_every_prompt_ends_once_and_nothing_waits_for_ever(
+    seed, k, num_steps, max_filtered, kinds
+):
+    world = run(World(random.Random(seed), k, num_steps, max_filtered, kinds))
+    trained, filtered = [], []
+    for step, taken in world.batches.items():
+        assert len(taken.groups) == P
+        trained += [g.index for g in taken.groups]
+        filtered += [g.index for g in taken.filtered]
+        assert len(taken.filtered) <= max_filtered
+        for g in taken.groups:
+            assert 0 <= (step - 1) - g.oldest_version <= k  # the hard bound
+        assert taken.metrics["offpolicy/max"] <= k
+    assert set(world.started.values()) == {1}
+    ended = Counter(trained) + Counter(filtered)
+    assert set(ended.values()) == {1} and set(ended) == set(world.started)
+    assert len(trained) == num_steps * P
+    counts = world.buffer.ends
+    assert counts.total() == len(ended) and counts["filtered"] == len(filtered)
+    assert counts["failed"] == sum(world.kind(i) == "fail" for i in trained)
+    assert set(ended) == set(range(len(ended)))  # no index is left out
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), kinds=st.sampled_from([("differ",), ("differ", "same", "fail")]))
+def test_with_bound_0_the_result_is_that_of_the_serial_loop(seed, kinds):
+    """One prompt after the other, each step's until P are kept or the filter's bound is reached."""
+    steps, bound = 5, 2 * P
+    serial, index = {}, 0
+    for step in range(1, steps + 1):
+        kept, filtered = [], []
+        while len(kept) < P:
+            has_signal = World.kind(SimpleNamespace(kinds=kinds), index) == "differ"
+            (kept if has_signal or len(filtered) == bound else filtered).append(index)
+            index += 1
+        serial[step] = kept, sorted(filtered)
+    world = run(World(random.Random(seed), 0, steps, bound, kinds))
+    for step, taken in world.batches.items():
+        if len(serial[step][1]) < bound:  # past the bound, which are kept depends on who is finished first
+            assert ([g.index for g in taken.groups], sorted(g.index for g in taken.filtered)) == serial[step]
+            assert {g.oldest_version for g in taken.groups} == {step - 1}
+
+
+def test_a_slow_group_holds_back_no_other_until_it_is_due():
+    async def main():
+        served, changed, release = [0], Signal(), asyncio.Event()
+
+        async def generate(index, version):
+            if index == 0:
+                await release.wait()
+            return group(index, served[0], "differ")
+
+        buffer = RolloutBuffer(generate, Pace(2, 10, max_offpolicy_steps=2), keep=lambda g: True)
+        async with beside(buffer.follow(lambda: served[0], changed)):
+            took = []
+            for version in (0, 1):
+                took.append([g.index for g in (await asyncio.wait_for(buffer.take(version), 1)).groups])
+                served[0] = version + 1
+                changed.notify()
+                await asyncio.sleep(0.01)
+            assert took == [[1, 2], [3, 4]]
+            third = asyncio.create_task(buffer.take(2))  # prompt 0 began at version 0: this is its last step
+            await asyncio.sleep(0.01)
+            assert not third.done() and buffer.state["unfinished"][0] == 0
+            release.set()
+            assert [g.index for g in (await asyncio.wait_for(third, 1)).groups] == [0, 5]
+
+    asyncio.run(main())
+
+
+def test_prompts_that_had_not_ended_at_a_checkpoint_are_started_again_first():
+    async def main():
+        started = []
+
+        async def generate(index, version):
+            started.append(index)
+            return group(index, 0, "differ")
+
+        state = {"next": 12, "unfinished": [7, 10]}
+        buffer = RolloutBuffer(generate, Pace(3, 5), keep=lambda g: True, num_steps_done=3, state=state)
+        async with beside(buffer.follow(lambda: 3, Signal())):
+            taken = await asyncio.wait_for(buffer.take(3), 1)
+        assert started[:3] == [7, 10, 12] == [g.index for g in taken.groups]
+        assert buffer.state == {"next": 13, "unfinished": []}
+
+    asyncio.run(main())
+
+
+def test_more_steps_ahead_are_started_with_a_larger_bound_and_none_past_the_end():
+    async def started(k, num_steps):
+        seen = []
+
+        async def generate(index, version):
+            seen.append(index)
+            await asyncio.Event().wait()
+
+        buffer = RolloutBuffer(generate, Pace(P, num_steps, k), keep=lambda g: True)
+        async with beside(buffer.follow(lambda: 0, Signal())):
+            await asyncio.sleep(0.01)
+        buffer.close()
+        return len(seen)
+
+    counts = [asyncio.run(started(k, 3)) for k in range(5)]
+    assert counts == [P, 2 * P, 3 * P, 3 * P, 3 * P]
+
+
+def test_a_failure_of_the_processes_reaches_who_waits_for_the_batch():
+    async def main():
+        async def generate(index, version):
+            raise RunError("every generator has died for good")
+
+        buffer = RolloutBuffer(generate, Pace(2, 3), keep=lambda g: True)
+        async with beside(buffer.follow(lambda: 0, Signal())):
+            with pytest.raises(RunError, match="every generator has died for good"):
+                await asyncio.wait_for(buffer.take(0), 1)
+
+    asyncio.run(main())

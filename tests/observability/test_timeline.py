@@ -1,0 +1,68 @@
+"""Where a step's wall time went, on a clock that is set by hand."""
+
+import json
+
+import pytest
+
+from rl.observability.timeline import Timeline, covered
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_union_of_intervals():
+    assert covered([]) == 0
+    assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+
+
+def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controller():
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    with timeline.span("generator-0", "sample"):
+        clock.now = 1.0
+        with timeline.span("generator-1", "sample"):
+            clock.now = 3.0
+        clock.now = 4.0
+    clock.now = 4.5  # nobody works
+    with timeline.span("trainer", "forward_backward"):
+        clock.now = 7.5
+        with timeline.span("generator-0", "load_weights"):
+            clock.now = 8.0
+        clock.now = 9.0
+        first = timeline.window()
+        clock.now = 10.0
+    expected = {
+        "time/step": 9.0, "time/controller": 0.5, "time/generate": 4.0, "time/train": 4.5, "time/load_weights": 0.5,
+        "idle/generator-0": 4.5, "idle/generator-1": 7.0, "idle/trainer": 4.5,
+    }  # fmt: skip
+    assert {name: pytest.approx(value) for name, value in expected.items()} == first
+    clock.now = 12.0
+    second = timeline.window()  # what was under way counts from the window's start
+    assert second["time/train"] == pytest.approx(1.0) and second["time/controller"] == pytest.approx(2.0)
+    assert timeline.overhead_seconds == pytest.approx(2.5) and timeline.total_seconds == pytest.approx(12.0)
+
+
+def test_time_between_steps_is_skipped():
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    clock.now = 100.0
+    timeline.skip()
+    clock.now = 101.0
+    assert timeline.window()["time/step"] == pytest.approx(1.0)
+
+
+def test_the_trace_is_json_with_a_row_for_each_call_that_overlaps(tmp_path):
+    clock = Clock()
+    timeline = Timeline(tmp_path / "trace.json", clock)
+    with timeline.span("generator-0", "sample"), timeline.span("generator-0", "sample"):
+        clock.now = 0.25
+    timeline.close()
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"], e["tid"]) for e in events] == [
+        ("sample", 0.0, 250000.0, 0),
+        ("sample", 0.0, 250000.0, 1),
+    ]

@@ -1,0 +1,126 @@
+"""WeightStore: what exists at any moment, whatever the rhythm of publishing and reading."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.errors import RunError
+from rl.types import LoRA
+from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.store import MAX_VERSIONS, WeightStore
+
+
+class Memory:
+    """Versions that take room, from the moment they begin to be written until they are released."""
+
+    def __init__(self):
+        self.there = set()
+        self.most = 0
+        self.store = WeightStore(self.release)
+
+    async def release(self, manifest):
+        await asyncio.sleep(0)
+        self.there.remove((manifest.name, manifest.version))
+
+    async def publish(self, version, adapter=None):
+        name = adapter[0] if adapter else MODEL
+
+        async def write():
+            self.there.add((name, version))
+            self.most = max(self.most, len(self.there))
+            await asyncio.sleep(0)
+            return Manifest(version, (), adapter)
+
+        await self.store.publish(name, write)
+
+
+def test_only_the_newest_stays_when_nobody_reads():
+    async def main():
+        memory = Memory()
+        for version in (0, 1, 2, 7, 20):
+            await memory.publish(version)
+        assert memory.there == {(MODEL, 20)} and memory.store.newest(MODEL).version == 20
+
+    asyncio.run(main())
+
+
+def test_what_is_read_stays_until_it_was_read_and_the_fourth_version_waits():
+    async def main():
+        memory = Memory()
+        await memory.publish(0)
+        async with memory.store.reading(memory.store.newest(MODEL)):
+            await memory.publish(1)
+            await memory.publish(2)
+            assert memory.there == {(MODEL, 0), (MODEL, 2)}
+            async with memory.store.reading(memory.store.newest(MODEL)):
+                await memory.publish(3)
+                fourth = asyncio.create_task(memory.publish(4))
+                await asyncio.sleep(0.01)
+                assert not fourth.done() and memory.there == {(MODEL, 0), (MODEL, 2), (MODEL, 3)}
+            await asyncio.wait_for(fourth, 1)
+        assert memory.there == {(MODEL, 4)} and memory.most == MAX_VERSIONS
+
+    asyncio.run(main())
+
+
+def test_an_adapters_base_stays_and_counts():
+    async def main():
+        memory, adapter = Memory(), ("policy", LoRA(rank=4))
+        await memory.publish(0)
+        for version in range(5):
+            await memory.publish(version, adapter)
+        assert memory.there == {(MODEL, 0), ("policy", 4)} and memory.most == MAX_VERSIONS
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_gone_or_older_is_refused():
+    async def main():
+        memory = Memory()
+        await memory.publish(3)
+        old = memory.store.newest(MODEL)
+        await memory.publish(4)
+        with pytest.raises(RunError, match="version 3 of model is no longer there"):
+            async with memory.store.reading(old):
+                pass
+        with pytest.raises(RunError, match="version 2 of model was published after version 4"):
+            await memory.publish(2)
+
+    asyncio.run(main())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pauses=st.lists(st.integers(0, 3), min_size=1, max_size=25),
+    readers=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=10), max_size=4),
+    with_adapter=st.booleans(),
+)
+def test_whatever_the_rhythm_three_versions_at_most_and_no_reader_loses_its_own(pauses, readers, with_adapter):
+    async def main():
+        memory, adapter = Memory(), ("policy", LoRA(rank=4)) if with_adapter else None
+        name = adapter[0] if adapter else MODEL
+        await memory.publish(0)
+        if adapter:
+            await memory.publish(0, adapter)
+
+        async def read(durations):
+            for duration in durations:
+                async with memory.store.reading(memory.store.newest(name)) as manifest:
+                    for _ in range(duration):
+                        await asyncio.sleep(0)
+                        assert (name, manifest.version) in memory.there
+                await asyncio.sleep(0)
+
+        async def write():
+            for version, pause in enumerate(pauses, 1):
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+                await memory.publish(version, adapter)
+
+        await asyncio.wait_for(asyncio.gather(write(), *map(read, readers)), 10)
+        assert memory.most <= MAX_VERSIONS
+        assert memory.there == ({(MODEL, 0)} if adapter else set()) | {(name, len(pauses))}
+
+    asyncio.run(main())
