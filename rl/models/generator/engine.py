@@ -42,6 +42,8 @@ class GeneratorEngine:
         try:
             return await asyncio.gather(*answers)
         except asyncio.CancelledError:
+            for admit in admits:
+                self._answers.pop(admit.id, None)
             self._submit([Abort(next(self._numbers), tuple(admit.id for admit in admits))])
             raise
 
