@@ -84,6 +84,16 @@ def fsdp2_and_two_generators() -> RunConfig:
     )
 
 
+def asynchronous() -> RunConfig:
+    """4 processes: a trainer, 2 generators and a reward worker, all at work at the same time."""
+    return _small(
+        trainer=TrainerConfig(lr=2e-3, betas=(0.9, 0.99)),
+        generator=GeneratorConfig(num_replicas=2, kv_cache_gib=0.0625),
+        max_offpolicy_steps=1,
+        trace=True,
+    )
+
+
 def tp2_and_torchstore() -> RunConfig:
     """3 processes: tensor parallel over 2 and a generator, with torchstore between them."""
     return _small(

@@ -79,10 +79,18 @@ class RolloutBuffer:
         self.ends: Counter[str] = Counter()
 
     async def follow(self, served: Callable[[], PolicyVersion | None], changed: Signal) -> None:
-        """Start prompts whenever a newer version is served. Never returns."""
+        """Start prompts whenever a newer version is served. Never returns.
+
+        What is served falls back, or is nothing, while a generator that died starts again.
+        """
+
+        def is_newer() -> bool:
+            version = served()
+            return version is not None and (self._served is None or version > self._served)
+
         while True:
-            await changed.wait_for(lambda: served() is not None and served() != self._served)
-            self._served = max(served(), self._served or 0)
+            await changed.wait_for(is_newer)
+            self._served = served()
             self._start()
 
     async def take(self, version: PolicyVersion) -> Taken:

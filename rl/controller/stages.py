@@ -1,5 +1,6 @@
 """RunStages: what each stage of a step does, with real actors. loop.py has their order."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,8 @@ class RunStages:
         )
         self._policy, self._critic = updaters(config, actors)
         self.buffer: RolloutBuffer | None = None
+        self._first_step = 1
+        self._sync_blocking = 0.0  # seconds for which the last publication held up the loop
 
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
@@ -49,8 +52,9 @@ class RunStages:
             await self._warm_up()
         if self._algorithm.samples_rollouts:
             self.buffer = self._make_buffer(state)
+        self._first_step = state["step"] + 1
         return Schedule(
-            first=state["step"] + 1,
+            first=self._first_step,
             last=config.steps,
             eval_every=config.eval_every,
             save_every=config.save_every,
@@ -93,7 +97,10 @@ class RunStages:
             raise await self._give_up(step, failure) from failure
 
     async def publish(self, step: int) -> None:
+        """Blocks until the weights are written; generators fetch them while the next step goes on."""
+        began = time.monotonic()
         await self._actors.publish(step)
+        self._sync_blocking = time.monotonic() - began
 
     async def refresh_reference(self, step: int) -> None:
         await self._actors.reference.refresh(step)
@@ -114,7 +121,8 @@ class RunStages:
         if self._algorithm.reads_rewards:
             check_rewards(groups)
         metrics = eval_metrics(groups) | {"eval/version": version}
-        self._recorder.evaluation(step, metrics, groups, pause=not self._config.max_offpolicy_steps)
+        beside_training = self._config.max_offpolicy_steps > 0 and step > self._first_step - 1
+        self._recorder.evaluation(step, metrics, groups, pause=not beside_training)
 
     def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
         metrics = group_metrics(batch.rollouts) | batch.metrics | dict(learned) | self._generation_metrics()
@@ -123,6 +131,7 @@ class RunStages:
     def _generation_metrics(self) -> dict[str, float]:
         pool = self._actors.generators
         metrics = {"generators/serving": pool.num_serving, "generators/alive": pool.num_alive}
+        metrics["time/sync_blocking"] = self._sync_blocking
         prompt_tokens, cached = pool.take_counts()
         if prompt_tokens:
             metrics |= {"tokens/prompt": prompt_tokens, "tokens/prompt_computed": prompt_tokens - cached}

@@ -20,8 +20,8 @@ KINDS = {
     "forward": "forward",
     "forward_backward": "train",
     "optim_step": "train",
-    "publish_weights": "publish",
-    "load_weights": "load_weights",
+    "publish_weights": "sync",
+    "load_weights": "sync",
     "save_checkpoint": "checkpoint",
     "finish_checkpoint": "checkpoint",
 }

@@ -81,7 +81,12 @@ class WeightStore:
         versions = self._versions.get(name, {})
         for version, manifest in list(versions.items()):
             key = (name, version)  # asked again after each await: others free at the same time
-            if version not in versions or version == max(versions) or self._readers[key] or key in self._freeing:
+            if (
+                version not in versions
+                or version == max(versions)
+                or self._readers[key]
+                or key in self._freeing
+            ):
                 continue
             self._freeing.add(key)
             try:

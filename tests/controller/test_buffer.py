@@ -21,7 +21,9 @@ P = 3
 def group(index, version, kind):
     """kind: differ (a signal), same (none), fail (no reward)."""
     segments = (Segment([1], False, [0.0]), Segment([2], True, [-1.0]))
-    rollout = Rollout(Problem(str(index), "q", "a"), segments, "", StopReason.STOP, VersionRange(version, version))
+    rollout = Rollout(
+        Problem(str(index), "q", "a"), segments, "", StopReason.STOP, VersionRange(version, version)
+    )
     scores = [Score(float(i and kind == "differ"), "failed" if kind == "fail" else None) for i in range(2)]
     return Group(index, (rollout,) * 2, tuple(scores))
 
@@ -43,8 +45,9 @@ class World:
 
     async def generate(self, index, version):
         self.started[index] += 1
+        # A generator that died is back some time later: until then older versions are served, or nothing is.
+        await self.changed.wait_for(lambda: self.served is not None and self.served >= version)
         sampled_by = self.served
-        assert sampled_by >= version
         slow = 60 if self.rng.random() < 0.15 else 6
         await self.pause(slow)
         return group(index, sampled_by, self.kind(index))
@@ -60,6 +63,11 @@ class World:
                 await self.pause()
             self.served = self.newest
             self.changed.notify()
+            if self.rng.random() < 0.2:
+                await self.pause()
+                self.served = self.rng.choice([None, *range(self.newest)])
+                self.changed.notify()
+                await self.pause()
 
     async def next_batch(self, step):
         taken = await self.buffer.take(step - 1)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.integration.test_runs import ROOT, read_metrics
+from tests.integration.runs import ROOT, read_metrics
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controlle
         first = timeline.window()
         clock.now = 10.0
     expected = {
-        "time/step": 9.0, "time/controller": 0.5, "time/generate": 4.0, "time/train": 4.5, "time/load_weights": 0.5,
+        "time/step": 9.0, "time/controller": 0.5, "time/generate": 4.0, "time/train": 4.5, "time/sync": 0.5,
         "idle/generator-0": 4.5, "idle/generator-1": 7.0, "idle/trainer": 4.5,
     }  # fmt: skip
     assert {name: pytest.approx(value) for name, value in expected.items()} == first

@@ -97,7 +97,9 @@ def test_a_version_that_is_gone_or_older_is_refused():
     readers=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=10), max_size=4),
     with_adapter=st.booleans(),
 )
-def test_whatever_the_rhythm_three_versions_at_most_and_no_reader_loses_its_own(pauses, readers, with_adapter):
+def test_whatever_the_rhythm_three_versions_at_most_and_no_reader_loses_its_own(
+    pauses, readers, with_adapter
+):
     async def main():
         memory, adapter = Memory(), ("policy", LoRA(rank=4)) if with_adapter else None
         name = adapter[0] if adapter else MODEL

@@ -1,0 +1,88 @@
+"""Whole runs as a user starts them, watched from outside: what they print, write, and keep in shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+MAX_VERSIONS = 3
+
+
+class SharedVersions(threading.Thread):
+    """Lists a run's directory in shared memory all the while: the most versions of the weights that it ever held."""
+
+    def __init__(self, pid):
+        super().__init__(daemon=True)
+        self.pid, self.most, self.seen, self._over = pid, 0, set(), threading.Event()
+        self.start()
+
+    def run(self):
+        while not self._over.is_set():
+            names = [p.stem for d in Path("/dev/shm").glob(f"rl-{self.pid}-*") for p in d.glob("*.bin")]
+            there = {name.rsplit("-rank", 1)[0] for name in names}
+            self.most = max(self.most, len(there))
+            self.seen |= there
+            time.sleep(0.005)
+
+    def stop(self):
+        self._over.set()
+        self.join()
+
+
+def rl(*arguments, timeout=400):
+    """A run to its end. However often it publishes, shared memory holds three versions at most."""
+    process = start(*arguments, stderr=subprocess.PIPE)
+    versions = SharedVersions(process.pid)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        versions.stop()
+        if process.poll() is None:
+            process.kill()
+    assert versions.most <= MAX_VERSIONS, versions.most
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+
+def start(*arguments, stderr=subprocess.STDOUT):
+    command = [sys.executable, "-m", "rl.cli", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def wait_for_line(process, beginning):
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"the run ended before it printed {beginning!r}")
+
+
+def pid_of(process, run_dir, name):
+    """The process that writes to this log; a reward function's own process, a grandchild, writes to the same."""
+    log = str((run_dir / "logs" / f"{name}.log").resolve())
+    (pid,) = [
+        c.pid
+        for c in psutil.Process(process.pid).children()
+        if os.path.realpath(f"/proc/{c.pid}/fd/1") == log
+    ]
+    return pid
+
+
+def shared_leftovers():
+    return [
+        p.name for p in Path("/dev/shm").glob("rl-*-*") if not psutil.pid_exists(int(p.name.split("-")[1]))
+    ]
+
+
+def read_metrics(run_dir):
+    """One dictionary a step, with its evaluation."""
+    steps = defaultdict(dict)
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        steps[metrics["step"]] |= metrics
+    return [steps[step] for step in sorted(steps)]

@@ -1,0 +1,86 @@
+"""Asynchronous runs on real processes: the bound, evaluation beside training, shared memory, and killing generators."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+
+from tests.integration.runs import (
+    MAX_VERSIONS,
+    SharedVersions,
+    pid_of,
+    read_metrics,
+    rl,
+    shared_leftovers,
+    start,
+    wait_for_line,
+)
+
+RECIPE = "tests/recipes.py:asynchronous"
+
+
+def test_an_asynchronous_run_keeps_its_bound_and_measures_one_version(tmp_path):
+    done = rl("train", RECIPE, "--run_dir", tmp_path / "run", "--steps", "12")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "controller overhead: " in done.stdout
+    metrics = {m["step"]: m for m in read_metrics(tmp_path / "run")}
+    ages = [metrics[step]["offpolicy/max"] for step in range(1, 13)]
+    assert max(ages) == 1 and ages[0] == 0
+    assert all(metrics[step]["eval/version"] == step for step in range(0, 13, 2))
+    for step in range(1, 13):
+        assert metrics[step]["grad_norm"] > 0 and metrics[step]["generators/alive"] == 2
+        assert 0 <= metrics[step]["time/controller"] <= metrics[step]["time/step"]
+        assert {"idle/trainer", "idle/generator-0", "idle/generator-1", "idle/reward-0"} <= metrics[
+            step
+        ].keys()
+    lanes = {
+        e["args"]["name"] for e in json.loads((tmp_path / "run" / "trace.json").read_text()) if "args" in e
+    }
+    assert lanes == {"trainer", "generator-0", "generator-1", "reward-0"}
+    prompts = [
+        json.loads(line)["prompt"]
+        for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+        if json.loads(line)["split"] == "train"
+    ]
+    assert len(set(prompts)) == 12  # the first group of each step, and none twice
+
+
+def test_killed_generators_and_reward_workers_come_back_and_the_run_goes_on(tmp_path):
+    run_dir = tmp_path / "run"
+    process = start("train", RECIPE, "--run_dir", run_dir, "--steps", "1000000", "--env.num_eval", "8")
+    versions = SharedVersions(process.pid)
+    wait_for_line(process, "step 1/")
+    children = psutil.Process(process.pid).children(recursive=True)
+
+    def last():
+        return read_metrics(run_dir)[-1]
+
+    def until(holds, seconds=90):
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert process.poll() is None and time.monotonic() < deadline, last()
+            time.sleep(0.1)
+
+    slow = pid_of(process, run_dir, "generator-1")
+    os.kill(slow, signal.SIGSTOP)  # slow, not dead: the other goes on, and three versions are enough
+    began = last()["step"]
+    until(lambda: last()["step"] > began + 5)
+    os.kill(slow, signal.SIGCONT)
+    for victim in ("generator-0", "generator-1", "reward-0"):
+        os.kill(pid_of(process, run_dir, victim), signal.SIGKILL)
+    began = last()["step"]
+    until(lambda: last()["step"] > began + 5 and last()["generators/serving"] == 2)
+    after = last()
+    assert after["generators/alive"] == 2 and after["offpolicy/max"] <= 1
+    versions.stop()
+    assert versions.most <= MAX_VERSIONS and len(versions.seen) > 10
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert output.count("it is started again (1 of 3)") == 3, output
+    assert max(m["offpolicy/max"] for m in read_metrics(run_dir) if "offpolicy/max" in m) <= 1
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert not alive
+    assert not shared_leftovers()
