@@ -1,4 +1,4 @@
-"""A fleet of real processes: parity after each weight sync, and a control with one update left out. Prints JSON."""
+"""Actors in real processes: parity after each weight sync, and a control with one update left out. Prints JSON."""
 
 import asyncio
 import json
@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from rl.batching import pack, to_sample
-from rl.controller.launch import launch
+from rl.cluster.launch import launch
+from rl.controller.specs import actor_specs
 from rl.models.tokenizer import HFTokenizer
 from rl.types import OptimParams, SamplingParams
 from tests.recipes import fsdp2_and_two_generators
@@ -19,33 +20,42 @@ async def main(run_dir: Path) -> dict:
     model_dir = config.model.materialize(run_dir)
     env, tokenizer = config.env, HFTokenizer(model_dir)
     result: dict = {"synced": [], "versions": []}
-    async with launch(config, model_dir, run_dir) as fleet:
+    async with launch(actor_specs(config, model_dir, run_dir), run_dir) as actors:
+        generators = actors.generators
+
+        async def publish(version: int) -> None:
+            """Returns when every generator serves it."""
+            await actors.publish(version)
+            await actors.store.changed.wait_for(
+                lambda: all(r.version == version for r in generators.replicas)
+            )
+
         params = SamplingParams(8, 1.0, SEED, (tokenizer.eos_id,))
 
         async def learn() -> tuple[float, float]:
             """Sample from the generators, measure the gap to the trainer, take a step. Returns the mean and the largest."""
             prompts = [env.encode(env.train_problem(seed), tokenizer) for seed in range(8)]
             driven = await asyncio.gather(
-                *(env.drive(p, 4, params, fleet.generators, tokenizer) for p in prompts)
+                *(env.drive(p, 4, params, actors.generators, tokenizer) for p in prompts)
             )
             rollouts = [rollout for group in driven for rollout in group]
             result["versions"].append(sorted({(r.versions.oldest, r.versions.newest) for r in rollouts}))
             batch = pack([to_sample(r, 1.0 if i % 2 else -1.0) for i, r in enumerate(rollouts)], num_ranks=2)
-            metrics = await fleet.trainer.forward_backward(batch, config.loss)
-            await fleet.trainer.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_target_tokens))
+            metrics = await actors.trainer.forward_backward(batch, config.loss)
+            await actors.trainer.optim_step(OptimParams(lr=1e-2, grad_scale=1 / batch.num_target_tokens))
             return metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]
 
         for version in range(3):
-            await fleet.publish(version)
+            await publish(version)
             result["synced"].append(await learn())
         # The trainer has moved on, and this time nothing is published.
         result["left_out"] = await learn()
-        await fleet.publish(4)
+        await publish(4)
 
         # Requests join while others run, and do not change what those sample.
         prompt = env.encode(env.train_problem(0), tokenizer).tokens
-        alone = await fleet.generators.sample(prompt, 4, params)
-        crowd = await asyncio.gather(*(fleet.generators.sample(prompt, n, params) for n in (4, 1, 4, 2, 4)))
+        alone = await actors.generators.sample(prompt, 4, params)
+        crowd = await asyncio.gather(*(actors.generators.sample(prompt, n, params) for n in (4, 1, 4, 2, 4)))
         result["reproducible"] = all(
             c.tokens == a.tokens for group in crowd for c, a in zip(group, alone, strict=False)
         )
@@ -53,11 +63,11 @@ async def main(run_dir: Path) -> dict:
 
         # A request that cannot be served costs no other, now or later.
         refused, *served = await asyncio.gather(
-            fleet.generators.sample(prompt, 1, SamplingParams(0, 1.0, SEED)),
-            *(fleet.generators.sample(prompt, 4, params) for _ in range(4)),
+            actors.generators.sample(prompt, 1, SamplingParams(0, 1.0, SEED)),
+            *(actors.generators.sample(prompt, 4, params) for _ in range(4)),
             return_exceptions=True,
         )
-        again = await fleet.generators.sample(prompt, 4, params)
+        again = await actors.generators.sample(prompt, 4, params)
         result["refused"] = str(refused)
         result["unharmed"] = all(
             c.tokens == a.tokens for group in [*served, again] for c, a in zip(group, alone, strict=True)
@@ -69,14 +79,17 @@ async def main(run_dir: Path) -> dict:
 
         import psutil
 
-        before = fleet.generators.num_alive
         victim = [
             c for c in psutil.Process().children(recursive=True) if _log_name(c.pid) == "generator-1.log"
         ]
         os.kill(victim[0].pid, signal.SIGKILL)
-        after_kill = await asyncio.gather(*(fleet.generators.sample(prompt, 2, params) for _ in range(6)))
-        await fleet.publish(5)
-        result["survived"] = [before, fleet.generators.num_alive, len(after_kill)]
+        after_kill = await asyncio.gather(*(generators.sample(prompt, 2, params) for _ in range(6)))
+        await publish(5)  # it is back, with the newest weights
+        result["survived"] = [generators.num_alive, generators.replicas[1].num_restarts, len(after_kill)]
+        again = await asyncio.gather(*(generators.sample(prompt, 4, params) for _ in range(4)))
+        result["same_everywhere"] = all(
+            c.tokens == a.tokens for g in again for c, a in zip(g, again[0], strict=True)
+        )
     result["left_running"] = len(psutil.Process().children(recursive=True))
     return result
 

@@ -256,7 +256,7 @@ def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
     assert result["versions"] == [[[0, 0]], [[1, 1]], [[2, 2]], [[2, 2]]]
     assert result["reproducible"] and result["distinct"] > 1
     assert "max_tokens must be at least 1" in result["refused"] and result["unharmed"]
-    assert result["survived"] == [2, 1, 6]
+    assert result["survived"] == [2, 1, 6] and result["same_everywhere"]
     assert result["left_running"] == 0
 
 

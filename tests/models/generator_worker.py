@@ -1,29 +1,23 @@
-"""Run in a generator's environment: samples with what was published, prints tokens and logprobs as JSON.
+"""Run in a generator's environment: samples with what was published, prints completions as JSON.
 
-usage: generator_worker.py JOB, a pickle of {model_dir, transport, max_lora_rank, prompt,
-loads: [(label, manifest, adapters to ask)]}
+usage: generator_worker.py JOB, a pickle of {config: VLLMConfig, transport, prompt, loads: [(label, manifest, adapters to
+ask)], in_flight: manifests that arrive one after the other while one long sample is drawn}. Under tensor parallelism each
+rank is a process; the first prints.
 """
 
 import asyncio
 import json
+import os
 import pickle
 import sys
 
-from rl.models.generator import GeneratorEngine
+from rl.models.generator.engine import GeneratorEngine
+from rl.models.generator.lockstep import Lockstep
+from rl.models.generator.vllm_engine import VLLM
 from rl.types import SamplingParams
 
 
-async def main() -> None:
-    with open(sys.argv[1], "rb") as file:
-        job = pickle.load(file)
-    engine = GeneratorEngine(
-        job["model_dir"],
-        max_model_len=128,
-        max_num_seqs=8,
-        kv_cache_gib=0.0625,
-        max_lora_rank=job["max_lora_rank"],
-        max_adapters=2,
-    )
+async def main(job: dict, engine: GeneratorEngine) -> dict:
     answers = {}
 
     async def ask(label: str, adapters: list[str | None]) -> None:
@@ -37,9 +31,38 @@ async def main() -> None:
             answers[f"{label}/{adapter}"] = answer
 
     for label, manifest, adapters in job["loads"]:
-        await engine.load_weights(manifest, await job["transport"].fetch(manifest))
+        await engine.load_weights(manifest)
         await ask(label, adapters)
-    print(json.dumps(answers), flush=True)
+    if job.get("in_flight"):
+        answers["in flight"] = await change_under_way(job, engine)
+    if job.get("groups"):
+        group = await engine.sample(job["groups"], 8, SamplingParams(4, 1.0, seed=5))
+        answers["cached"] = [completion.num_cached_tokens for completion in group]
+    return answers
 
 
-asyncio.run(main())
+async def change_under_way(job: dict, engine: GeneratorEngine) -> dict:
+    first, *others = job["in_flight"]
+    await engine.load_weights(first)
+    task = asyncio.create_task(engine.sample(job["prompt"], 1, SamplingParams(60, 1.0, seed=3)))
+    for manifest in others:
+        start = engine.progress.num_ticks
+        while engine.progress.num_ticks < start + 12:
+            await asyncio.sleep(0)
+        await engine.load_weights(manifest)
+    (sample,) = await task
+    versions = [sample.versions.oldest, sample.versions.newest]
+    return {
+        "tokens": sample.tokens, "logprobs": sample.logprobs, "per_token": sample.token_versions, "versions": versions,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "rb") as file:
+        job = pickle.load(file)
+    config = job["config"]
+    lockstep = Lockstep(VLLM(config, job["transport"]), config.tensor_parallel)
+    if int(os.environ.get("RANK", 0)):
+        lockstep.follow()
+    print(json.dumps(asyncio.run(main(job, GeneratorEngine(lockstep.tick)))), flush=True)
+    os._exit(0)  # not by vLLM's own way out, which waits for the other ranks

@@ -1,12 +1,5 @@
 """What vLLM samples with: base and adapters sent apart, several at once, merged, and a mixture of experts."""
 
-import asyncio
-import json
-import os
-import pickle
-import subprocess
-import sys
-
 import numpy as np
 import torch
 import transformers
@@ -14,41 +7,15 @@ import transformers
 from rl.batching import pack, supervised_sample
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.engine_config import EngineConfig
-from rl.models.generator.environment import generator_environment
+from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.titan import TitanEngine
 from rl.types import LoRA, OptimParams
-from rl.weight_sync.manifest import Manifest
 from rl.weight_sync.shared_memory import SharedMemory
+from tests.models.generators import SMALL, ask, publish
 from tests.tiny import write_model
 
 PROMPT = [5, 9, 17, 3]
 BATCH = pack([supervised_sample([1, 2, 3], np.arange(20, 40)), supervised_sample([4], np.arange(60, 70))])
-
-
-def publish(transport, name, version, shards, adapter=None):
-    return Manifest(version, tuple(asyncio.run(transport.publish(name, version, 0, shards))), adapter)
-
-
-def ask(directory, model_dir, transport, loads, max_lora_rank=0):
-    job = directory / "job.pickle"
-    loads = [(label, manifest, adapters) for label, manifest, adapters in loads]
-    job.write_bytes(
-        pickle.dumps(
-            {
-                "model_dir": model_dir,
-                "transport": transport,
-                "max_lora_rank": max_lora_rank,
-                "loads": loads,
-                "prompt": PROMPT,
-            }
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.generator_worker", str(job)],
-        env=os.environ | generator_environment(2), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def target_logprobs(engine, tokens, adapter=None):
@@ -79,7 +46,8 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
     loads.append(("a again", published, ["a", "b", None, "a"]))
     loads.append(("merged", publish(transport, "model", 3, engine.export("a", merged=True)), [None, "a"]))
     engine.save_hf(tmp_path / "merged", "a")
-    answers = ask(tmp_path, tmp_path / "model", transport, loads, max_lora_rank=8)
+    config = VLLMConfig(str(tmp_path / "model"), **SMALL, max_lora_rank=8, max_adapters=2)
+    answers = ask(tmp_path, config, transport, PROMPT, loads)
 
     assert "the generator has no adapter 'a' yet" in answers["base/a"]
     assert "no adapter 'a' yet" in answers["merged/a"]
@@ -113,7 +81,8 @@ def test_a_mixture_of_experts_is_sampled_as_it_is_trained(tmp_path):
         engine.save_hf(tmp_path / str(version))
         engine.forward_backward(BATCH, CrossEntropy())
         engine.optim_step(OptimParams(3e-2))
-    answers = ask(tmp_path, tmp_path / "model", transport, loads)
+    config = VLLMConfig(str(tmp_path / "model"), **SMALL)
+    answers = ask(tmp_path, config, transport, PROMPT, loads)
     for version in range(2):
         tokens, logprobs = answers[f"{version}/None"]
         assert np.abs(target_logprobs(TitanEngine(tmp_path / str(version)), tokens) - logprobs).max() < 1e-4

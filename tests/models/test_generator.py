@@ -1,0 +1,69 @@
+"""Real vLLM: weights that change while it samples, prefixes computed once, and two ranks that are one generator."""
+
+import numpy as np
+import pytest
+
+from rl.batching import pack, supervised_sample
+from rl.loss.cross_entropy import CrossEntropy
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.titan import TitanEngine
+from rl.types import OptimParams
+from rl.weight_sync.shared_memory import SharedMemory
+from tests.models.generators import SMALL, ask, publish
+from tests.tiny import write_model
+
+PROMPT = [5, 9, 17, 3]
+BATCH = pack([supervised_sample([1, 2, 3], np.arange(20, 40)), supervised_sample([4], np.arange(60, 70))])
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    """Three versions of a model: their manifests, and of each what computes logprobs [T] of tokens after PROMPT."""
+    directory = tmp_path_factory.mktemp("versions")
+    write_model(directory / "model", num_key_value_heads=2, initializer_range=0.2)
+    engine = TitanEngine(directory / "model")
+    transport = SharedMemory(str(directory))
+    manifests, logprobs = [], []
+    for version in range(3):
+        manifests.append(publish(transport, "model", version, engine.export()))
+        engine.save_hf(directory / str(version))
+        frozen = TitanEngine(directory / str(version))
+        logprobs.append(lambda tokens, e=frozen: e.forward(pack([supervised_sample(PROMPT, tokens)]))[0])
+        engine.forward_backward(BATCH, CrossEntropy())
+        engine.optim_step(OptimParams(3e-2))
+    return directory, transport, manifests, logprobs
+
+
+def test_each_token_is_of_the_version_that_its_completion_says(versions):
+    """Weights change twice under one long sample; logprobs after a change are those of a fresh prefill."""
+    directory, transport, manifests, logprobs = versions
+    long_prompt = list(range(1, 71))
+    config = VLLMConfig(str(directory / "model"), **SMALL)
+    answers = ask(directory, config, transport, PROMPT, [], in_flight=manifests, groups=long_prompt)
+    sample = answers["in flight"]
+    assert sample["versions"] == [0, 2] and set(sample["per_token"]) == {0, 1, 2}
+    assert sample["per_token"] == sorted(sample["per_token"]) and len(sample["per_token"]) == 60
+    by_version = [compute(sample["tokens"]) for compute in logprobs]
+    for i, version in enumerate(sample["per_token"]):
+        gaps = [abs(by_version[v][i] - sample["logprobs"][i]) for v in range(3)]
+        assert gaps[version] < 1e-4, (i, version, gaps)
+    changed = [i for i in range(1, 60) if sample["per_token"][i] != sample["per_token"][i - 1]]
+    for i in changed:  # the control: at a change, the other version's logprob is another
+        assert abs(by_version[sample["per_token"][i - 1]][i] - sample["logprobs"][i]) > 1e-3
+    # Of a group of 8, seven find the two whole blocks of the prompt that the first computed.
+    assert answers["cached"] == [0] + [64] * 7
+
+
+def test_two_ranks_are_one_generator(versions):
+    """Tensor parallel against one process: the same tokens and logprobs, after weight updates too."""
+    directory, transport, manifests, logprobs = versions
+    loads = [(str(version), manifest, [None]) for version, manifest in enumerate(manifests)]
+    one = ask(directory, VLLMConfig(str(directory / "model"), **SMALL), transport, PROMPT, loads)
+    config = VLLMConfig(str(directory / "model"), **SMALL, tensor_parallel=2)
+    two = ask(directory, config, transport, PROMPT, loads)
+    assert len({tuple(one[label][0]) for label in one}) > 1
+    for version in range(3):
+        tokens, two_ranks = two[f"{version}/None"]
+        assert tokens == one[f"{version}/None"][0]
+        assert np.abs(np.subtract(two_ranks, one[f"{version}/None"][1])).max() < 1e-4
+        assert np.abs(np.subtract(two_ranks, logprobs[version](tokens))).max() < 1e-4
