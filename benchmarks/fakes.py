@@ -1,0 +1,134 @@
+"""Actors without processes, for benchmarks of the controller alone: everything takes as long as it is told, and no CPU."""
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from configs.quickstart import quickstart
+from rl.actors.actors import Actors
+from rl.actors.generator import GeneratorPool, GeneratorReplica
+from rl.actors.replica import Replica
+from rl.actors.reward import RewardPool
+from rl.actors.trainer import TrainerHandle
+from rl.controller.config import RunConfig, WarmupConfig
+from rl.controller.specs import trainer_config
+from rl.observability.timeline import Timeline
+from rl.types import Completion, Score, StopReason, VersionRange
+from rl.waiting import Signal
+from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.store import WeightStore
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long each part takes."""
+
+    group: float = 0.0  # a group's samples; drawn from a log-normal distribution around it
+    spread: float = 0.0  # sigma of that
+    reward: float = 0.0  # of a group
+    train: float = 0.0  # forward_backward of a step
+    publish: float = 0.0
+    load: float = 0.0
+
+
+class FakeGenerator:
+    def __init__(self, seconds: Seconds, rng: random.Random):
+        self._seconds, self._rng, self._version = seconds, rng, 0
+
+    async def check(self) -> None:
+        pass
+
+    async def kill(self) -> None:
+        pass
+
+    async def load_weights(self, manifest: Manifest) -> None:
+        await asyncio.sleep(self._seconds.load)
+        self._version = manifest.version
+
+    async def sample(self, prompt: Any, n: int, params: Any, wave: Any) -> list[Completion]:
+        first = self._version
+        await asyncio.sleep(self._seconds.group * self._rng.lognormvariate(0, self._seconds.spread))
+        versions = VersionRange(first, self._version)
+        return [Completion([5, 6, 7, 2], [-1.0] * 4, versions, StopReason.STOP) for _ in range(n)]
+
+
+class FakeReward:
+    def __init__(self, seconds: Seconds):
+        self._seconds = seconds
+
+    async def check(self) -> None:
+        pass
+
+    async def kill(self) -> None:
+        pass
+
+    async def score(self, rollouts: Any) -> list[Score]:
+        await asyncio.sleep(self._seconds.reward)
+        return [Score(float(i % 2)) for i in range(len(rollouts))]
+
+
+class FakeTrainer(TrainerHandle):
+    """Packs as the real one does, so that the controller's part is all there."""
+
+    def __init__(self, config: RunConfig, seconds: Seconds):
+        engine = replace(trainer_config(config), layout=config.trainer.layout)
+        super().__init__("trainer", None, engine, config.deadlines, Timeline())
+        self._seconds = seconds
+
+    async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
+        if method == "publish_weights":
+            await asyncio.sleep(self._seconds.publish)
+            return [[]]
+        return [{"grad_norm": 1.0}] if method == "optim_step" else [None]
+
+    async def _data_parallel(self, method: str, batch: Any, *args: Any) -> list[Any]:
+        await asyncio.sleep(self._seconds.train)
+        names = ("loss:sum", "logprob_diff:sum", "logprob_diff:max", "ratio_outside:sum", "entropy:sum")
+        return [dict.fromkeys(names, 0.0) | {"tokens:sum": float(batch.num_target_tokens)}]
+
+
+class NoRecorder:
+    """Keeps the number of steps alone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.num_steps = 0
+
+    def step(self, step: int, metrics: Any, groups: Any) -> None:
+        self.num_steps += 1
+
+    def evaluation(self, *args: Any, **settings: Any) -> None:
+        pass
+
+
+def config(**changes: Any) -> RunConfig:
+    base = quickstart()
+    return replace(
+        base, warmup=WarmupConfig(), env=replace(base.env, num_eval=1), eval_every=10**9, **changes
+    )
+
+
+def fake_actors(config: RunConfig, seconds: Seconds, num_rewards: int, seed: int = 0) -> Actors:
+    """The controller's own pools, replicas and store over processes that are made up."""
+    rng = random.Random(seed)
+
+    async def released(manifest: Manifest) -> None:
+        pass
+
+    store, changed = WeightStore(released), Signal()
+
+    def make(number: int, wanted: Any) -> GeneratorReplica:
+        async def spawn() -> FakeGenerator:
+            return FakeGenerator(seconds, rng)
+
+        return GeneratorReplica(f"generator-{number}", spawn, 0, True, wanted, store)
+
+    async def spawn_reward() -> FakeReward:
+        return FakeReward(seconds)
+
+    rewards = [Replica(f"reward-{i}", spawn_reward, 0, changed) for i in range(num_rewards)]
+    generators = GeneratorPool("generator", make, config.generator.num_replicas, MODEL, store)
+    pool = RewardPool("reward worker", rewards, changed)
+    return Actors(FakeTrainer(config, seconds), generators, pool, store, config.deadlines)

@@ -1,0 +1,76 @@
+"""Whole runs for benchmarks: started as a user starts them, with their metrics."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+
+def run(
+    recipe: str,
+    *settings: object,
+    cores: Mapping[str, int] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> dict:
+    """To its end. cores: log name of a process ("trainer", "generator-0") -> the core that it is kept on.
+
+    Returns `steps`, the metrics of each training step; `accuracy` by step; `seconds` in all; `output`.
+    """
+    run_dir = Path(tempfile.mkdtemp(prefix="rl-benchmark-")) / "run"
+    command = [sys.executable, "-m", "rl.cli", "train", recipe, "--run_dir", run_dir, *settings]
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | dict(env or {})
+        )
+        while process.poll() is None:
+            if cores:
+                _pin(process.pid, run_dir, cores)
+            time.sleep(0.5)
+        output.seek(0)
+        text = output.read()
+    if process.returncode:
+        sys.exit(f"{recipe} failed:\n{text[-3000:]}")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "steps": [line for line in lines if "time/step" in line],
+        "accuracy": {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
+        "seconds": time.monotonic() - began,
+        "output": text,
+        "run_dir": run_dir,
+    }
+
+
+def _pin(pid: int, run_dir: Path, cores: Mapping[str, int]) -> None:
+    """Every thread of a process, and of what it starts later, on its core."""
+    logs = {str((run_dir / "logs" / f"{name}.log").resolve()): core for name, core in cores.items()}
+    try:
+        for child in psutil.Process(pid).children():
+            core = logs.get(os.path.realpath(f"/proc/{child.pid}/fd/1"))
+            for thread in child.threads() if core is not None else ():
+                os.sched_setaffinity(thread.id, {core})
+    except (psutil.Error, OSError):  # it ended meanwhile
+        pass
+
+
+def median(steps: Iterable[Mapping[str, float]], name: str) -> float:
+    return statistics.median(step.get(name, 0.0) for step in steps)
+
+
+def write_table(path: Path, title: str, command: str, rows: list[list[str]], notes: str = "") -> None:
+    """rows: the first is the header."""
+    header, *body = rows
+    lines = [f"# {title}", "", f"Made by `{command}`.", "", _row(header), _row(["---"] * len(header))]
+    path.write_text("\n".join([*lines, *map(_row, body), "", notes]).rstrip() + "\n")
+    print(path.read_text())
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
