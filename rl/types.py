@@ -164,11 +164,13 @@ class Sample:
 
     @property
     def target_mask(self) -> np.ndarray:
-        """[T] bool: the tokens that can be learnt. A sequence's first token has no context to be predicted from."""
-        return self.loss_mask & (np.arange(len(self)) > 0)
+        """[T] bool: the tokens that can be learnt. A sequence's first has no context to be predicted from."""
+        mask = self.loss_mask.copy()
+        mask[:1] = False
+        return mask
 
-    def scatter(self, values: np.ndarray) -> np.ndarray:
-        """[M] values of the target tokens -> [T], 0 elsewhere."""
+    def scatter(self, values: np.ndarray | float) -> np.ndarray:
+        """[M] values of the target tokens, or one for all -> [T], 0 elsewhere."""
         scattered = np.zeros(len(self), np.float32)
         scattered[self.target_mask] = values
         return scattered
@@ -176,6 +178,11 @@ class Sample:
     def with_loss_inputs(self, **loss_inputs: np.ndarray) -> "Sample":
         """With more loss inputs [T]."""
         return replace(self, loss_inputs={**self.loss_inputs, **loss_inputs})
+
+    def with_advantages(self, advantages: np.ndarray | float) -> "Sample":
+        """advantages: [M] of its target tokens, or one for all of them."""
+        before = (self.tokens, self.loss_mask, self.generator_logprobs)
+        return Sample(*before, self.scatter(advantages), self.weights, self.loss_inputs, self.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,11 @@ class Misbehaving(SortLetters):
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
         first = problem.question[0]
-        if first == "a":
-            raise ValueError("no reward for the letter a")
         if first == "b":
+            raise ValueError("no reward for the letter b")
+        if first == "a":
             time.sleep(3600)
-        if first == "c":
+        if first == "f":
             import os
 
             os._exit(7)

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,8 @@ class ActorSpecs:
     trainer: EngineSpec
     generator: VLLMConfig
     env: Env
+    threads: dict[str, int] = field(default_factory=dict)  # role -> of each process; others share the cores
+    overlap: bool = False  # generators work at the same time as the engines
     num_generators: int = 1
     in_flight_updates: bool = True
     num_reward_procs: int = 1
@@ -107,7 +109,7 @@ class _Launcher:
         self._run_dir = run_dir
         self._shared = shared
         self._timeline = timeline
-        self._places = place(specs.roles)
+        self._places = place(specs.roles, specs.threads, specs.overlap)
         self._ports = iter(free_ports(len(ENGINE_ROLES)))
 
     async def start(self) -> tuple[Actors, list[EngineHandle]]:

@@ -18,8 +18,17 @@ class Place:
     num_threads: int  # of each process
 
 
-def place(roles: Mapping[str, int], num_cores: int | None = None) -> dict[str, Place]:
-    """roles: role -> number of its processes, in the order in which devices are dealt out; "reward" gets none."""
+def place(
+    roles: Mapping[str, int],
+    threads: Mapping[str, int] | None = None,
+    overlap: bool = False,
+    num_cores: int | None = None,
+) -> dict[str, Place]:
+    """roles: role -> number of its processes, in the order in which devices are dealt out; "reward" gets none.
+
+    threads: role -> threads of each of its processes; others share the cores with those that work at the same time.
+    overlap: generators work at the same time as all others.
+    """
     places: dict[str, Place] = {}
     first_device = 0
     for role, count in roles.items():
@@ -28,7 +37,10 @@ def place(roles: Mapping[str, int], num_cores: int | None = None) -> dict[str, P
             continue
         # Trainer and critic learn at the same time; a reference's forward pass meets those of both.
         beside = {"reference": ENGINE_ROLES, "generator": ("generator",)}.get(role, ("trainer", "critic"))
+        if overlap:
+            beside = {*beside, *(ENGINE_ROLES if role == "generator" else ("generator",))}
         at_work = sum(roles.get(other, 0) for other in beside)
-        places[role] = Place(count, first_device, max(1, (num_cores or os.cpu_count() or 1) // at_work))
+        shared_out = max(1, (num_cores or os.cpu_count() or 1) // at_work)
+        places[role] = Place(count, first_device, (threads or {}).get(role) or shared_out)
         first_device += count
     return places

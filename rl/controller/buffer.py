@@ -115,6 +115,11 @@ class RolloutBuffer:
         unfinished = sorted([*self._again, *self._running, *self._finished])
         return {"next": self._next, "unfinished": unfinished}
 
+    @property
+    def coming(self) -> range:
+        """The indices that the next step is likely to start."""
+        return range(self._next, self._next + self._pace.groups_per_step)
+
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()

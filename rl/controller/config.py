@@ -32,6 +32,8 @@ class TrainerConfig:
     """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
+    num_threads: NonNegativeInt = 0
+    """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch, and so of a sequence."""
     lr: NonNegativeFloat = 1e-6
@@ -56,6 +58,8 @@ class GeneratorConfig:
     """Engines, each with the whole model."""
     tensor_parallel: PositiveInt = 1
     """Processes of each engine, which split its layers."""
+    num_threads: NonNegativeInt = 0
+    """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_num_seqs: PositiveInt = 256
     """Most sequences an engine runs at a time."""
     kv_cache_gib: PositiveFloat = 0.25

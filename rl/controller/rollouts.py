@@ -1,13 +1,13 @@
 """Rollouts: the group of a prompt, answered by the generators and verified by the reward workers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from rl.envs.base import Env, derive_seed
 from rl.errors import RunError
 from rl.interfaces import Sampler, Tokenizer
-from rl.types import Group, Problem, Rollout, SamplingParams, Score
+from rl.types import Group, Prompt, Rollout, SamplingParams, Score
 
 
 @dataclass(frozen=True)
@@ -20,23 +20,33 @@ class Rollouts:
     group_size: int
     seed: int
     adapter: str | None = None  # the policy, where it is one
+    _prepared: dict[int, Prompt] = field(default_factory=dict)
 
     async def train_group(self, index: int, sampler: Sampler) -> Group:
         """`group_size` samples of the prompt with this index."""
-        problem = self.env.train_problem(derive_seed(self.seed, "problem", index))
+        prompt = self._prepared.pop(index, None) or self._train_prompt(index)
         seed = derive_seed(self.seed, "sample", index) % 2**32
-        return await self._group(index, problem, sampler, self.group_size, 1.0, seed)
+        return await self._group(index, prompt, sampler, self.group_size, 1.0, seed)
+
+    async def prepare(self, indices: Iterable[int]) -> None:
+        """Make the prompts that come next while the processes are busy, so that none of them waits for it later."""
+        for index in indices:
+            self._prepared[index] = self._train_prompt(index)
+            await asyncio.sleep(0)
+
+    def _train_prompt(self, index: int) -> Prompt:
+        problem = self.env.train_problem(derive_seed(self.seed, "problem", index))
+        return self.env.encode(problem, self.tokenizer)
 
     async def evaluate(self, sampler: Sampler) -> list[Group]:
         """A greedy answer to each held-out problem."""
-        problems = self.env.eval_problems()
-        groups = (self._group(i, problem, sampler, 1, 0.0, 0) for i, problem in enumerate(problems))
+        prompts = [self.env.encode(problem, self.tokenizer) for problem in self.env.eval_problems()]
+        groups = (self._group(i, prompt, sampler, 1, 0.0, 0) for i, prompt in enumerate(prompts))
         return await asyncio.gather(*groups)
 
     async def _group(
-        self, index: int, problem: Problem, sampler: Sampler, size: int, temperature: float, seed: int
+        self, index: int, prompt: Prompt, sampler: Sampler, size: int, temperature: float, seed: int
     ) -> Group:
-        prompt = self.env.encode(problem, self.tokenizer)
         stop = (self.tokenizer.eos_id,)
         params = SamplingParams(self.env.max_new_tokens, temperature, seed, stop, self.adapter)
         rollouts = await self.env.drive(prompt, size, params, sampler, self.tokenizer)

@@ -1,5 +1,6 @@
 """RunStages: what each stage of a step does, with real actors. loop.py has their order."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,7 +40,8 @@ class RunStages:
         )
         self._policy, self._critic = updaters(config, actors)
         self.buffer: RolloutBuffer | None = None
-        self._first_step = 1
+        self._only_evaluating = False
+        self._schedule = Schedule(1, config.steps, config.eval_every)
         self._sync_blocking = 0.0  # seconds for which the last publication held up the loop
 
     async def start(self) -> Schedule:
@@ -52,9 +54,8 @@ class RunStages:
             await self._warm_up()
         if self._algorithm.samples_rollouts:
             self.buffer = self._make_buffer(state)
-        self._first_step = state["step"] + 1
         return Schedule(
-            first=self._first_step,
+            first=state["step"] + 1,
             last=config.steps,
             eval_every=config.eval_every,
             save_every=config.save_every,
@@ -65,13 +66,16 @@ class RunStages:
 
     async def run(self) -> None:
         """The whole run. Beside the loop, the buffer starts prompts as new versions are served."""
-        schedule = await self.start()
-        generators, store = self._actors.generators, self._actors.store
+        self._schedule = await self.start()
         if self.buffer is None:
-            return await train(schedule, self)
-        async with beside(self.buffer.follow(lambda: generators.served, store.changed)):
-            await train(schedule, self)
+            return await train(self._schedule, self)
+        async with beside(self.buffer.follow(self._served, self._actors.store.changed)):
+            await train(self._schedule, self)
         self.buffer.close()
+
+    def _served(self) -> PolicyVersion | None:
+        """What prompts may start with: nothing while an evaluation stands still for itself."""
+        return None if self._only_evaluating else self._actors.generators.served
 
     async def next_batch(self, step: int) -> TrainingBatch:
         config = self._config
@@ -91,14 +95,22 @@ class RunStages:
         return replace(batch, rollouts=sampled, metrics=batch.metrics | counts)
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        coming = self.buffer.coming if self.buffer and step < self._config.steps else ()
+        preparing = asyncio.create_task(self._rollouts.prepare(coming))
         try:
-            return await learn(batch, step, self._algorithm, self._config.seed, self._policy, self._critic)
+            learned = await learn(batch, step, self._algorithm, self._config.seed, self._policy, self._critic)
+            await preparing
+            return learned
         except StepFailed as failure:
             raise await self._give_up(step, failure) from failure
 
     async def publish(self, step: int) -> None:
         """Blocks until the weights are written; generators fetch them while the next step goes on."""
         began = time.monotonic()
+        first = step == self._schedule.first - 1
+        self._only_evaluating = first or (
+            self._schedule.evaluates(step) and not self._schedule.evaluate_beside
+        )
         await self._actors.publish(step)
         self._sync_blocking = time.monotonic() - began
 
@@ -121,8 +133,9 @@ class RunStages:
         if self._algorithm.reads_rewards:
             check_rewards(groups)
         metrics = eval_metrics(groups) | {"eval/version": version}
-        beside_training = self._config.max_offpolicy_steps > 0 and step > self._first_step - 1
-        self._recorder.evaluation(step, metrics, groups, pause=not beside_training)
+        self._recorder.evaluation(step, metrics, groups, pause=self._only_evaluating)
+        self._only_evaluating = False
+        self._actors.store.changed.notify()
 
     def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
         metrics = group_metrics(batch.rollouts) | batch.metrics | dict(learned) | self._generation_metrics()

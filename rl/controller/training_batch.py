@@ -84,6 +84,8 @@ def _usable(group: Group, algorithm: Algorithm) -> list[_Member]:
 
 
 async def _with_forward_passes(groups: _Groups, scorers: Scorers) -> _Groups:
+    if not scorers:
+        return groups
     samples = [member.sample for group in groups for member in group]
     full = iter(await with_loss_inputs(samples, scorers))
     return [[replace(member, sample=next(full)) for member in group] for group in groups]
@@ -114,7 +116,7 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
             if algorithm.kl.in_reward:
                 kls.append(_kl(member.sample, algorithm))
                 rewards = rewards - algorithm.kl.coef * kls[-1]
-            rewarded[-1].append(replace(member, rewards=rewards))
+            rewarded[-1].append(_Member(member.rollout, member.score, member.sample, rewards))
     metrics = {}
     if any(bonuses):
         metrics["reward/shaping"] = float(np.mean(bonuses))
@@ -166,10 +168,10 @@ def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
     for g, group in enumerate(groups):
         done.append([])
         for i, member in enumerate(group):
-            sample = replace(member.sample, advantages=member.sample.scatter(np.asarray(advantages[g][i])))
+            sample = member.sample.with_advantages(advantages[g][i])
             if returns is not None:
                 sample = sample.with_loss_inputs(returns=sample.scatter(np.asarray(returns[g][i])))
-            done[-1].append(replace(member, sample=sample))
+            done[-1].append(_Member(member.rollout, member.score, sample, member.rewards))
     return done
 
 

@@ -159,6 +159,8 @@ AT_LAUNCH = [
     ({}, "trainer.lora.rank", 4, "generator.max_lora_rank"),
     ({}, "generator.num_replicas", 2, "num_generators"),
     ({}, "generator.tensor_parallel", 2, "generator.tensor_parallel"),
+    ({}, "trainer.num_threads", 7, "threads.trainer"),
+    ({}, "generator.num_threads", 7, "threads.generator"),
     ({}, "generator.max_num_seqs", 7, "generator.max_num_seqs"),
     ({}, "generator.kv_cache_gib", 0.1, "generator.kv_cache_gib"),
     ({}, "generator.block_size", 64, "generator.block_size"),
@@ -235,9 +237,13 @@ def test_a_setting_changes_these_kinds_of_what_the_run_does_and_no_others(case, 
 def test_a_setting_of_the_processes_arrives_where_they_are_started(case, tmp_path):
     base, setting, value, where = case
     before, after = changed(base, setting, value)
-    arrives = attrgetter(where)
-    assert arrives(actor_specs(before, tmp_path, tmp_path)) != value
-    assert arrives(actor_specs(after, tmp_path, tmp_path)) == value
+    section, _, role = where.partition(".")
+
+    def arrives(config):
+        specs = actor_specs(config, tmp_path, tmp_path)
+        return specs.threads[role] if section == "threads" else attrgetter(where)(specs)
+
+    assert arrives(before) != value == arrives(after)
 
 
 @pytest.mark.parametrize(("setting", "value", "name"), OF_THE_MODEL)
