@@ -95,12 +95,13 @@ def asynchronous() -> RunConfig:
 
 
 def tp2_and_torchstore() -> RunConfig:
-    """3 processes: tensor parallel over 2 and a generator, with torchstore between them."""
+    """5 processes: a trainer and a generator under tensor parallelism over 2, with torchstore between them."""
     return _small(
         model=TinyQwen3(alphabet=ALPHABET, num_kv_heads=2),
         trainer=TrainerConfig(
             layout=Layout(tensor_parallel=2), lr=2e-3, activation_checkpointing="selective"
         ),
+        generator=GeneratorConfig(tensor_parallel=2, kv_cache_gib=0.0625),
         weight_sync=WeightSyncConfig(transport="torchstore"),
     )
 

@@ -1,10 +1,9 @@
 """Launch: start every process of a run and wait until each is ready; on the way out, end them all."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,14 @@ from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.cluster.placement import ENGINE_ROLES, Place, place
-from rl.cluster.spawn import free_ports, join_group, kill_children, make_shared_directory, spawn_procs
+from rl.cluster.spawn import (
+    free_ports,
+    join_group,
+    kill_children,
+    make_shared_directory,
+    remove_shared,
+    spawn_procs,
+)
 from rl.envs.base import Env
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
@@ -94,7 +100,7 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
             await asyncio.shield(_stop(launcher.meshes))
         finally:
             kill_children(others)
-            shutil.rmtree(shared, ignore_errors=True)
+            remove_shared(shared.name)
 
 
 class _Launcher:
@@ -174,7 +180,8 @@ class _Launcher:
     def _generator_spawner(
         self, name: str, number: int, transport: Transport
     ) -> Callable[[], Awaitable[GeneratorProcesses]]:
-        specs, config = self._specs, self._specs.generator
+        specs = self._specs
+        config = replace(specs.generator, shared_prefix=self._shared.name)
         all_of_them = self._places["generator"]
         first_device = all_of_them.first_device + number * config.tensor_parallel
         its_place = Place(config.tensor_parallel, first_device, all_of_them.num_threads)

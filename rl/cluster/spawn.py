@@ -88,11 +88,18 @@ def kill_children(others: set[int]) -> None:
 
 
 def make_shared_directory(run_name: str) -> Path:
-    """A directory in shared memory that carries this process's pid; those of processes that are gone are removed."""
+    """A directory in shared memory that carries this process's pid; what processes that are gone left is removed."""
     for stale in _SHARED_ROOT.glob("rl-*-*"):
         pid = stale.name.split("-")[1]
         if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
-            shutil.rmtree(stale, ignore_errors=True)
+            remove_shared(stale.name)
     path = _SHARED_ROOT / f"rl-{os.getpid()}-{run_name}"
     path.mkdir()
     return path
+
+
+def remove_shared(prefix: str) -> None:
+    """All in shared memory whose name begins so."""
+    for path in _SHARED_ROOT.iterdir():
+        if path.name.startswith(prefix):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -74,9 +74,7 @@ def pid_of(process, run_dir, name):
 
 
 def shared_leftovers():
-    return [
-        p.name for p in Path("/dev/shm").glob("rl-*-*") if not psutil.pid_exists(int(p.name.split("-")[1]))
-    ]
+    return [p.name for p in Path("/dev/shm").glob("rl-*") if not psutil.pid_exists(int(p.name.split("-")[1]))]
 
 
 def read_metrics(run_dir):

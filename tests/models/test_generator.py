@@ -1,9 +1,13 @@
 """Real vLLM: weights that change while it samples, prefixes computed once, and two ranks that are one generator."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from rl.batching import pack, supervised_sample
+from rl.cluster.spawn import remove_shared
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.titan import TitanEngine
@@ -59,8 +63,13 @@ def test_two_ranks_are_one_generator(versions):
     directory, transport, manifests, logprobs = versions
     loads = [(str(version), manifest, [None]) for version, manifest in enumerate(manifests)]
     one = ask(directory, VLLMConfig(str(directory / "model"), **SMALL), transport, PROMPT, loads)
-    config = VLLMConfig(str(directory / "model"), **SMALL, tensor_parallel=2)
+    prefix = f"rl-{os.getpid()}-test"
+    config = VLLMConfig(str(directory / "model"), **SMALL, tensor_parallel=2, shared_prefix=prefix)
     two = ask(directory, config, transport, PROMPT, loads)
+    left = [path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
+    assert left and all(name.startswith(prefix) for name in left)  # vLLM's own, which a launcher removes
+    remove_shared(prefix)
+    assert not any("cpushm" in path.name for path in Path("/dev/shm").iterdir())
     assert len({tuple(one[label][0]) for label in one}) > 1
     for version in range(3):
         tokens, two_ranks = two[f"{version}/None"]

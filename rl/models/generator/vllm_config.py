@@ -18,5 +18,8 @@ class VLLMConfig:
     tensor_parallel: int = (
         1  # ranks, under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     )
+    shared_prefix: str = (
+        "rl"  # of what its ranks keep in shared memory, so that its owner finds and removes it
+    )
     max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
     max_adapters: int = 1

@@ -1,5 +1,6 @@
 """VLLM: one rank's vLLM engine, which runs commands and decodes one step at a time. Synchronous; knows no event loop."""
 
+import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class VLLM:
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
             torch.cpu._init_amx()  # without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model
+            if config.tensor_parallel > 1:
+                _name_shared_memory(config.shared_prefix)
         register_backend(transport)
         self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
@@ -163,6 +166,22 @@ class VLLM:
         write_adapter(path, lora, "", {n: t.float() for n, t in tensors})
         self._engine.add_lora(LoRARequest(name, number, str(path), load_inplace=True))
         self._adapters[name] = LoRARequest(name, number, str(path))
+
+
+def _name_shared_memory(prefix: str) -> None:
+    """Give this engine's ranks a name of their own for what they share on a CPU.
+
+    vLLM 0.32 makes one of the rendezvous' address, which is "env://" under an external launcher: two engines on one
+    host would write into each other's memory.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    of_one_engine = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"{prefix}-{os.environ['MASTER_PORT']}-{of_one_engine(communicator).strip('/-')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
 def _versions_of(
