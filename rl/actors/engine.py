@@ -5,7 +5,7 @@ comes with each call; None is the model itself.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,25 +92,23 @@ class EngineHandle:
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
         """Call every rank with the same arguments; returns their answers, in the order of ranks."""
-        deadline = Deadline(kind, getattr(self._deadlines, kind))
-        async with self._turn:
-            with self._timeline.span(self.name, method):
-                answers = await self._caller.call(getattr(self._actors, method).call(*args), method, deadline)
-        return list(answers.values())
+        return await self._ranks(method, lambda rank: args, kind)
 
     async def _data_parallel(self, method: str, batch: Batch, *args: Any) -> list[Any]:
         """Send each rank its own part of the batch; returns an answer for each data-parallel rank."""
-        layout, deadline = self.config.layout, Deadline("train", self._deadlines.train)
+        per_row = self.config.layout.procs_per_row
+        answers = await self._ranks(method, lambda rank: (batch.for_rank(rank // per_row), *args), "train")
+        return answers[::per_row]
 
-        async def one(rank: int) -> Any:
-            actor = self._actors.slice(procs=rank)
-            part = batch.for_rank(rank // layout.procs_per_row)
-            return await getattr(actor, method).call_one(part, *args)
-
+    async def _ranks(self, method: str, args_of: Callable[[int], tuple], kind: str) -> list[Any]:
+        deadline = Deadline(kind, getattr(self._deadlines, kind))
         async with self._turn:
             with self._timeline.span(self.name, method):
-                answers = asyncio.gather(*(one(rank) for rank in range(layout.num_procs)))
-                return (await self._caller.call(answers, method, deadline))[:: layout.procs_per_row]
+                answers = [
+                    getattr(self._actors.slice(procs=rank), method).call_one(*args_of(rank))
+                    for rank in range(self.config.layout.num_procs)
+                ]
+                return await self._caller.call_ranks(answers, method, deadline)
 
     def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack."""

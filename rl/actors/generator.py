@@ -6,6 +6,8 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import copy_context
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -40,13 +42,16 @@ class Generator(Actor):
         from rl.models.generator.lockstep import Lockstep
         from rl.models.generator.vllm_engine import VLLM
 
-        lockstep = Lockstep(VLLM(config, transport), config.tensor_parallel)
-        self._engine = GeneratorEngine(lockstep.tick)
-        if current_rank().rank > 0:
-            threading.Thread(target=lockstep.follow, daemon=True).start()
+        self._lockstep = Lockstep(VLLM(config, transport), config.tensor_parallel)
+        self._engine = GeneratorEngine(self._lockstep.tick)
 
     @concurrent_endpoint
     async def ready(self) -> ProcessInfo:
+        """Called once: the ranks that follow begin to."""
+        if current_rank().rank > 0:
+            # Transports may call actors, for which they need the context of this one.
+            follow = partial(copy_context().run, self._lockstep.follow)
+            threading.Thread(target=follow, daemon=True).start()
         return process_info()
 
     @concurrent_endpoint

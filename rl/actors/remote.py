@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from rl.errors import ConfigError, RunError
 from rl.types import ProcessInfo
 
 T = TypeVar("T")
+_PATIENCE_SECONDS = 5.0
 _OWN_ERROR = re.compile(r"rl\.errors\.(?:ConfigError|RunError): (.*)")
 
 
@@ -30,6 +31,15 @@ class Deadline:
     @property
     def remedy(self) -> str:
         return f"raise --deadlines.{self.kind}"
+
+
+class _RankDied(Exception):
+    """Which rank a SupervisionError is about."""
+
+    def __init__(self, rank: int, cause: SupervisionError):
+        super().__init__(rank)
+        self.rank = rank
+        self.cause = cause
 
 
 class Caller:
@@ -58,25 +68,63 @@ class Caller:
                 f"was {self._last}); see {self._logs}, or {deadline.remedy}"
             ) from None
         except SupervisionError as error:
-            if failed := _OWN_ERROR.search(str(error)):  # what an actor's constructor raises arrives as text
-                raise RunError(failed[1]) from error
-            raise ProcessDied(
-                f"the process of {self.name} died in {verb} ({self._who()}: {_last_line(error)}); see {self._logs}"
-            ) from error
+            raise self._died(self.name, self._who(), verb, error) from error
         except ActorError as error:
             if isinstance(error.exception, RunError | ConfigError):
                 raise error.exception from error
             raise RunError(f"{self.name}.{verb} failed: {error.exception!r}; see {self._logs}") from error
-        except (RunError, asyncio.CancelledError):
+        except (RunError, asyncio.CancelledError, _RankDied):
             raise
         except Exception as error:  # such as an exception that does not survive pickling
             raise RunError(f"{self.name}.{verb} failed: {error!r}; see {self._logs}") from error
         self._last = verb
         return result
 
+    async def call_ranks(self, answers: Sequence[Awaitable[T]], verb: str, deadline: Deadline) -> list[T]:
+        """Await what `.call_one(...)` returned on each rank. As `call`; where one died, that is what is raised.
+
+        The others' collectives fail at once, and Monarch notices the death a second later: hence the patience.
+        """
+
+        async def named(rank: int, answer: Awaitable[T]) -> T:
+            try:
+                return await answer
+            except SupervisionError as error:
+                raise _RankDied(rank, error) from error
+
+        async def all_of_them() -> list[T]:
+            tasks = [asyncio.ensure_future(named(rank, answer)) for rank, answer in enumerate(answers)]
+            try:
+                _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                if pending:
+                    await asyncio.wait(pending, timeout=_PATIENCE_SECONDS)
+                errors = [task.exception() for task in tasks if task.done() and task.exception()]
+                for error in sorted(errors, key=lambda error: not isinstance(error, _RankDied)):
+                    raise error
+                return [task.result() for task in tasks]
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        try:
+            return await self.call(all_of_them(), verb, deadline)
+        except _RankDied as death:
+            rank = f"{self.name} rank {death.rank}" if len(answers) > 1 else self.name
+            where = self._where(self.processes[death.rank : death.rank + 1])
+            raise self._died(rank, where, verb, death.cause) from death.cause
+
+    def _died(self, who: str, where: str, verb: str, error: SupervisionError) -> RunError:
+        if failed := _OWN_ERROR.search(str(error)):  # what an actor's constructor raises arrives as text
+            return RunError(failed[1])
+        return ProcessDied(
+            f"the process of {who} died in {verb} ({where}: {_last_line(error)}); see {self._logs}"
+        )
+
     def _who(self) -> str:
-        """Where its processes are."""
-        return ", ".join(f"pid {p.pid} on {p.host}" for p in self.processes) or "it has not answered yet"
+        return self._where(self.processes)
+
+    def _where(self, processes: Sequence[ProcessInfo]) -> str:
+        return ", ".join(f"pid {p.pid} on {p.host}" for p in processes) or "it has not answered yet"
 
 
 def _last_line(error: Exception) -> str:

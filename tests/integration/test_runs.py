@@ -301,7 +301,7 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name_and_leaves_nothing(tmp
     os.kill(pid_of(process, run_dir, "trainer-1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
-    assert "rl: error: the process of trainer died in " in output
+    assert "rl: error: the process of trainer rank 1 died in " in output
     _, alive = psutil.wait_procs(children, timeout=1)
     assert not alive
     assert not shared_leftovers()
