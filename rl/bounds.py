@@ -24,7 +24,7 @@ _CHECKS = {
 
 
 def out_of_range(config: Any, prefix: str = "") -> list[str]:
-    """One line for each number of the nested dataclasses that is outside of its field's bounds, or no number at all."""
+    """One line for each number of the nested dataclasses that is outside its field's bounds, or no number."""
     found = []
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):

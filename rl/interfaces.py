@@ -19,18 +19,24 @@ if TYPE_CHECKING:
 class Loss(Protocol):
     """A picklable callable: logprobs [M] with gradient -> a sum over tokens, and metrics.
 
-    Attributes it may have: `needs_reference = True` asks for the loss input ref_logprobs; `drops_zero_advantages = True` says that
-    a sequence of advantages 0 has no gradient, and need not be computed; `needs_rewards = False` that advantages are not read.
+    Attributes it may have:
+
+    - `needs_reference = True` asks for the loss input ref_logprobs.
+    - `drops_zero_advantages = True` says that a sequence of advantages 0 has no gradient, and need not be
+      computed.
+    - `needs_rewards = False` says that advantages are not read.
     """
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput: ...
 
 
 class AdvantageEstimator(Protocol):
-    """A picklable callable: the step's groups of trajectories -> for each trajectory its advantages [M], or one for all tokens.
+    """A picklable callable: the step's groups of trajectories -> advantages.
 
-    Attributes it may have: `needs_critic = True`, with a method `returns(groups)`, what the critic learns to say;
-    `compares_in_groups = True` says that a group of one teaches nothing.
+    For each trajectory it gives advantages [M], or one for all tokens. Attributes it may have:
+
+    - `needs_critic = True`, with a method `returns(groups)`: what the critic learns to say.
+    - `compares_in_groups = True` says that a group of one teaches nothing.
     """
 
     def __call__(self, groups: Groups) -> Sequence[Sequence[float | np.ndarray]]: ...
@@ -54,9 +60,10 @@ class Tokenizer(Protocol):
 
 
 class Transport(Protocol):
-    """Moves weights between processes; versioned, so that no reader ever sees half of one version and half of another.
+    """Moves weights between processes.
 
-    A version is readable from the moment its manifest exists until `release`, which its owner calls: the WeightStore.
+    Weights are versioned, so that no reader ever sees half of one version and half of another. A version is
+    readable from the moment its manifest exists until `release`, which its owner, the WeightStore, calls.
     """
 
     async def publish(

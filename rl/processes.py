@@ -35,7 +35,10 @@ def process_info(device: str = "cpu") -> ProcessInfo:
 
 
 async def kill_processes(mesh: Any, processes: Sequence[ProcessInfo]) -> None:
-    """End the processes of a mesh that may hang: first by force, as a mesh whose ranks do not answer cannot be stopped."""
+    """End the processes of a mesh that may hang.
+
+    First by force, because a mesh whose ranks do not answer cannot be stopped.
+    """
     for process in processes:
         if process.host == socket.gethostname():
             with suppress(ProcessLookupError):

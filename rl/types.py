@@ -1,7 +1,8 @@
 """The nouns. Frozen, built once, free of torch and Monarch, and cheap to send between processes.
 
 Axes: T tokens of one sequence, M target tokens of one micro-batch.
-A token at index t is a *target* when the policy sampled it (or is taught it): its logprob is log p(token t | tokens < t).
+A token at index t is a *target* when the policy sampled it (or is taught it). Its logprob is
+log p(token t | tokens < t).
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ PolicyVersion = int
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The policy versions when a completion was admitted and when it ended: those between sampled its tokens."""
+    """The policy versions when a completion was admitted and ended; those between sampled its tokens."""
 
     oldest: PolicyVersion
     newest: PolicyVersion
@@ -86,7 +87,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens that were all sampled by the policy, or all given to it. `logprobs` is 0 where given."""
+    """A run of tokens that were all sampled by the policy, or all given to it. `logprobs` is 0 if given."""
 
     tokens: list[int]
     sampled: bool
@@ -189,7 +190,8 @@ class Sample:
 class MicroBatch:
     """Sequences packed without padding into one row; the [M] arrays hold only its target tokens.
 
-    `positions` restarts at 0 with each sequence. Trailing filler tokens form a sequence of their own and are never targets.
+    `positions` restarts at 0 with each sequence. Trailing filler tokens form a sequence of their own and are
+    never targets.
     """
 
     tokens: np.ndarray  # [T] int64
@@ -206,7 +208,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; every rank has equally many."""
+    """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; all have equally many."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     longest: int  # tokens of the longest sequence on any rank, so that all ranks raise where one would

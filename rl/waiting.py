@@ -1,4 +1,4 @@
-"""What every wait is made of: a deadline of its own kind, and a signal that wakes whoever waits for a change."""
+"""What every wait is made of: a deadline of its own kind, and a signal that wakes who waits for a change."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -10,14 +10,15 @@ from rl.bounds import PositiveFloat
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Longest time, in seconds, that each kind of wait may take. Past it the run says who did not answer, and what to do."""
+    """Longest time, in seconds, that each kind of wait may take. Past it the run says who did not answer, and
+    what to do."""
 
     start: PositiveFloat = 300.0
     """A process, from its spawning until its engine is built."""
     load: PositiveFloat = 600.0
     """A version of the weights, into a generator."""
     progress: PositiveFloat = 120.0
-    """A generator with requests, from one decoding step to the next. However long a sample gets, it is not cut off."""
+    """A generator with requests, from one decoding step to the next. A long sample is not cut off."""
     train: PositiveFloat = 1800.0
     """One forward, forward_backward or optim_step."""
     sync: PositiveFloat = 600.0
@@ -44,7 +45,7 @@ class Signal:
 
 @asynccontextmanager
 async def beside(*coroutines: Coroutine) -> AsyncIterator[None]:
-    """Run them beside the body of the context; where one fails, the body is cancelled and its error raised."""
+    """Run them beside the body of the context. If one fails, the body is cancelled and its error raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in coroutines]

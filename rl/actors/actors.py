@@ -17,7 +17,10 @@ from rl.weight_sync.store import WeightStore
 
 @dataclass(frozen=True)
 class Actors:
-    """The running actors of a run. `policy`: the adapter that learns and is sampled with; None is the model itself."""
+    """The running actors of a run.
+
+    `policy`: the adapter that learns and is sampled with; None is the model itself.
+    """
 
     trainer: TrainerHandle
     generators: GeneratorPool
@@ -33,7 +36,9 @@ class Actors:
         return self.policy[0] if self.policy else None
 
     async def publish(self, version: PolicyVersion) -> None:
-        """Make the trainer's weights the newest version; returns when they are written. Generators fetch them by themselves.
+        """Make the trainer's weights the newest version; returns when they are written.
+
+        Generators fetch them by themselves.
 
         Raises RunError where a reader of older versions does not let go within `deadlines.sync`.
         """
@@ -44,6 +49,7 @@ class Actors:
                 )
         except TimeoutError:
             raise RunError(
-                f"version {version} could not be published within {self.deadlines.sync:.0f} s: of the versions "
-                f"{self.store.versions} some are still being read; see the generators' logs, or raise --deadlines.sync"
+                f"version {version} could not be published within {self.deadlines.sync:.0f} s: of the "
+                f"versions {self.store.versions} some are still being read; see the generators' logs, or "
+                f"raise --deadlines.sync"
             ) from None

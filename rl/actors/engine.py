@@ -1,7 +1,7 @@
 """EngineActor: one rank of an engine as an actor, and the handle that drives all ranks as one.
 
-A critic and a reference are this and no more; the PolicyTrainer adds what concerns weight sync. Which adapter is meant
-comes with each call; None is the model itself.
+A critic and a reference are this and no more; the PolicyTrainer adds what concerns weight sync. Which adapter
+is meant comes with each call; None is the model itself.
 """
 
 import asyncio
@@ -64,7 +64,10 @@ class EngineActor(Actor):
 
     @endpoint
     async def save_checkpoint(self, path: str, state: dict[str, Any], keep_last: int, wait: bool) -> None:
-        """Without `wait` returns when everything is copied; the next call, or finish_checkpoint, waits for the files."""
+        """Without `wait`, returns when everything is copied.
+
+        The next call, or finish_checkpoint, then waits for the files.
+        """
         self._engine.save(path, state, keep_last=keep_last, wait=wait)
 
     @endpoint
@@ -162,7 +165,7 @@ class EngineHandle:
     async def save_checkpoint(
         self, path: str, state: dict[str, Any], keep_last: int, wait: bool = False
     ) -> None:
-        """`state`: plain data that `load_checkpoint` returns. Without `wait` it is written in the background."""
+        """`state`: plain data that `load_checkpoint` returns. Without `wait`, written in the background."""
         await self._every("save_checkpoint", path, state, keep_last, wait, kind="checkpoint")
 
     async def finish_checkpoint(self) -> None:

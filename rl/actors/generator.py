@@ -1,4 +1,4 @@
-"""Generators: one rank of a vLLM engine as an actor, the processes of a replica as one, and the pool as a Sampler."""
+"""Generators: a vLLM engine's rank as an actor, a replica's processes as one, and the pool as a Sampler."""
 
 import asyncio
 import threading
@@ -109,7 +109,7 @@ class GeneratorProcesses:
             self._progressed = time.monotonic()
 
     async def check(self) -> None:
-        """Raises ProcessDied where a rank is gone or does not answer, or where requests wait and nothing is decoded."""
+        """Raises ProcessDied: a rank is gone or does not answer, or requests wait and nothing is decoded."""
         deadline = Deadline("progress", self._deadlines.progress)
         answers = await self._caller.call(self._all.progress.call(), "progress", deadline, past=ProcessDied)
         progress, now = next(iter(answers.values())), time.monotonic()
@@ -118,8 +118,8 @@ class GeneratorProcesses:
         self._progress = progress
         if (silent := now - self._progressed) > deadline.seconds:
             raise ProcessDied(
-                f"{self._caller.name} has {progress.num_requests} requests and decoded nothing for {silent:.0f} s; "
-                f"see logs/{self._caller.name}*.log of the run, or {deadline.remedy}"
+                f"{self._caller.name} has {progress.num_requests} requests and decoded nothing for "
+                f"{silent:.0f} s; see logs/{self._caller.name}*.log of the run, or {deadline.remedy}"
             )
 
     async def kill(self) -> None:
@@ -129,8 +129,8 @@ class GeneratorProcesses:
 class GeneratorReplica(Replica[GeneratorProcesses]):
     """A generator that can be spawned again, and that follows the WeightStore.
 
-    Invariant: it serves only once it has the weights of some version, with `version` their number. Where updates are
-    not in flight, it finishes what it has before it takes new weights.
+    Invariant: it serves only once it has the weights of some version, with `version` their number. Where
+    updates are not in flight, it finishes what it has before it takes new weights.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class GeneratorPool(Pool[GeneratorReplica]):
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[tuple[PolicyVersion, Sampler]]:
-        """No generator goes beyond the newest version within the context: what is sampled is of that version alone."""
+        """Within the context no generator goes beyond the newest version: all samples are of that one."""
         manifest = self._store.newest(self._policy)
         async with self._store.reading(manifest):
             self._pinned = manifest

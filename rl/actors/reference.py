@@ -1,4 +1,4 @@
-"""The reference policy: where the KL penalty pulls to, a teacher, or DPO's starting point. Two ways to have one."""
+"""The reference policy: where the KL penalty pulls to, a teacher, or DPO's start. Two ways to have one."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Calls to actors: each has a deadline, and fails with an error that says who did not answer and what to do."""
+"""Calls to actors: each has a deadline, and its error says who did not answer and what to do."""
 
 import asyncio
 import re
@@ -56,16 +56,16 @@ class Caller:
     ) -> T:
         """Await what an endpoint's `.call(...)` returned.
 
-        Raises the endpoint's own RunError or ConfigError, RunError for any other failure in it, ProcessDied where
-        its process ended, and `past` when the deadline is over.
+        Raises the endpoint's own RunError or ConfigError, RunError for any other failure in it, ProcessDied
+        where its process ended, and `past` when the deadline is over.
         """
         try:
             async with asyncio.timeout(deadline.seconds):
                 result = await answer
         except TimeoutError:
             raise past(
-                f"{self.name} did not finish {verb} within {deadline.seconds:.0f} s ({self._who()}; the last it finished "
-                f"was {self._last}); see {self._logs}, or {deadline.remedy}"
+                f"{self.name} did not finish {verb} within {deadline.seconds:.0f} s ({self._who()}; the last "
+                f"it finished was {self._last}); see {self._logs}, or {deadline.remedy}"
             ) from None
         except SupervisionError as error:
             raise self._died(self.name, self._who(), verb, error) from error
@@ -81,9 +81,10 @@ class Caller:
         return result
 
     async def call_ranks(self, answers: Sequence[Awaitable[T]], verb: str, deadline: Deadline) -> list[T]:
-        """Await what `.call_one(...)` returned on each rank. As `call`; where one died, that is what is raised.
+        """Await what `.call_one(...)` returned on each rank.
 
-        The others' collectives fail at once, and Monarch notices the death a second later: hence the patience.
+        As `call`; where a rank died, that is what is raised. The others' collectives fail at once, and
+        Monarch notices the death a second later: hence the patience.
         """
 
         async def named(rank: int, answer: Awaitable[T]) -> T:

@@ -1,7 +1,7 @@
-"""Replica: processes that can be replaced, as those of a generator or of a reward worker; and the pool that shares work.
+"""Replica: processes that can be replaced, as those of a generator or of a reward worker; and their pool.
 
-The owner of a mesh from its spawning to its end, however that comes. What dies, or stops to answer, is ended and spawned
-again; whoever waited for it is told, and asks another.
+A Replica owns a mesh from its spawning to its end, however that comes. What dies, or stops answering, is
+ended and spawned again; whoever waited for it is told, and asks another. The pool shares out work.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Member)
 
 
 class Replica(Generic[M]):
-    """Invariants: work is given to it only while it is SERVING; work that it holds when it dies raises ProcessDied."""
+    """Invariants: it gets work only while it is SERVING; work it holds when it dies raises ProcessDied."""
 
     def __init__(self, name: str, spawn: Callable[[], Awaitable[M]], max_restarts: int, changed: Signal):
         self.name = name
@@ -75,7 +75,7 @@ class Replica(Generic[M]):
             _log.warning("%s; it is started again (%d of %d)", death, self.num_restarts, self._max_restarts)
 
     async def ask(self, invoke: Callable[[M], Awaitable[T]], load: int = 1) -> T:
-        """Only while SERVING. Raises ProcessDied where it dies, or stops to answer, before the work is done."""
+        """Only while SERVING. Raises ProcessDied if it dies or stops answering before the work is done."""
         member, lost = self._member, self._lost
         self.load += load
         work = asyncio.ensure_future(invoke(member))
@@ -159,9 +159,10 @@ class Pool(Generic[R]):
         takes: Callable[[R], bool] = lambda replica: True,
         prefer: R | None = None,
     ) -> T:
-        """invoke(replica) does the work, which must be repeatable. `prefer`: unless it has far more to do than others.
+        """invoke(replica) does the work, which must be repeatable.
 
-        Waits while none that `takes` it is serving. Raises ProcessDied once all are dead for good.
+        `prefer`: the replica to use, unless it has far more to do than others. Waits while none that `takes`
+        it is serving. Raises ProcessDied once all are dead for good.
         """
         while True:
             await self._changed.wait_for(lambda: self._candidates(takes) or self.num_alive == 0)

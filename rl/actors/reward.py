@@ -1,4 +1,4 @@
-"""RewardWorker: verifies rollouts away from the controller, and the pool that spreads groups over its replicas."""
+"""RewardWorker: verifies rollouts away from the controller; and the pool that spreads groups over them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class RewardWorker(Actor):
 
     @concurrent_endpoint
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout. A reward that raises or outlasts the limit gets a Score with its cause."""
+        """One score for each rollout. If a reward raises or exceeds the limit, its Score gives the cause."""
         return await asyncio.to_thread(self._verifier.score, rollouts)
 
 
@@ -50,7 +50,7 @@ class RewardProcess:
         self._caller.processes = (await self._caller.call(self._actor.ready.call_one(), "start", deadline),)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        # Each call of the reward function is limited in the worker; past the limit its process is started again.
+        # The worker limits each call of the reward function; past the limit its process is started again.
         seconds = len(rollouts) * (self._limit + START_SECONDS)
         with self._timeline.span(self._caller.name, "score"):
             call = self._actor.score.call_one(rollouts)

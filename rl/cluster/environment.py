@@ -1,12 +1,15 @@
-"""The environment of the controller's process, which its children inherit. Called before torch or Monarch is imported."""
+"""The environment of the controller's process, which its children inherit.
+
+Called before torch or Monarch is imported.
+"""
 
 import os
 
 _DEFAULTS = {
     # Find a dead process within a second; Monarch's default is up to ten. It reads this as it is imported.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    # OpenMP's threads would spin while they wait, and starve other processes: two runs on one machine took five times as
-    # long as one. It reads this as torch is imported.
+    # OpenMP's threads would spin while they wait, and starve other processes: two runs on one machine took
+    # five times as long as one. It reads this as torch is imported.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 

@@ -78,12 +78,12 @@ class ActorSpecs:
 
 @asynccontextmanager
 async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = None) -> AsyncIterator[Actors]:
-    """The running actors; whatever happens within the context, no process and no shared memory is left behind."""
+    """The running actors. Whatever happens within, no process and no shared memory is left behind."""
     import monarch.actor
 
     failures = run_dir / "logs" / "failures.log"
     failures.parent.mkdir(parents=True, exist_ok=True)
-    # By default Monarch ends the controller when any process dies; here the calls to that process fail instead.
+    # By default Monarch ends the controller when any process dies; here calls to that process fail instead.
     monarch.actor.unhandled_fault_hook = lambda failure: _append(failures, f"{failure}\n")
 
     adopt_orphans()
@@ -232,7 +232,7 @@ class _Launcher:
 
 
 async def _stop(meshes: list[Any]) -> None:
-    """Ask the processes to end. Those that cannot answer, as a rank in a collective, are ended by force afterwards."""
+    """Ask the processes to end. Those that cannot answer, as a rank in a collective, are ended by force."""
 
     async def stop(mesh: Any) -> None:
         await mesh.stop("the run is over")

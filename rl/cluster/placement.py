@@ -24,9 +24,10 @@ def place(
     overlap: bool = False,
     num_cores: int | None = None,
 ) -> dict[str, Place]:
-    """roles: role -> number of its processes, in the order in which devices are dealt out; "reward" gets none.
+    """Where the processes of each role run.
 
-    threads: role -> threads of each of its processes; others share the cores with those that work at the same time.
+    roles: role -> number of its processes, in the order in which devices are dealt out; "reward" gets none.
+    threads: role -> threads of each process; others share the cores with those that work at the same time.
     overlap: generators work at the same time as all others.
     """
     places: dict[str, Place] = {}

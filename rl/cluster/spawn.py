@@ -1,4 +1,4 @@
-"""Spawning processes on this host: their environment, device, log and rendezvous; and the end of all of them."""
+"""Spawning processes on this host: their environment, device, log and rendezvous; and ending all of them."""
 
 import os
 import shutil
@@ -78,7 +78,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def kill_children(others: set[int]) -> None:
-    """End every descendant but `others`; orphans of those that end become children of this process: hence twice."""
+    """End every descendant but `others`.
+
+    Twice, because orphans of those that end become children of this process.
+    """
     for _ in range(2):
         children = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
         for child in children:
@@ -88,7 +91,10 @@ def kill_children(others: set[int]) -> None:
 
 
 def make_shared_directory(run_name: str) -> Path:
-    """A directory in shared memory that carries this process's pid; what processes that are gone left is removed."""
+    """A directory in shared memory that carries this process's pid.
+
+    What is left of processes that are gone is removed.
+    """
     for stale in _SHARED_ROOT.glob("rl-*-*"):
         pid = stale.name.split("-")[1]
         if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):

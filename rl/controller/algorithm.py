@@ -59,13 +59,13 @@ class Algorithm:
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the trainer's logprobs before the step are needed: else they are those of the one update itself."""
+        """Whether the trainer's logprobs before the step are needed; if not, the one update's own serve."""
         in_reward = self.kl.in_reward and self.correction.old_logprobs == "trainer"
         return in_reward or (self.correction.reads_the_trainers and self.num_updates > 1)
 
     @property
     def advantages_need_forward(self) -> bool:
-        """Whether the advantages depend on forward passes; else samples without a gradient are spared them."""
+        """Whether the advantages depend on forward passes; if not, samples without a gradient skip them."""
         return self.needs_critic or self.kl.in_reward
 
     @property

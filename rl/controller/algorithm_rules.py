@@ -1,4 +1,4 @@
-"""What is wrong with the parts of an algorithm: those that do not go together, and settings that nothing reads."""
+"""What is wrong with the parts of an algorithm: parts that do not go together, settings nothing reads."""
 
 import dataclasses
 import tempfile
@@ -25,7 +25,8 @@ def check_algorithm(config: RunConfig) -> list[str]:
         found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
     if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
         found.append(
-            f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; use a divisor"
+            f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; "
+            f"use a divisor"
         )
     wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
     if (
@@ -34,11 +35,13 @@ def check_algorithm(config: RunConfig) -> list[str]:
         and wanted != config.data
     ):
         found.append(
-            f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; change one of them"
+            f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; "
+            f"change one of them"
         )
     if config.algorithm.needs_critic and not hasattr(config.advantages, "returns"):
         found.append(
-            "advantages needs a critic but has no method returns(groups), which says what the critic learns; add it, as in GAE"
+            "advantages needs a critic but has no method returns(groups), which says what the critic learns; "
+            "add it, as in GAE"
         )
     if config.data == "rollouts" and config.algorithm.reads_rewards and config.group_size < 2:
         if config.algorithm.compares_in_groups:
@@ -49,7 +52,8 @@ def check_algorithm(config: RunConfig) -> list[str]:
         ):
             if value:
                 found.append(
-                    f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; use 2 or more"
+                    f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; "
+                    f"use 2 or more"
                 )
     if config.correction.tis_clip and config.correction.old_logprobs == "generator":
         found.append(
@@ -57,19 +61,23 @@ def check_algorithm(config: RunConfig) -> list[str]:
         )
     if 0 < config.correction.mask_high < config.correction.mask_low:
         found.append(
-            f"correction.mask_high={config.correction.mask_high} is under correction.mask_low={config.correction.mask_low}; swap them"
+            f"correction.mask_high={config.correction.mask_high} is under "
+            f"correction.mask_low={config.correction.mask_low}; swap them"
         )
     if config.shaping.overlong_tokens > config.env.max_new_tokens:
         found.append(
-            f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over env.max_new_tokens={config.env.max_new_tokens}; use less"
+            f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over "
+            f"env.max_new_tokens={config.env.max_new_tokens}; use less"
         )
     if config.reference.refresh_every and config.reference.model is not None:
         found.append(
-            "reference.refresh_every would replace the teacher of reference.model by the policy; set one of them"
+            "reference.refresh_every would replace the teacher of reference.model by the policy; "
+            "set one of them"
         )
     if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
         found.append(
-            "loss Distillation needs a teacher; set reference.model, as reference=ReferenceConfig(model=ModelDir(path))"
+            "loss Distillation needs a teacher; set reference.model, as "
+            "reference=ReferenceConfig(model=ModelDir(path))"
         )
     if config.reference.model is not None:
         found += config.reference.model.validate() or _tokenizers(config)
@@ -131,15 +139,18 @@ def without_effect(config: RunConfig) -> list[str]:
         correction.tis_clip or correction.mask_low or correction.mask_high
     ):
         found.append(
-            "correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; set one"
+            "correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; "
+            "set one"
         )
     if shaping.overlong_penalty != 1.0 and not shaping.overlong_tokens:
         found.append(
-            f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with shaping.overlong_tokens=0; set it"
+            f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with "
+            f"shaping.overlong_tokens=0; set it"
         )
     if shaping.overlong_tokens and not shaping.overlong_penalty:
         found.append(
-            f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with shaping.overlong_penalty=0; set it"
+            f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with "
+            f"shaping.overlong_penalty=0; set it"
         )
     if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
         found.append(
@@ -150,7 +161,8 @@ def without_effect(config: RunConfig) -> list[str]:
         and getattr(config.advantages, "discount", 1.0) != 1.0
     ):
         found.append(
-            f"advantages.discount={config.advantages.discount} has no effect with advantages.baseline=group_mean; set one of them"
+            f"advantages.discount={config.advantages.discount} has no effect with "
+            f"advantages.baseline=group_mean; set one of them"
         )
     if (
         isinstance(config.advantages, GroupMean)

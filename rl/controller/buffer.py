@@ -1,13 +1,14 @@
 """RolloutBuffer: the owner of every prompt on its way, and of how far it may lag behind the policy.
 
-A prompt has an index, from which its problem and its seeds follow. With `served` the newest version that a generator serves,
-P groups for each step and k = max_offpolicy_steps:
+A prompt has an index, from which its problem and its seeds follow. `served` is the newest version that a
+generator serves, P the groups of each step, and k = max_offpolicy_steps:
 
 1. Each index is started once and ends once: trained on, filtered, or failed.
 2. A prompt starts only while (k + served + 1) * P - those that were started and not filtered > 0.
-3. A group begun at version v is trained on at version v + k at the latest. 2. alone does not give that: groups that are
-   finished early could take the places of older ones. So a batch is what is finished, the oldest first, unless those that
-   are left could then no longer all be in time; in that case it waits for the older ones.
+3. A group begun at version v is trained on at version v + k at the latest. 2. alone does not give that:
+   groups that are finished early could take the places of older ones. So a batch is what is finished, the
+   oldest first, unless those that are left could then no longer all be in time; in that case it waits for the
+   older ones.
 4. Nothing that is finished is thrown away, but what the filter takes out.
 """
 
@@ -163,7 +164,7 @@ class RolloutBuffer:
     def _choose(self, version: PolicyVersion) -> list[_Prompt] | None:
         """The batch of the step at `version`, or None while it has to wait.
 
-        For every later version u: those that are due by then and not chosen must fit into the steps until then.
+        For every later version u: those due by then and not chosen must fit into the steps until then.
         """
         size, k = self._pace.groups_per_step, self._pace.max_offpolicy_steps
         if len(self._finished) < size:

@@ -16,7 +16,7 @@ def critic_path(path: Path) -> Path:
 async def save_checkpoint(
     actors: Actors, path: Path, step: int, reference_kind: str, prompts: Mapping[str, Any], keep_last: int
 ) -> None:
-    """The critic's first, and one more of them is kept: where the policy's is complete, so is the critic's."""
+    """The critic's first, and one more of them is kept: if the policy's is complete, so is the critic's."""
     path.parent.mkdir(exist_ok=True)
     if actors.critic is not None:
         kept = keep_last + 1 if keep_last else 0

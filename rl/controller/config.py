@@ -23,7 +23,8 @@ class TrainerConfig:
     """The PolicyTrainer: its processes, memory and optimizer."""
 
     engine: Literal["titan", "hf"] = "titan"
-    """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models, under FSDP2."""
+    """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models,
+    under FSDP2."""
     layout: Layout = Layout()
     lora: LoRA = LoRA()
     float8: bool = False
@@ -65,11 +66,13 @@ class GeneratorConfig:
     kv_cache_gib: PositiveFloat = 0.25
     """Memory of each engine's key-value cache."""
     block_size: PositiveInt = 32
-    """Tokens of a block of that cache; samples of a prompt share the whole blocks of it. On a CPU a multiple of 32."""
+    """Tokens of a block of that cache; samples of a prompt share its whole blocks. On a CPU a
+    multiple of 32."""
     compile: bool = False
     """Compile and capture graphs: faster tokens after a slow start (40 s on a CPU)."""
     updates: Literal["in_flight", "drain"] = "in_flight"
-    """New weights while samples are under way. in_flight: these go on with the new weights. drain: they finish first."""
+    """New weights while samples are under way. in_flight: these go on with the new weights. drain: they
+    finish first."""
     max_restarts: NonNegativeInt = 3
     """How often a generator that dies, or stops to answer, is started again."""
 
@@ -87,7 +90,8 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic: there where the advantage estimator asks for one (GAE). It starts from the policy's weights when RL begins."""
+    """The critic: only where the advantage estimator asks for one (GAE). It starts from the policy's weights
+    when RL begins."""
 
     lr: NonNegativeFloat = 1e-5
     """Learning rate, with the trainer's lr_warmup_steps, betas, eps and weight_decay."""
@@ -112,7 +116,8 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class WarmupConfig:
-    """Supervised steps on the environment's demonstrations before the first RL step, with an optimizer of their own."""
+    """Supervised steps on the environment's demonstrations before the first RL step, with an optimizer
+    of their own."""
 
     steps: NonNegativeInt = 0
     """Number of supervised steps."""
@@ -132,7 +137,8 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run: what learns, from what, and how. The defaults are GRPO's; the recipes in configs/ name the other algorithms' parts."""
+    """A run: what learns, from what, and how. The defaults are GRPO's; the recipes in configs/ name the other
+    algorithms' parts."""
 
     model: ModelSource
     env: Env
@@ -140,15 +146,15 @@ class RunConfig:
     generator: GeneratorConfig = GeneratorConfig()
     reward: RewardConfig = RewardConfig()
     data: Literal["rollouts", "demonstrations", "preferences"] = "rollouts"
-    """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what env.demonstration and
-    env.preference give for prompts_per_step problems."""
+    """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what
+    env.demonstration and env.preference give for prompts_per_step problems."""
     loss: Any = Clip()  # an interfaces.Loss: one of rl/loss, or a function
     advantages: Any = (
         GroupMean()
     )  # an interfaces.AdvantageEstimator: one of rl/loss/advantages, or a function
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
-    """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its tokens (GRPO). constant:
-    the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
+    """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its
+    tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
     correction: Correction = Correction()
     kl: KL = KL()
     reference: ReferenceConfig = ReferenceConfig()
@@ -162,8 +168,8 @@ class RunConfig:
     prompts_per_step: PositiveInt = 32
     """Prompts of a step."""
     max_offpolicy_steps: NonNegativeInt = 0
-    """How many steps a rollout may lag behind: begun with version v, it is trained on at version v + so many at the latest. 0 is
-    the synchronous loop; with 1 or more, generation, training and weight sync overlap."""
+    """How many steps a rollout may lag behind: begun with version v, it is trained on at version v + so many
+    at the latest. 0 is the synchronous loop; with 1 or more, generation, training and weight sync overlap."""
     group_size: PositiveInt = 8
     """Rollouts of each prompt, over which advantages are computed."""
     minibatches: PositiveInt = 1
@@ -171,20 +177,23 @@ class RunConfig:
     epochs: PositiveInt = 1
     """Passes over a step's rollouts."""
     resampling_rounds: NonNegativeInt = 0
-    """Dynamic sampling (DAPO): groups whose rewards are all the same make way for new prompts, at most so many times
-    prompts_per_step of them in a step."""
+    """Dynamic sampling (DAPO): groups whose rewards are all the same make way for new prompts, at most so
+    many times prompts_per_step of them in a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which trainer and generator compute. Master weights, gradient reduction and optimizer state are fp32 always."""
+    """In which trainer and generator compute. Master weights, gradient reduction and optimizer state are
+    always fp32."""
     seed: Seed = 0
-    """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the step."""
+    """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the
+    step."""
     eval_every: PositiveInt = 20
-    """Steps between evaluations on the held-out problems; the first and the last step are always evaluated."""
+    """Steps between evaluations on the held-out problems; the first and last step are always evaluated."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves only the last step."""
     keep_checkpoints: NonNegativeInt = 0
     """How many of the newest checkpoints to keep; 0 keeps all."""
     resume_from: str = ""
-    """A checkpoint directory (runs/.../checkpoints/step-N): go on after its step, with its weights and optimizer."""
+    """A checkpoint directory (runs/.../checkpoints/step-N): go on after its step, with its weights and
+    optimizer."""
     run_dir: str = ""
     """Where everything is written; empty means runs/<recipe>-<time>."""
     trace: bool = False

@@ -4,15 +4,16 @@ What waits in a run, for what, and what unblocks it:
 
 | task | waits for | unblocked by |
 |---|---|---|
-| a prompt (RolloutBuffer) | its turn: (k + served + 1) * P are started at most | a newer version that is served |
+| a prompt (RolloutBuffer) | its turn: at most (k + served + 1) * P are started | a newer served version |
 | next_batch | P groups, the due ones among them | groups that finish |
 | update | the trainer, and the critic beside it | their answers |
 | publish | room for a version in the WeightStore | a generator that has read an older one |
 | a generator's update (GeneratorReplica) | a newer version | publish |
 | evaluate | a generator that serves the step's version | that generator's update |
 
-k is max_offpolicy_steps, P prompts_per_step. With k = 0 no prompt starts before its step's weights are served: the
-synchronous loop. With k > 0 everything above goes on at the same time. Each wait on a process has a deadline (waiting.py).
+k is max_offpolicy_steps, P prompts_per_step. With k = 0 no prompt starts before its step's weights are
+served: the synchronous loop. With k > 0 everything above goes on at the same time. Each wait on a process has
+a deadline (waiting.py).
 """
 
 import asyncio

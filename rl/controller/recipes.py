@@ -72,7 +72,8 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     }
     if function not in functions:
         raise ConfigError(
-            f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of {', '.join(functions) or '(none)'}"
+            f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of "
+            f"{', '.join(functions) or '(none)'}"
         )
     config = _run_user_code(path, functions[function])
     if not isinstance(config, RunConfig):

@@ -12,7 +12,7 @@ from rl.types import Group, Prompt, Rollout, SamplingParams, Score
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How the policy is sampled. Problems and seeds follow from the run's seed and the prompt's index, and nothing else."""
+    """How the policy is sampled. Problems and seeds follow from run seed and prompt index alone."""
 
     env: Env
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class Rollouts:
         return await self._group(index, prompt, sampler, self.group_size, 1.0, seed)
 
     async def prepare(self, indices: Iterable[int]) -> None:
-        """Make the prompts that come next while the processes are busy, so that none of them waits for it later."""
+        """Make the next prompts while the processes are busy, so that none of them waits for it later."""
         for index in indices:
             self._prepared[index] = self._train_prompt(index)
             await asyncio.sleep(0)

@@ -22,7 +22,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(recipe: str, config: RunConfig) -> int:
-    """Check, then train. Raises ConfigError with every problem before any process starts. Returns the exit code."""
+    """Check, then train. Returns the exit code.
+
+    Raises ConfigError with every problem before any process starts.
+    """
     if found := validate(config):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -92,7 +95,8 @@ def _summary(
     start = "before training" if first == 0 else f"at step {first}"
     return (
         f"\nheld-out accuracy {start}: {before[0]:.3f} +- {before[1]:.3f}"
-        f"\nheld-out accuracy after {last} steps: {after[0]:.3f} +- {after[1]:.3f}  ({num_problems} problems, greedy; +- standard error)"
+        f"\nheld-out accuracy after {last} steps: {after[0]:.3f} +- {after[1]:.3f}  ({num_problems} "
+        f"problems, greedy; +- standard error)"
         f"\nlearning curve: {curve}"
         f"\nmodel: {run_dir / 'hf'} (loads in transformers and vLLM)"
     )

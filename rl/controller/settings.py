@@ -136,7 +136,7 @@ def setting_names(config: Any, prefix: str = "") -> list[str]:
 
 
 def override(config: RunConfig, arguments: list[str], prog: str) -> RunConfig:
-    """Apply flags. Raises ConfigError for a flag or a value that makes no sense; prints and exits for --help."""
+    """Apply flags. Raises ConfigError if a flag or value makes no sense; prints and exits for --help."""
     if not {"-h", "--help"} & set(arguments):
         _check_names(config, arguments)
     said = io.StringIO()
@@ -158,7 +158,10 @@ def override(config: RunConfig, arguments: list[str], prog: str) -> RunConfig:
 
 
 def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> RunConfig:
-    """`--kl.coef 0` takes the recipe's other settings of the penalty with it, which would be without effect; not those given with it."""
+    """`--kl.coef 0` also takes away the recipe's other settings of the penalty, but not those given with it.
+
+    Without a penalty those settings would have no effect.
+    """
     if not recipe.kl.coef or changed.kl.coef:
         return changed
     if dataclasses.replace(changed.kl, coef=recipe.kl.coef) == recipe.kl:

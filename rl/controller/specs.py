@@ -24,7 +24,7 @@ def roles(config: RunConfig) -> dict[str, int]:
 
 
 def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs:
-    """model_dir: what `config.model.materialize` gave. A teacher is put into the run's directory, if need be."""
+    """model_dir: what `config.model.materialize` gave. A teacher is put into run_dir if need be."""
     kind, algorithm = config.trainer.engine, config.algorithm
     critic = reference = None
     if algorithm.needs_critic:
@@ -77,7 +77,7 @@ def critic_config(config: RunConfig) -> EngineConfig:
 
 
 def reference_config(config: RunConfig) -> EngineConfig:
-    """With `adapters`, of which it gets none, nothing learns: the weights are there once, in the compute dtype."""
+    """With `adapters`, of which it gets none, nothing learns: weights are there once, in compute dtype."""
     source = config.reference.model or config.model
     seed = config.seed if source.random_weights else None
     return replace(trainer_config(config), layout=config.reference.layout, adapters=True, seed=seed)

@@ -125,7 +125,10 @@ class RunStages:
         await save_checkpoint(self._actors, path, step, config.reference_kind, prompts, kept)
 
     async def evaluate(self, step: int) -> None:
-        """Greedy accuracy on the held-out problems, of one version: generators stay at it until they have answered."""
+        """Greedy accuracy on the held-out problems, of one version.
+
+        Generators stay at that version until they have answered.
+        """
         generators = self._actors.generators
         async with generators.pinned() as (version, sampler):
             await generators.wait_served(version)

@@ -1,4 +1,4 @@
-"""Supervised learning on what an environment knows: demonstrations, preferences, and the warm-up before RL."""
+"""Supervised learning on what an environment knows: demonstrations, preferences, the warm-up before RL."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ async def warm_up(
     lr: float,
     report: Callable[[int, float], None],
 ) -> None:
-    """Supervised steps on demonstrations; the optimizer that is left behind is a fresh one. report(step, loss)."""
+    """Supervised steps on demonstrations; leaves a fresh optimizer behind. report(step, loss)."""
     for step in range(1, steps + 1):
         seeds = [derive_seed(data.seed, "warmup", step, i) for i in range(batch_size)]
         batch = trainer.pack([data.demonstration(seed) for seed in seeds])

@@ -1,6 +1,9 @@
-"""From groups of rollouts to what a step learns from: `build_training_batch`, one step after the other over one record.
+"""From groups of rollouts to what a step learns from.
 
-usable -> (forward passes) -> rewards of tokens -> advantages -> without those that are dropped -> (forward passes)
+`build_training_batch` takes one step after the other over one record:
+
+usable -> (forward passes) -> rewards of tokens -> advantages -> without those that are dropped
+-> (forward passes)
 """
 
 import asyncio
@@ -56,7 +59,10 @@ _Groups = list[list[_Member]]
 async def build_training_batch(
     groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers
 ) -> TrainingBatch:
-    """Forward passes run all at the same time, and only for samples that will learn, where the advantages allow it."""
+    """Forward passes all run at the same time.
+
+    Where the advantages allow it, they run only for samples that will learn.
+    """
     members = [_usable(group, algorithm) for group in groups]
     if algorithm.advantages_need_forward:
         members = await _with_forward_passes(members, scorers)
@@ -126,9 +132,10 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
 
 
 def scatter_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndarray:
-    """[M] float64: the reward at the last token, or each turn's at its end, or each token's; `bonus` at the last.
+    """[M] float64: the reward at the last token, or each turn's at its end, or each token's.
 
-    A turn without a token is rewarded at the token before it, or else at the first.
+    `bonus` is added at the last token. A turn without a token is rewarded at the token before it, or else at
+    the first.
     """
     rewards = np.zeros(sum(rollout.turn_lengths))
     if not len(rewards):
@@ -198,8 +205,8 @@ def _check(
         for value, trajectory in zip(values, group, strict=True):
             if np.ndim(value) and np.shape(value) != trajectory.rewards.shape:
                 raise RunError(
-                    f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} tokens; "
-                    f"return one for each"
+                    f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} "
+                    f"tokens; return one for each"
                 )
             if not np.isfinite(value).all():
                 rewards = [t.reward for t in group]
@@ -209,7 +216,7 @@ def _check(
 
 
 def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:
-    """Without those that have none; where none has one, one group is kept, to measure parity with the generator."""
+    """Without those that have none; if none has one, keep one group, to measure parity with the generator."""
     if not algorithm.drops_zero_advantages:
         return groups
     kept = [[member for member in group if member.sample.advantages.any()] for group in groups]

@@ -1,4 +1,4 @@
-"""A step's updates: minibatches and epochs, policy and critic, and who is to blame for a loss that is not finite."""
+"""A step's updates: minibatches and epochs, policy and critic, and which sample made a loss not finite."""
 
 import asyncio
 import math
@@ -21,7 +21,8 @@ from rl.types import OptimParams, Sample
 class StepFailed(RunError):
     """A step whose loss or gradient was not finite. `untouched`: no update of the step was applied before.
 
-    `find_sample` says which sample is to blame; it leaves the weights as they are, but not the optimizer's moments.
+    `find_sample` says which sample is to blame. It leaves the weights as they are, but not the optimizer's
+    moments.
     """
 
     def __init__(self, message: str, untouched: bool, find_sample: Callable[[], Awaitable[str]]):

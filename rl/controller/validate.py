@@ -1,4 +1,4 @@
-"""What keeps a run from starting: everything that is wrong with its settings, or that this machine cannot do."""
+"""What keeps a run from starting: what is wrong with its settings, or what this machine cannot do."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ _PROCESSES_PER_CORE = 4
 
 
 def validate(config: RunConfig) -> list[str]:
-    """Everything that keeps the run from starting, one line each; empty where it can start. Starts no process."""
+    """Everything that keeps the run from starting, one line each; empty if none. Starts no process."""
     found = out_of_range(config)
     found += config.env.validate() or _env_at_work(config)
     found += check_algorithm(config) + without_effect(config)
@@ -46,7 +46,8 @@ def validate(config: RunConfig) -> list[str]:
         )
     elif config.resume_from and not is_complete(config.resume_from):
         found.append(
-            f"resume_from={config.resume_from!r} is not a complete checkpoint; give runs/.../checkpoints/step-N"
+            f"resume_from={config.resume_from!r} is not a complete checkpoint; "
+            f"give runs/.../checkpoints/step-N"
         )
     elif config.resume_from:
         found += _other_checkpoint(config)
@@ -72,21 +73,24 @@ def _other_checkpoint(config: RunConfig) -> list[str]:
     saved = LoRA.from_record(record["adapters"][POLICY]) if POLICY in record["adapters"] else LoRA()
     if saved != config.trainer.lora:
         found.append(
-            f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; set it as it was"
+            f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; "
+            f"set it as it was"
         )
     kind, weights = record["state"].get("reference", ["none", ""])
     if config.algorithm.needs_reference and kind != config.reference_kind:
         found.append(
-            f"resume_from={str(path)!r} was saved with reference: {kind}, but the run has: {config.reference_kind}; set kl, loss, "
-            f"reference.model and trainer.lora as they were"
+            f"resume_from={str(path)!r} was saved with reference: {kind}, but the run has: "
+            f"{config.reference_kind}; set kl, loss, reference.model and trainer.lora as they were"
         )
     elif config.algorithm.needs_reference and weights and not Path(weights).is_dir():
         found.append(
-            f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; give an earlier checkpoint"
+            f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; "
+            f"give an earlier checkpoint"
         )
     if config.algorithm.needs_critic and not is_complete(critic_path(path)):
         found.append(
-            f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; set advantages as it was, or move both"
+            f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; "
+            f"set advantages as it was, or move both"
         )
     return found
 
@@ -138,18 +142,21 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
             if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
                 divisors = [n for n in range(1, heads + 1) if heads % n == 0]
                 found.append(
-                    f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; use one of {divisors}"
+                    f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; "
+                    f"use one of {divisors}"
                 )
         if name == "trainer.layout" and (heads := hf.get("num_key_value_heads")):
             split = config.generator.tensor_parallel
             if heads % split:
                 found.append(
-                    f"generator.tensor_parallel={split} does not divide the model's num_key_value_heads={heads}"
+                    f"generator.tensor_parallel={split} does not divide the model's "
+                    f"num_key_value_heads={heads}"
                 )
         limit = min(max_positions(hf), config.trainer.max_tokens)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
             found.append(
-                f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} tokens (the model's positions, trainer.max_tokens); use less"
+                f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} "
+                f"tokens (the model's positions, trainer.max_tokens); use less"
             )
     return found
 
@@ -189,7 +196,8 @@ def _engine(config: RunConfig) -> list[str]:
         found.append("trainer.lora.targets is empty; name the layers that get an adapter")
     if config.keep_checkpoints and not config.save_every:
         found.append(
-            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the last step alone; set save_every"
+            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the "
+            f"last step alone; set save_every"
         )
     return found
 
@@ -208,15 +216,18 @@ def _machine(config: RunConfig) -> list[str]:
     most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
     if total > most:
         return [
-            f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at most {most}); use fewer"
+            f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at "
+            f"most {most}); use fewer"
         ]
     if config.generator.block_size % 32:
         return [
-            f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has to be"
+            f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has "
+            f"to be"
         ]
     cache = config.generator.num_replicas * config.generator.kv_cache_gib
     if cache > free:
         return [
-            f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} are free; use less"
+            f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} "
+            f"are free; use less"
         ]
     return []

@@ -8,11 +8,13 @@ from rl.types import Group, StopReason
 
 
 def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> dict[str, float]:
-    """updates: for each optimizer step what `forward_backward` and `optim_step` returned, and its `denominator`.
+    """The metrics of a step's updates.
 
-    Sums become means over the tokens that were trained on, `loss` and `grad_norm` means over the updates. Where the generator
-    `sampled` the tokens, `logprob_diff/*` and `ratio_outside` compare it with the trainer, on the first update's tokens: after
-    that they are not the same policy.
+    updates: for each optimizer step what `forward_backward` and `optim_step` returned, and its `denominator`.
+
+    Sums become means over the tokens that were trained on, `loss` and `grad_norm` means over the updates.
+    Where the generator `sampled` the tokens, `logprob_diff/*` and `ratio_outside` compare it with the
+    trainer, on the first update's tokens: after that they are not the same policy.
     """
     first = updates[0]
     metrics = _means(updates, skip=("logprob_diff", "ratio_outside", "pairs", "preferred", "margin"))
@@ -79,7 +81,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`eval/accuracy`: share of held-out problems with a reward of at least 1; a failed reward counts as wrong."""
+    """`eval/accuracy`: share of held-out problems with a reward of at least 1; failed ones count as wrong."""
     scores = [score for group in groups for score in group.scores]
     accuracy = statistics.fmean(score.reward >= 1 for score in scores)
     return {

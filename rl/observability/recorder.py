@@ -16,9 +16,10 @@ _SILENCE_SECONDS = 15.0
 
 
 class Recorder:
-    """metrics.jsonl, TensorBoard events, rollouts.jsonl, curve.png and the progress line. Use as a context manager.
+    """metrics.jsonl, TensorBoard events, rollouts.jsonl, curve.png and the progress line.
 
-    Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one evaluation, written at once.
+    Use as a context manager. Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one
+    evaluation, written at once.
     """
 
     def __init__(self, run_dir: Path, num_steps: int, timeline: Timeline, out: TextIO = sys.stdout):
@@ -69,13 +70,15 @@ class Recorder:
         else:
             shown = f"loss {metrics['loss']:.4f}{accuracy}"
         self._line(
-            f"step {step}/{self._num_steps}  {shown}  {seconds:.2f} s/step  ETA {int(eta // 60)}:{int(eta % 60):02d}",
+            f"step {step}/{self._num_steps}  {shown}  {seconds:.2f} s/step  ETA "
+            f"{int(eta // 60)}:{int(eta % 60):02d}",
             keep=step in (1, self._num_steps) or step % 10 == 0 or now - self._last_kept > _SILENCE_SECONDS,
         )
         if metrics.get("advantages/nonzero") == 0 and not self._said_no_signal:
             self._said_no_signal = True
             self._line(
-                f"step {step}: no rollout had an advantage, so no reward taught anything; is the task too hard, or too easy?",
+                f"step {step}: no rollout had an advantage, so no reward taught anything; "
+                f"is the task too hard, or too easy?",
                 keep=True,
             )
 
@@ -153,7 +156,7 @@ class Recorder:
             self._line(f"step {step}: {len(failed)} rewards failed, the first: {failed[0]}", keep=True)
 
     def _line(self, text: str, keep: bool) -> None:
-        """On a terminal a line that is not kept is overwritten by the next; elsewhere only kept lines are printed."""
+        """On a terminal the next line overwrites one that is not kept; elsewhere only kept ones appear."""
         if keep:
             self._last_kept = time.monotonic()
         if self._out.isatty():

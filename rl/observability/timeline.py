@@ -1,7 +1,7 @@
-"""Timeline: what every actor was asked to do and when, as the controller sees it; and where a step's wall time went.
+"""Timeline: what every actor was asked to do and when, as the controller sees it; where a step's time went.
 
-A lane is an actor ("trainer", "generator-0", ...). A span lasts from the call to its answer. The controller's own share is
-the time in which no call was under way.
+A lane is an actor ("trainer", "generator-0", ...). A span lasts from the call to its answer. The controller's
+own share of the wall time is the time in which no call was under way.
 """
 
 import json
@@ -104,7 +104,10 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 class _TraceFile:
-    """Chrome's trace format, which https://ui.perfetto.dev opens; overlapping calls to one actor get rows of their own."""
+    """Chrome's trace format, which https://ui.perfetto.dev opens.
+
+    Overlapping calls to one actor get rows of their own.
+    """
 
     def __init__(self, path: Path, origin: float):
         self._file: TextIO = path.open("w")

@@ -9,12 +9,15 @@ import torch
 from rl.types import LoRA, PolicyVersion
 
 MODEL = "model"
-"""The name under which the model's own weights are published; an adapter's are published under the adapter's."""
+"""The name under which the model's own weights are published; an adapter's go under the adapter's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A block of a tensor that this process holds. It is cast to `dtype` as it is copied, so that no second copy is made."""
+    """A block of a tensor that this process holds.
+
+    It is cast to `dtype` as it is copied, so that no second copy is made.
+    """
 
     name: str  # the tensor's Hugging Face name
     global_shape: tuple[int, ...]
@@ -55,7 +58,7 @@ class Manifest:
 def assemble(
     fetched: Mapping[str, Iterable[tuple[Shard, torch.Tensor]]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor), one at a time. Raises ValueError where the shards do not cover a tensor exactly."""
+    """Yield (name, full tensor), one at a time. Raises ValueError if the shards do not cover one exactly."""
     for name, blocks in fetched.items():
         blocks = list(blocks)
         shape = blocks[0][0].global_shape
@@ -63,7 +66,8 @@ def assemble(
         total = torch.Size(shape).numel()
         if covered != total or any(_overlap(a, b) for (a, _), (b, _) in combinations(blocks, 2)):
             raise ValueError(
-                f"the shards of {name} hold {covered} of its {total} elements, or overlap; publish every rank's shards once"
+                f"the shards of {name} hold {covered} of its {total} elements, or overlap; "
+                f"publish every rank's shards once"
             )
         if len(blocks) == 1:
             yield name, blocks[0][1]

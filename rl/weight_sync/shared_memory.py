@@ -1,6 +1,7 @@
 """Weights through files in shared memory: the fastest way between processes of one host.
 
-Each rank writes one file for each version, `<directory>/<name>-v<version>-rank<rank>.bin`; readers map it and copy from it.
+Each rank writes one file for each version, `<directory>/<name>-v<version>-rank<rank>.bin`; readers map it and
+copy from it.
 """
 
 import os
@@ -18,7 +19,7 @@ from rl.weight_sync.manifest import LocalShard, Manifest, Shard
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The transport `shared_memory`. Picklable: every process that is given one reads and writes the same directory."""
+    """The transport `shared_memory`. Picklable: every process that gets one uses the same directory."""
 
     directory: str
 
@@ -35,15 +36,17 @@ class SharedMemory:
         return write_shards(shards, path, allocate)
 
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
-        """Map the version's files: the tensors are views, valid until the last of them is dropped, even after `release`.
+        """Map the version's files.
 
-        Raises RunError where the version was released already.
+        The tensors are views, valid until the last of them is dropped, even after `release`. Raises RunError
+        where the version was released already.
         """
         buffers = {}
         for path in keys(manifest):
             if not os.path.exists(path):
                 raise RunError(
-                    f"policy version {manifest.version} was released before it was read ({path} is gone); fetch sooner"
+                    f"policy version {manifest.version} was released before it was read ({path} is gone); "
+                    f"fetch sooner"
                 )
             buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
         return read_shards(manifest, buffers)
@@ -58,15 +61,18 @@ class SharedMemory:
 
 
 def _reserve(path: str, num_bytes: int) -> None:
-    """Take the memory before it is written to: a write past the end of the file system would be a SIGBUS, not an error."""
+    """Take the memory before it is written to.
+
+    Otherwise a write past the end of the file system would be a SIGBUS, not an error.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(file, 0, num_bytes)
     except OSError as error:
         os.unlink(path)
         raise RunError(
-            f"no room in shared memory for {num_bytes >> 20} MiB of weights at {path} ({error.strerror}); enlarge it "
-            f"(docker run --shm-size=...) or use --weight_sync.transport torchstore"
+            f"no room in shared memory for {num_bytes >> 20} MiB of weights at {path} ({error.strerror}); "
+            f"enlarge it (docker run --shm-size=...) or use --weight_sync.transport torchstore"
         ) from error
     finally:
         os.close(file)

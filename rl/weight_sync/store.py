@@ -10,7 +10,7 @@ from rl.waiting import Signal
 from rl.weight_sync.manifest import MODEL, Manifest
 
 MAX_VERSIONS = 3
-"""Versions of a name that exist at a time, with the one that is being written and, under an adapter, the model's."""
+"""Versions of a name that exist at a time, with the one being written and, under an adapter, the model's."""
 
 
 class WeightStore:
@@ -32,7 +32,7 @@ class WeightStore:
         self.changed = Signal()
 
     async def publish(self, name: str, write: Callable[[], Awaitable[Manifest]]) -> Manifest:
-        """Call `write` once there is room for one more version; the manifest it returns is the newest from then on."""
+        """Call `write` once there is room for a version more; the manifest it returns is then the newest."""
         await self.changed.wait_for(lambda: self._num_versions(name) < MAX_VERSIONS)
         self._writing[name] += 1
         try:

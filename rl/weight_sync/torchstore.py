@@ -30,7 +30,7 @@ def _as_async(name: str) -> Any:
 
 
 class AsyncController(Controller):
-    """torchstore's Controller mixes sync and async endpoints, which Monarch 0.7 refuses; here all are async."""
+    """The base class mixes sync and async endpoints, which Monarch 0.7 refuses; here all are async."""
 
     get_controller_strategy = _as_async("get_controller_strategy")
     keys = _as_async("keys")
@@ -68,7 +68,10 @@ class TorchStore:
         return published
 
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
-        """Copies the version into this process: from a thread without an event loop. Raises RunError where it is gone."""
+        """Copies the version into this process. Raises RunError where it is gone.
+
+        Called from a thread without an event loop.
+        """
         return read_shards(manifest, asyncio.run(self._buffers(manifest)))
 
     async def release(self, manifest: Manifest) -> None:

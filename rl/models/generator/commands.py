@@ -1,4 +1,7 @@
-"""What a generator's engine is told between two decoding steps, and what it answers. Plain data, for every rank alike."""
+"""What a generator's engine is told between two decoding steps, and what it answers.
+
+Plain data, for every rank alike.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +20,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Another version of the model, or of an adapter. Running requests go on: their cache is computed again."""
+    """Another version of the model, or of an adapter. Running requests go on; their cache is recomputed."""
 
     id: int
     manifest: Manifest
@@ -36,7 +39,10 @@ Command = Admit | Load | Abort
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What came of some commands and one decoding step. An answer is an exception where the command, or request, failed."""
+    """What came of some commands and one decoding step.
+
+    An answer is an exception where the command, or request, failed.
+    """
 
     answers: dict[
         int, Completion | Exception | None

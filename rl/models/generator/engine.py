@@ -1,6 +1,6 @@
-"""GeneratorEngine: takes requests and weights at any time, and has them run between decoding steps (continuous batching).
+"""GeneratorEngine: takes requests and weights at any time, and has them run between decoding steps.
 
-It knows nothing of Monarch and nothing of vLLM's API.
+That is continuous batching. It knows nothing of Monarch and nothing of vLLM's API.
 """
 
 import asyncio
@@ -31,9 +31,10 @@ class GeneratorEngine:
     async def sample(
         self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None = None
     ) -> list[Completion]:
-        """n completions of one prompt, in order; completion i is drawn with seed `params.seed + i`, whatever else runs.
+        """n completions of one prompt, in order.
 
-        Raises RunError for a request that cannot be served; others go on.
+        Completion i is drawn with seed `params.seed + i`, whatever else runs. Raises RunError for a request
+        that cannot be served; others go on.
         """
         tokens = tuple(prompt)
         admits = [Admit(next(self._numbers), tokens, replace(params, seed=params.seed + i)) for i in range(n)]

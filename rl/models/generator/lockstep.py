@@ -1,4 +1,4 @@
-"""Lockstep: the ranks of a tensor-parallel generator run the same commands in the same order, as the first decides."""
+"""Lockstep: the ranks of a tensor-parallel generator run the same commands in the order the first decides."""
 
 from collections.abc import Sequence
 from datetime import timedelta

@@ -1,4 +1,7 @@
-"""VLLM: one rank's vLLM engine, which runs commands and decodes one step at a time. Synchronous; knows no event loop."""
+"""VLLM: one rank's vLLM engine, which runs commands and decodes one step at a time.
+
+Synchronous; knows no event loop.
+"""
 
 import os
 import tempfile
@@ -45,7 +48,8 @@ class VLLM:
     def __init__(self, config: VLLMConfig, transport: Transport):
         on_cpu = not torch.accelerator.is_available()
         if on_cpu:
-            torch.cpu._init_amx()  # without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model
+            # Without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model.
+            torch.cpu._init_amx()
             if config.tensor_parallel > 1:
                 _name_shared_memory(config.shared_prefix)
         register_backend(transport)
@@ -60,7 +64,7 @@ class VLLM:
         self._versions: dict[str | None, PolicyVersion] = {}  # of the model (None) and of each adapter
 
     def tick(self, commands: Sequence[Command]) -> Tick:
-        """Run the commands in their order, then decode one step. A command that cannot be done costs no other."""
+        """Run the commands in order, then decode one step. A command that cannot be done costs no other."""
         answers: dict[int, Completion | Exception | None] = {}
         for command in commands:
             try:
@@ -94,8 +98,8 @@ class VLLM:
                 )
         if len(command.prompt) >= self._max_model_len:
             raise RunError(
-                f"a prompt of {len(command.prompt)} tokens leaves no room in max_model_len={self._max_model_len}; "
-                f"raise trainer.max_tokens"
+                f"a prompt of {len(command.prompt)} tokens leaves no room in "
+                f"max_model_len={self._max_model_len}; raise trainer.max_tokens"
             )
         try:
             vllm_id = self._engine.add_request(
@@ -123,7 +127,7 @@ class VLLM:
         self._engine.abort_request(dropped)
 
     def _load(self, manifest: Manifest) -> dict[int, Exception]:
-        """Between two steps. A new version of the model drops the adapters; returns the requests that used them."""
+        """Between two steps. A new version of the model drops the adapters; returns requests with them."""
         failed: dict[int, Exception] = {}
         if manifest.adapter is None:
             failed = self._drop_requests_with_adapters()
@@ -149,7 +153,8 @@ class VLLM:
         self._drop(list(those))
         return {
             command.id: RunError(
-                f"adapter {command.params.adapter!r} was dropped while it was sampled with: another model was loaded"
+                f"adapter {command.params.adapter!r} was dropped while it was sampled with: another model "
+                f"was loaded"
             )
             for command in those.values()
         }
@@ -158,7 +163,8 @@ class VLLM:
         """Through a directory in PEFT's format, which is what vLLM reads adapters from."""
         if name not in self._adapters and len(self._adapters) >= self._max_adapters:
             raise RunError(
-                f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; raise max_adapters"
+                f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; "
+                f"raise max_adapters"
             )
         number = self._adapters[name].lora_int_id if name in self._adapters else 1 + len(self._adapters)
         path = Path(self._adapter_files.name) / str(number)
@@ -171,8 +177,8 @@ class VLLM:
 def _name_shared_memory(prefix: str) -> None:
     """Give this engine's ranks a name of their own for what they share on a CPU.
 
-    vLLM 0.32 makes one of the rendezvous' address, which is "env://" under an external launcher: two engines on one
-    host would write into each other's memory.
+    vLLM 0.32 makes one of the rendezvous' address, which is "env://" under an external launcher: two engines
+    on one host would write into each other's memory.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -203,7 +209,7 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
         enforce_eager=not config.compile,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # vLLM rewinds the seeded generator of a prompt that it cuts in two, which torch's CPU generator cannot do.
+        # vLLM rewinds the seeded generator of a prompt that it cuts in two; torch's CPU generator cannot.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(config.max_model_len, 4096),
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
@@ -222,7 +228,8 @@ def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
     rank = min(
         (r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank
     )  # vLLM takes some ranks alone
-    # On a CPU, vLLM 0.32 computes requests without an adapter with whatever is in its last slot: that one stays empty.
+    # On a CPU, vLLM 0.32 computes requests without an adapter with whatever is in its last slot: that one
+    # stays empty.
     slots = max_adapters + (not torch.accelerator.is_available())
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots}
 

@@ -1,4 +1,4 @@
-"""The receiving end of weight sync: a backend of vLLM's weight-transfer API that assembles published shards."""
+"""The receiving end of weight sync: a vLLM weight-transfer backend that assembles published shards."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,8 +30,11 @@ class ShardsUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
-    """Reshards from the trainer's layout to vLLM's: full tensors are put together one at a time, and vLLM's own loader
-    fuses and splits them. Layerwise reloading handles weights that vLLM repacked after loading, as it does on a CPU."""
+    """Reshards from the trainer's layout to vLLM's.
+
+    Full tensors are put together one at a time, and vLLM's own loader fuses and splits them. Layerwise
+    reloading handles weights that vLLM repacked after loading, as it does on a CPU.
+    """
 
     transport: ClassVar[Transport]
 
@@ -57,7 +60,8 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
             if isinstance(experts := _cpu_experts(module), CPUUnquantizedExperts):
-                # vLLM 0.32 packs experts for the CPU at the first loading alone: later ones would be read as packed.
+                # vLLM 0.32 packs experts for the CPU at the first loading alone: later ones would be read as
+                # packed.
                 experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
@@ -77,7 +81,10 @@ def _cpu_experts(module: torch.nn.Module) -> Any:
 
 
 def register_backend(transport: Transport) -> None:
-    """Make the backend known to vLLM in this process, with where its worker fetches from; may be called again."""
+    """Make the backend, and where its worker fetches from, known to vLLM in this process.
+
+    May be called again.
+    """
     ShardsEngine.transport = transport
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ShardsEngine)
