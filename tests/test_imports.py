@@ -1,6 +1,8 @@
 """The direction of imports: a layer imports only from itself and the layers before it."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -67,3 +69,19 @@ def test_models_know_no_monarch_and_the_loop_neither_monarch_nor_torch():
             assert top != "monarch", f"{module} imports {name}"
         if module == "rl.controller.loop":
             assert top not in ("monarch", "torch"), f"{module} imports {name}"
+
+
+def test_the_loop_can_be_imported_without_torch_or_monarch():
+    check = (
+        "import sys, rl.controller.loop; print([m for m in ('torch', 'monarch', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_files_are_small_and_lines_short():
+    for path in ROOT.glob("rl/**/*.py"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 300, path
+        assert all(len(line) <= 110 for line in lines), path
+    assert len((ROOT / "rl/controller/loop.py").read_text().splitlines()) < 80

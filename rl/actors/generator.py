@@ -85,7 +85,7 @@ class GeneratorProcesses:
 
     async def ready(self) -> None:
         answers = await self._caller.call(
-            self._all.ready.call(), "start", Deadline("start", self._deadlines.start)
+            self._all.ready.call(), "start", Deadline("start", self._deadlines.start), past=ProcessDied
         )
         self._caller.processes = tuple(answers.values())
 

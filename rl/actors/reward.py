@@ -47,7 +47,9 @@ class RewardProcess:
 
     async def ready(self) -> None:
         deadline = Deadline("start", self._deadlines.start)
-        self._caller.processes = (await self._caller.call(self._actor.ready.call_one(), "start", deadline),)
+        self._caller.processes = (
+            await self._caller.call(self._actor.ready.call_one(), "start", deadline, past=ProcessDied),
+        )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         # The worker limits each call of the reward function; past the limit its process is started again.

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 
@@ -40,6 +40,7 @@ from rl.weight_sync.shared_memory import SharedMemory
 from rl.weight_sync.store import WeightStore
 
 _STOP_SECONDS = 4.0
+P = TypeVar("P", GeneratorProcesses, RewardProcess)
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,7 @@ class _Launcher:
             if config.tensor_parallel > 1:
                 await self._started(name, join_group(mesh, free_ports(1)[0]))
             actors = mesh.spawn("generator", Generator, config, transport)
-            processes = GeneratorProcesses(name, mesh, actors, specs.deadlines, self._timeline)
-            await processes.ready()
-            return processes
+            return await _ready(GeneratorProcesses(name, mesh, actors, specs.deadlines, self._timeline))
 
         return spawn
 
@@ -207,11 +206,11 @@ class _Launcher:
                 actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(
                     procs=0
                 )
-                process = RewardProcess(
-                    name, mesh, actor, specs.reward_limit_seconds, specs.deadlines, self._timeline
+                return await _ready(
+                    RewardProcess(
+                        name, mesh, actor, specs.reward_limit_seconds, specs.deadlines, self._timeline
+                    )
                 )
-                await process.ready()
-                return process
 
             return spawn
 
@@ -229,6 +228,16 @@ class _Launcher:
 
     async def _started(self, name: str, answer: Awaitable[Any]) -> Any:
         return await Caller(name).call(answer, "start", Deadline("start", self._specs.deadlines.start))
+
+
+async def _ready(member: P) -> P:
+    """Once it answers. One that does not is not left behind."""
+    try:
+        await member.ready()
+    except BaseException:
+        await asyncio.shield(member.kill())
+        raise
+    return member
 
 
 async def _stop(meshes: list[Any]) -> None:

@@ -19,8 +19,9 @@ a deadline (waiting.py).
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from rl.controller.schedule import Schedule
 
 
 class Stages(Protocol):
@@ -33,28 +34,6 @@ class Stages(Protocol):
     async def save(self, step: int) -> None: ...
     async def evaluate(self, step: int) -> None: ...
     def record(self, step: int, batch: Any, learned: Mapping[str, float]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which step does what beside learning."""
-
-    first: int
-    last: int
-    eval_every: int
-    save_every: int = 0
-    refresh_every: int = 0
-    publish_every_step: bool = True  # else only before evaluations
-    evaluate_beside: bool = False  # go on while an evaluation runs
-
-    def evaluates(self, step: int) -> bool:
-        return step == self.last or step % self.eval_every == 0
-
-    def saves(self, step: int) -> bool:
-        return step == self.last or (self.save_every > 0 and step % self.save_every == 0)
-
-    def refreshes(self, step: int) -> bool:
-        return self.refresh_every > 0 and step % self.refresh_every == 0
 
 
 async def train(schedule: Schedule, stages: Stages) -> None:

@@ -11,8 +11,9 @@ from rl.controller.algorithm import Algorithm
 from rl.controller.buffer import Pace, RolloutBuffer
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
 from rl.controller.config import RunConfig
-from rl.controller.loop import Schedule, train
+from rl.controller.loop import train
 from rl.controller.rollouts import Rollouts, check_rewards
+from rl.controller.schedule import Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn

@@ -1,4 +1,4 @@
-"""A fleet without processes: it computes with made-up logprobs, and writes down everything that a run asks of it."""
+"""Actors without processes: they compute with made-up logprobs, and write down everything that a run asks of them."""
 
 import asyncio
 import hashlib

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.controller.buffer import Pace, RolloutBuffer
-from rl.controller.loop import Schedule, train
+from rl.controller.loop import train
+from rl.controller.schedule import Schedule
 from rl.errors import RunError
 from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
 from rl.waiting import Signal, beside

@@ -358,7 +358,7 @@ def test_a_references_weights_go_with_the_checkpoints_that_noted_them(tmp_path):
 
 
 def resumed(tmp_path, before, after):
-    """What a run that goes on from another's step 1 asks of its fleet, or what keeps it from starting."""
+    """What a run that goes on from another's step 1 asks of its actors, or what keeps it from starting."""
     run(before, tmp_path / "first")
     settings = replace(after, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1"))
     return validate(settings) or run(settings, tmp_path / "second")[0]
