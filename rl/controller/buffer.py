@@ -73,7 +73,7 @@ class RolloutBuffer:
         self._again = list(state["unfinished"]) if state else []
         self._running: dict[int, _Prompt] = {}
         self._finished: dict[int, _Prompt] = {}
-        self._filtered: list[Group] = []  # since the batch before
+        self._spare: list[_Prompt] = []  # finished since the batch before, and not worth a place
         self._tasks: set[asyncio.Task] = set()
         self._failure: BaseException | None = None
         self._changed = Signal()
@@ -100,20 +100,23 @@ class RolloutBuffer:
         if self._failure is not None:
             raise self._failure
         chosen = self._choose(version)
+        kept, filtered = self._split_spare()
+        self._spare = []
+        self._finished |= {prompt.index: prompt for prompt in kept}
+        self.ends["filtered"] += len(filtered)
         for prompt in chosen:
             del self._finished[prompt.index]
             failed = all(score.error is not None for score in prompt.group.scores)
             self.ends["failed" if failed else "trained on"] += 1
         self._num_taken += len(chosen)
-        filtered, self._filtered = self._filtered, []
         self._start()
-        groups = tuple(prompt.group for prompt in chosen)
-        return Taken(groups, tuple(filtered), self._metrics(chosen, version))
+        metrics = self._metrics(chosen, version)
+        return Taken(tuple(p.group for p in chosen), tuple(p.group for p in filtered), metrics)
 
     @property
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint: which prompts have not ended, and which comes next."""
-        unfinished = sorted([*self._again, *self._running, *self._finished])
+        unfinished = sorted([*self._again, *self._running, *self._finished, *(p.index for p in self._spare)])
         return {"next": self._next, "unfinished": unfinished}
 
     @property
@@ -143,7 +146,16 @@ class RolloutBuffer:
     @property
     def _num_started(self) -> int:
         """Without those that were filtered."""
-        return self._num_taken + len(self._running) + len(self._finished)
+        return self._num_taken + len(self._running) + len(self._finished) + len(self._split_spare()[0])
+
+    def _split_spare(self) -> tuple[list[_Prompt], list[_Prompt]]:
+        """Those that take a place after all, as the filter's bound is reached; and those that are filtered.
+
+        The oldest are filtered: they made way for newer ones, and there would be no place for both in time.
+        """
+        in_order = sorted(self._spare, key=lambda p: (-p.begun, p.index))
+        num_kept = max(0, len(in_order) - self._pace.max_filtered_per_step)
+        return in_order[:num_kept], sorted(in_order[num_kept:], key=lambda p: p.index)
 
     async def _run(self, prompt: _Prompt) -> None:
         try:
@@ -153,12 +165,12 @@ class RolloutBuffer:
             self._changed.notify()
             return
         del self._running[prompt.index]
-        if not self._keep(group) and len(self._filtered) < self._pace.max_filtered_per_step:
-            self._filtered.append(group)
-            self.ends["filtered"] += 1
-            self._start()
+        finished = _Prompt(prompt.index, prompt.begun, group)
+        if self._keep(group) or not self._pace.max_filtered_per_step:
+            self._finished[prompt.index] = finished
         else:
-            self._finished[prompt.index] = _Prompt(prompt.index, prompt.begun, group)
+            self._spare.append(finished)
+            self._start()
         self._changed.notify()
 
     def _choose(self, version: PolicyVersion) -> list[_Prompt] | None:
@@ -167,9 +179,11 @@ class RolloutBuffer:
         For every later version u: those due by then and not chosen must fit into the steps until then.
         """
         size, k = self._pace.groups_per_step, self._pace.max_offpolicy_steps
-        if len(self._finished) < size:
+        num_spare = max(0, len(self._spare) - self._pace.max_filtered_per_step)
+        if len(self._finished) + num_spare < size:
             return None
-        oldest_first = sorted(self._finished.values(), key=lambda p: (p.begun, p.index))
+        finished = [*self._finished.values(), *self._split_spare()[0]]
+        oldest_first = sorted(finished, key=lambda p: (p.begun, p.index))
         chosen = oldest_first[:size]
         left = Counter(p.begun + k for p in (*self._running.values(), *oldest_first[size:]))
         due = 0
