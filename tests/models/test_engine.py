@@ -113,7 +113,7 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_master_weights(make):
     assert all(p.dtype == torch.float32 for p in bf16._model.parameters())
     bf16.forward_backward(pack(samples()), CrossEntropy())
     assert all(p.grad.dtype == torch.float32 for p in bf16._model.parameters())
-    assert all(shard.data.dtype == torch.bfloat16 for shard in bf16.export())
+    assert all(shard.dtype == torch.bfloat16 for shard in bf16.export())
 
 
 def test_float8_changes_the_result_a_little(model_dir):

@@ -21,13 +21,13 @@ def publish(transport, version, ranks):
 
 
 def fetch(transport, manifest):
-    return dict(assemble(asyncio.run(transport.fetch(manifest))))
+    return dict(assemble(transport.fetch(manifest)))
 
 
 def rows(name, full, parts):
     bounds = [round(i * len(full) / parts) for i in range(parts + 1)]
     return [
-        [LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b])]
+        [LocalShard(name, tuple(full.shape), (a,) + (0,) * (full.ndim - 1), full[a:b], full.dtype)]
         for a, b in itertools.pairwise(bounds)
     ]
 
@@ -41,7 +41,8 @@ def test_uneven_row_shards_come_back_whole_and_bitwise(tmp_path, dtype):
 
 def test_blocks_of_a_two_dimensional_layout_come_back_whole(tmp_path):
     full = torch.randn(6, 4)
-    blocks = [[LocalShard("w", (6, 4), (r, c), full[r : r + 3, c : c + 2])] for r in (0, 3) for c in (0, 2)]
+    corners = [(row, column) for row in (0, 3) for column in (0, 2)]
+    blocks = [[LocalShard("w", (6, 4), (r, c), full[r : r + 3, c : c + 2], full.dtype)] for r, c in corners]
     transport = SharedMemory(str(tmp_path))
     assert torch.equal(fetch(transport, publish(transport, 1, blocks))["w"], full)
 
@@ -51,8 +52,7 @@ def test_versions_do_not_mix_and_a_released_one_is_refused(tmp_path):
     manifests = [publish(transport, v, rows("w", torch.full((4, 2), float(v)), 2)) for v in (1, 2)]
     assert fetch(transport, manifests[0])["w"].unique().tolist() == [1.0]
     assert fetch(transport, manifests[1])["w"].unique().tolist() == [2.0]
-    for rank in (0, 1):
-        asyncio.run(transport.release("model", 1, rank))
+    asyncio.run(transport.release(manifests[0]))
     with pytest.raises(RunError, match="policy version 1 was released"):
         fetch(transport, manifests[0])
     assert fetch(transport, manifests[1])["w"].unique().tolist() == [2.0]
@@ -61,9 +61,17 @@ def test_versions_do_not_mix_and_a_released_one_is_refused(tmp_path):
 def test_what_was_fetched_stays_valid_after_release(tmp_path):
     transport = SharedMemory(str(tmp_path))
     manifest = publish(transport, 1, rows("w", torch.ones(4, 2), 1))
-    fetched = asyncio.run(transport.fetch(manifest))
-    asyncio.run(transport.release("model", 1, 0))
+    fetched = transport.fetch(manifest)
+    asyncio.run(transport.release(manifest))
+    assert not list(tmp_path.iterdir())
     assert dict(assemble(fetched))["w"].sum() == 8
+
+
+def test_shards_are_cast_as_they_are_written(tmp_path):
+    full = torch.randn(8, 3)
+    transport = SharedMemory(str(tmp_path))
+    manifest = publish(transport, 1, [[LocalShard("w", (8, 3), (0, 0), full, torch.bfloat16)]])
+    assert torch.equal(fetch(transport, manifest)["w"], full.bfloat16()) and manifest.num_bytes == 8 * 3 * 2
 
 
 def test_a_missing_or_doubled_shard_is_an_error_not_garbage():
