@@ -24,7 +24,7 @@ def test_engine_alone_runs_under_torchrun(tmp_path):
 def test_a_loss_and_an_estimator_of_your_own_run(tmp_path):
     command = [sys.executable, "-m", "rl.cli", "train", "examples/own_algorithm.py:best_of_group"]
     command += ["--run_dir", str(tmp_path / "run")]
-    command += ["--warmup.steps", "100", "--steps", "2", "--env.num_eval", "16"]
+    command += ["--warmup.steps", "100", "--warmup.batch_size", "16", "--steps", "2", "--env.num_eval", "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
