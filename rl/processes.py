@@ -14,7 +14,7 @@ from rl.types import ProcessInfo
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_STOP_SECONDS = 4.0
+_STOP_SECONDS = 2.0
 
 
 def end_with_parent() -> None:

@@ -57,7 +57,7 @@ def test_killed_generators_and_reward_workers_come_back_and_the_run_goes_on(tmp_
     def last():
         return read_metrics(run_dir)[-1]
 
-    def until(holds, seconds=90):
+    def until(holds, seconds=200):
         deadline = time.monotonic() + seconds
         while not holds():
             assert process.poll() is None and time.monotonic() < deadline, last()
