@@ -4,6 +4,7 @@ That is continuous batching. It knows nothing of Monarch and nothing of vLLM's A
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -13,6 +14,8 @@ from rl.models.generator.commands import Abort, Admit, Command, Load, Progress, 
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
 from rl.weight_sync.manifest import Manifest
+
+_log = logging.getLogger(__name__)
 
 
 class GeneratorEngine:
@@ -97,7 +100,7 @@ class GeneratorEngine:
         except Exception as error:  # the engine is broken: whoever waits must hear of it
             for number in list(self._answers):
                 self._resolve(number, RunError(f"the generator's engine failed: {error!r}"))
-            raise
+            _log.exception("the generator's engine failed")
 
     def _resolve(self, number: int, answer: Completion | Exception | None) -> None:
         future = self._answers.pop(number, None)
