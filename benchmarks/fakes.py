@@ -73,8 +73,7 @@ class FakeTrainer(TrainerHandle):
     """Packs as the real one does, so that the controller's part is all there."""
 
     def __init__(self, config: RunConfig, seconds: Seconds):
-        engine = replace(trainer_config(config), layout=config.trainer.layout)
-        super().__init__("trainer", None, engine, config.deadlines, Timeline())
+        super().__init__("trainer", None, trainer_config(config), config.deadlines, Timeline())
         self._seconds = seconds
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:

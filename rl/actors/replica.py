@@ -90,7 +90,10 @@ class Replica(Generic[M]):
         finally:
             work.cancel()
             self.load -= load
-            self._changed.notify()
+            if (
+                not self.load
+            ):  # all that anyone waits for: else each answer would wake every replica of a pool
+                self._changed.notify()
 
     async def _live(self, member: M) -> ProcessDied:
         """Serve until the processes die."""

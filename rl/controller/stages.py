@@ -70,9 +70,11 @@ class RunStages:
         self._schedule = await self.start()
         if self.buffer is None:
             return await train(self._schedule, self)
-        async with beside(self.buffer.follow(self._served, self._actors.store.changed)):
-            await train(self._schedule, self)
-        self.buffer.close()
+        try:
+            async with beside(self.buffer.follow(self._served, self._actors.store.changed)):
+                await train(self._schedule, self)
+        finally:
+            self.buffer.close()
 
     def _served(self) -> PolicyVersion | None:
         """What prompts may start with: nothing while an evaluation stands still for itself."""
@@ -80,16 +82,14 @@ class RunStages:
 
     async def next_batch(self, step: int) -> TrainingBatch:
         config = self._config
+        inputs = scorers(self._algorithm, self._actors)
         if self.buffer is None:
-            inputs = scorers(self._algorithm, self._actors)
             return await self._data.batch(step, config.prompts_per_step, self._algorithm, inputs)
         taken = await self.buffer.take(step - 1)
         sampled = sorted((*taken.groups, *taken.filtered), key=lambda group: group.index)
         if self._algorithm.reads_rewards:
             check_rewards(sampled)
-        batch = await build_training_batch(
-            taken.groups, self._algorithm, scorers(self._algorithm, self._actors)
-        )
+        batch = await build_training_batch(taken.groups, self._algorithm, inputs)
         counts = dict(taken.metrics)
         if config.resampling_rounds:
             counts["resampling/extra_prompts"] = len(taken.filtered)
