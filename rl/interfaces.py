@@ -37,6 +37,7 @@ class AdvantageEstimator(Protocol):
 
     - `needs_critic = True`, with a method `returns(groups)`: what the critic learns to say.
     - `compares_in_groups = True` says that a group of one teaches nothing.
+    - `group_by_group = True` says that a group's advantages depend on no other group.
     """
 
     def __call__(self, groups: Groups) -> Sequence[Sequence[float | np.ndarray]]: ...

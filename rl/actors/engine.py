@@ -108,7 +108,7 @@ class EngineHandle:
         async with self._turn:
             with self._timeline.span(self.name, method):
                 answers = [
-                    getattr(self._actors.slice(procs=rank), method).call_one(*args_of(rank))
+                    getattr(self._actors.slice(procs=rank), method).call(*args_of(rank))
                     for rank in range(self.config.layout.num_procs)
                 ]
                 return await self._caller.call_ranks(answers, method, deadline)

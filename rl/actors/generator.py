@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.remote import Caller, Deadline, ProcessDied
+from rl.actors.remote import Caller, Deadline, ProcessDied, only
 from rl.actors.replica import Pool, Replica, State
 from rl.interfaces import Sampler, Transport
 from rl.models.generator.commands import Progress
@@ -94,7 +94,7 @@ class GeneratorProcesses:
     ) -> list[Completion]:
         """However long it takes, while `check` sees progress."""
         with self._timeline.span(self._caller.name, "sample"):
-            call = self._first.sample.call_one(prompt, n, params, wave)
+            call = only(self._first.sample.call(prompt, n, params, wave))
             return await self._caller.call(call, "sample", Deadline("progress", None))
 
     async def load_weights(self, manifest: Manifest) -> None:
@@ -102,7 +102,7 @@ class GeneratorProcesses:
         self._loading = True
         try:
             with self._timeline.span(self._caller.name, "load_weights"):
-                call = self._first.load_weights.call_one(manifest)
+                call = only(self._first.load_weights.call(manifest))
                 await self._caller.call(call, "load_weights", deadline, past=ProcessDied)
         finally:
             self._loading = False

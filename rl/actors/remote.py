@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
@@ -40,6 +40,14 @@ class _RankDied(Exception):
         super().__init__(rank)
         self.rank = rank
         self.cause = cause
+
+
+async def only(answer: Awaitable[Any]) -> Any:
+    """What `.call(...)` returned on a mesh of one process.
+
+    Monarch 0.7.0 never frees 0.8 KiB of each `.call_one`, and 0.1 KiB of each `.call`.
+    """
+    return next(iter((await answer).values()))
 
 
 class Caller:
@@ -80,20 +88,20 @@ class Caller:
         self._last = verb
         return result
 
-    async def call_ranks(self, answers: Sequence[Awaitable[T]], verb: str, deadline: Deadline) -> list[T]:
-        """Await what `.call_one(...)` returned on each rank.
+    async def call_ranks(self, answers: Sequence[Awaitable[Any]], verb: str, deadline: Deadline) -> list[Any]:
+        """Await what `.call(...)` returned on each rank's slice.
 
         As `call`; where a rank died, that is what is raised. The others' collectives fail at once, and
         Monarch notices the death a second later: hence the patience.
         """
 
-        async def named(rank: int, answer: Awaitable[T]) -> T:
+        async def named(rank: int, answer: Awaitable[Any]) -> Any:
             try:
-                return await answer
+                return await only(answer)
             except SupervisionError as error:
                 raise _RankDied(rank, error) from error
 
-        async def all_of_them() -> list[T]:
+        async def all_of_them() -> list[Any]:
             tasks = [asyncio.ensure_future(named(rank, answer)) for rank, answer in enumerate(answers)]
             try:
                 _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -6,7 +6,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from rl.actors.remote import Caller, Deadline, ProcessDied
+from rl.actors.remote import Caller, Deadline, ProcessDied, only
 from rl.actors.replica import Pool, Replica
 from rl.envs.base import Env
 from rl.envs.verifier import START_SECONDS, Verifier
@@ -48,19 +48,19 @@ class RewardProcess:
     async def ready(self) -> None:
         deadline = Deadline("start", self._deadlines.start)
         self._caller.processes = (
-            await self._caller.call(self._actor.ready.call_one(), "start", deadline, past=ProcessDied),
+            await self._caller.call(only(self._actor.ready.call()), "start", deadline, past=ProcessDied),
         )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         # The worker limits each call of the reward function; past the limit its process is started again.
         seconds = len(rollouts) * (self._limit + START_SECONDS)
         with self._timeline.span(self._caller.name, "score"):
-            call = self._actor.score.call_one(rollouts)
+            call = only(self._actor.score.call(rollouts))
             return await self._caller.call(call, "score", Deadline("reward", seconds), past=ProcessDied)
 
     async def check(self) -> None:
         deadline = Deadline("reward", _PING_SECONDS)
-        await self._caller.call(self._actor.ready.call_one(), "ready", deadline, past=ProcessDied)
+        await self._caller.call(only(self._actor.ready.call()), "ready", deadline, past=ProcessDied)
 
     async def kill(self) -> None:
         await kill_processes(self._mesh, self._caller.processes)

@@ -53,6 +53,11 @@ class Algorithm:
         return getattr(self.advantages, "compares_in_groups", False)
 
     @property
+    def looks_at_the_batch(self) -> bool:
+        """Whether the advantages of a group depend on other groups."""
+        return self.reads_rewards and not getattr(self.advantages, "group_by_group", False)
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps from one batch."""
         return self.minibatches * self.epochs

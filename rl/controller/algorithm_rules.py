@@ -55,6 +55,8 @@ def check_algorithm(config: RunConfig) -> list[str]:
                     f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; "
                     f"use 2 or more"
                 )
+    if config.stream_groups:
+        found += _streaming(config)
     if config.correction.tis_clip and config.correction.old_logprobs == "generator":
         found.append(
             f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it"
@@ -81,6 +83,29 @@ def check_algorithm(config: RunConfig) -> list[str]:
         )
     if config.reference.model is not None:
         found += config.reference.model.validate() or _tokenizers(config)
+    return found
+
+
+def _streaming(config: RunConfig) -> list[str]:
+    """Why the groups of a step have to wait for each other."""
+    streamed = f"stream_groups={config.stream_groups}"
+    found = []
+    if config.prompts_per_step % config.stream_groups:
+        found.append(f"{streamed} does not divide prompts_per_step={config.prompts_per_step}; use a divisor")
+    if config.algorithm.num_updates > 1:
+        found.append(
+            f"{streamed} needs minibatches=1 and epochs=1: more than one update deals the whole step out"
+        )
+    if config.algorithm.needs_critic or config.algorithm.looks_at_the_batch:
+        found.append(
+            f"{streamed} needs advantages that depend on one group alone; use GroupMean or RLOO, or give "
+            f"your own the attribute group_by_group = True"
+        )
+    if config.resampling_rounds:
+        found.append(
+            f"{streamed} does not go with resampling_rounds={config.resampling_rounds}, which chooses from "
+            f"the whole step; set one of them to 0"
+        )
     return found
 
 
@@ -119,6 +144,12 @@ def without_effect(config: RunConfig) -> list[str]:
         ("correction", not rollouts, f"data={config.data}"),
         ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
         ("max_offpolicy_steps", not rollouts, f"data={config.data}"),
+        ("stream_groups", not rollouts, f"data={config.data}"),
+        (
+            "stream_groups",
+            config.stream_groups == config.prompts_per_step,
+            f"prompts_per_step={config.prompts_per_step}; use a smaller divisor of it",
+        ),
         (
             "generator.updates",
             not config.max_offpolicy_steps,

@@ -10,6 +10,9 @@ generator serves, P the groups of each step, and k = max_offpolicy_steps:
    oldest first, unless those that are left could then no longer all be in time; in that case it waits for the
    older ones.
 4. Nothing that is finished is thrown away, but what the filter takes out.
+
+A batch may be taken in parts. With k = 0 these follow the order of indices, whatever is finished first, so
+that a run repeats itself.
 """
 
 import asyncio
@@ -38,7 +41,6 @@ class Taken:
 
     groups: tuple[Group, ...]  # in the order of their indices
     filtered: tuple[Group, ...]  # since the batch before
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,16 @@ class RolloutBuffer:
             self._served = served()
             self._start()
 
-    async def take(self, version: PolicyVersion) -> Taken:
-        """The groups of the step that is trained at `version`; waits until they are there."""
-        await self._changed.wait_for(lambda: self._failure is not None or self._choose(version) is not None)
+    async def take(self, version: PolicyVersion, size: int | None = None) -> Taken:
+        """The groups of the step that is trained at `version`, or `size` more of them.
+
+        Waits until they are there. Parts of a step need a pace without a filter.
+        """
+        size = size or self._pace.groups_per_step
+        await self._changed.wait_for(lambda: self._failure is not None or self._can_take(version, size))
         if self._failure is not None:
             raise self._failure
-        chosen = self._choose(version)
+        chosen = self._choose(version, size)
         kept, filtered = self._split_spare()
         self._spare = []
         self._finished |= {prompt.index: prompt for prompt in kept}
@@ -110,8 +116,7 @@ class RolloutBuffer:
             self.ends["failed" if failed else "trained on"] += 1
         self._num_taken += len(chosen)
         self._start()
-        metrics = self._metrics(chosen, version)
-        return Taken(tuple(p.group for p in chosen), tuple(p.group for p in filtered), metrics)
+        return Taken(tuple(p.group for p in chosen), tuple(p.group for p in filtered))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -123,6 +128,10 @@ class RolloutBuffer:
     def coming(self) -> range:
         """The indices that the next step is likely to start."""
         return range(self._next, self._next + self._pace.groups_per_step)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"buffer/running": len(self._running), "buffer/finished": len(self._finished)}
 
     def close(self) -> None:
         for task in self._tasks:
@@ -173,31 +182,29 @@ class RolloutBuffer:
             self._start()
         self._changed.notify()
 
-    def _choose(self, version: PolicyVersion) -> list[_Prompt] | None:
-        """The batch of the step at `version`, or None while it has to wait.
+    def _can_take(self, version: PolicyVersion, size: int) -> bool:
+        return self._choose(version, size) is not None
 
-        For every later version u: those due by then and not chosen must fit into the steps until then.
+    def _choose(self, version: PolicyVersion, size: int) -> list[_Prompt] | None:
+        """The next part of the batch of the step at `version`, or None while it has to wait.
+
+        For every later version u: those due by then and not chosen must fit into the steps until then, and
+        what is left of this one.
         """
-        size, k = self._pace.groups_per_step, self._pace.max_offpolicy_steps
-        num_spare = max(0, len(self._spare) - self._pace.max_filtered_per_step)
+        pace = self._pace
+        num_spare = max(0, len(self._spare) - pace.max_filtered_per_step)
         if len(self._finished) + num_spare < size:
             return None
         finished = [*self._finished.values(), *self._split_spare()[0]]
         oldest_first = sorted(finished, key=lambda p: (p.begun, p.index))
-        chosen = oldest_first[:size]
-        left = Counter(p.begun + k for p in (*self._running.values(), *oldest_first[size:]))
+        chosen, others = oldest_first[:size], oldest_first[size:]
+        if not pace.max_offpolicy_steps and any(i < chosen[-1].index for i in self._running):
+            return None
+        left = Counter(p.begun + pace.max_offpolicy_steps for p in (*self._running.values(), *others))
+        places = -(self._num_taken + size) % pace.groups_per_step
         due = 0
         for last_version in sorted(left):
             due += left[last_version]
-            if due > (last_version - version) * size:
+            if due > places + (last_version - version) * pace.groups_per_step:
                 return None
         return sorted(chosen, key=lambda p: p.index)
-
-    def _metrics(self, chosen: list[_Prompt], version: PolicyVersion) -> dict[str, float]:
-        ages = [version - prompt.group.oldest_version for prompt in chosen]
-        return {
-            "offpolicy/mean": sum(ages) / len(ages),
-            "offpolicy/max": max(ages),
-            "buffer/running": len(self._running),
-            "buffer/finished": len(self._finished),
-        }

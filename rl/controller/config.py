@@ -170,6 +170,9 @@ class RunConfig:
     max_offpolicy_steps: NonNegativeInt = 0
     """How many steps a rollout may lag behind: begun with version v, it is trained on at version v + so many
     at the latest. 0 is the synchronous loop; with 1 or more, generation, training and weight sync overlap."""
+    stream_groups: NonNegativeInt = 0
+    """Add the gradient of so many groups of a step as soon as they are finished, while others are still
+    generated; 0 waits for the whole step. The update is the same, but for the order of its sums."""
     group_size: PositiveInt = 8
     """Rollouts of each prompt, over which advantages are computed."""
     minibatches: PositiveInt = 1
@@ -206,6 +209,15 @@ class RunConfig:
         return Algorithm(
             **{name: getattr(self, name) for name in names}, max_new_tokens=self.env.max_new_tokens
         )
+
+    @property
+    def groups_per_part(self) -> int:
+        """How many groups the trainer takes at a time."""
+        return self.stream_groups or self.prompts_per_step
+
+    @property
+    def num_parts(self) -> int:
+        return self.prompts_per_step // self.groups_per_part
 
     @property
     def reference_is_adapter(self) -> bool:

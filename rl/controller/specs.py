@@ -39,7 +39,7 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
         generator=generator_config(config, model_dir),
         env=config.env,
         threads={"trainer": config.trainer.num_threads, "generator": config.generator.num_threads},
-        overlap=config.max_offpolicy_steps > 0,
+        overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
         num_generators=config.generator.num_replicas,
         in_flight_updates=config.generator.updates == "in_flight",
         num_reward_procs=config.reward.num_procs,

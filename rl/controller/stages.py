@@ -16,12 +16,12 @@ from rl.controller.rollouts import Rollouts, check_rewards
 from rl.controller.schedule import Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
-from rl.controller.update import StepFailed, Updater, learn
+from rl.controller.update import StepFailed, Updater, learn, stream
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.loss.value import ClippedValue
 from rl.models.checkpoint_dir import is_complete, latest
-from rl.observability.metrics import eval_metrics, group_metrics
+from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
 from rl.types import Group, OptimParams, PolicyVersion
 from rl.waiting import beside
@@ -81,19 +81,25 @@ class RunStages:
         return None if self._only_evaluating else self._actors.generators.served
 
     async def next_batch(self, step: int) -> TrainingBatch:
-        config = self._config
-        inputs = scorers(self._algorithm, self._actors)
+        """Where groups are streamed, all parts but the last are in the gradient when this returns."""
+        config, inputs = self._config, scorers(self._algorithm, self._actors)
         if self.buffer is None:
             return await self._data.batch(step, config.prompts_per_step, self._algorithm, inputs)
-        taken = await self.buffer.take(step - 1)
-        sampled = sorted((*taken.groups, *taken.filtered), key=lambda group: group.index)
+        batch = await self._next_part(step, inputs)
+        for _ in range(1, config.num_parts):
+            try:
+                batch = await stream(batch, step, self._policy)
+            except StepFailed as failure:
+                raise await self._give_up(step, failure) from failure
+            batch = batch.joined(await self._next_part(step, inputs))
         if self._algorithm.reads_rewards:
-            check_rewards(sampled)
-        batch = await build_training_batch(taken.groups, self._algorithm, inputs)
-        counts = dict(taken.metrics)
-        if config.resampling_rounds:
-            counts["resampling/extra_prompts"] = len(taken.filtered)
-        return replace(batch, rollouts=sampled, metrics=batch.metrics | counts)
+            check_rewards(batch.sampled)
+        return batch
+
+    async def _next_part(self, step: int, inputs: Scorers) -> TrainingBatch:
+        taken = await self.buffer.take(step - 1, self._config.groups_per_part)
+        part = await build_training_batch(taken.groups, self._algorithm, inputs)
+        return replace(part, filtered=list(taken.filtered))
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         coming = self.buffer.coming if self.buffer and step < self._config.steps else ()
@@ -142,8 +148,12 @@ class RunStages:
         self._actors.store.changed.notify()
 
     def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
-        metrics = group_metrics(batch.rollouts) | batch.metrics | dict(learned) | self._generation_metrics()
-        self._recorder.step(step, metrics, batch.rollouts)
+        metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned) | self._generation_metrics()
+        if self.buffer is not None:
+            metrics |= offpolicy_metrics(batch.rollouts, step - 1) | self.buffer.metrics
+        if self._config.resampling_rounds:
+            metrics["resampling/extra_prompts"] = len(batch.filtered)
+        self._recorder.step(step, metrics, batch.sampled)
 
     def _generation_metrics(self) -> dict[str, float]:
         pool = self._actors.generators

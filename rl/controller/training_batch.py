@@ -18,6 +18,7 @@ from rl.controller.algorithm import Algorithm
 from rl.errors import RunError
 from rl.loss.advantages.base import Trajectory
 from rl.loss.kl import estimate
+from rl.loss.shaping import Shaping
 from rl.types import Group, Rollout, Sample, Score
 
 Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
@@ -34,13 +35,46 @@ class TrainingGroup:
 
 
 @dataclass(frozen=True)
+class Streamed:
+    """Groups whose gradient the trainer already holds, and what forward_backward returned for them."""
+
+    groups: list[TrainingGroup]
+    learned: dict[str, float]
+
+
+@dataclass(frozen=True)
 class TrainingBatch:
     """What a step learns from."""
 
-    groups: list[TrainingGroup]
-    rollouts: list[Group] = field(default_factory=list)  # all that was sampled for it, where something was
-    metrics: dict[str, float] = field(default_factory=dict)
+    groups: list[TrainingGroup]  # still to be trained on
+    rollouts: list[Group] = field(default_factory=list)  # what the groups were made of, streamed ones too
+    filtered: list[Group] = field(default_factory=list)  # sampled for it, and not trained on
+    means: dict[str, tuple[float, int]] = field(default_factory=dict)  # metric -> sum, and of how many
     samples_per_unit: int = 1  # consecutive samples that share a micro-batch
+    streamed: tuple[Streamed, ...] = ()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: total / max(1, count) for name, (total, count) in self.means.items()}
+
+    @property
+    def sampled(self) -> list[Group]:
+        """All that was sampled for it, in the order of indices."""
+        return sorted([*self.rollouts, *self.filtered], key=lambda group: group.index)
+
+    def joined(self, part: "TrainingBatch") -> "TrainingBatch":
+        """This and the next part of the same batch."""
+        means = dict(self.means)
+        for name, (total, count) in part.means.items():
+            before, count_before = means.get(name, (0.0, 0))
+            means[name] = before + total, count_before + count
+        return replace(
+            self,
+            groups=[*self.groups, *part.groups],
+            rollouts=[*self.rollouts, *part.rollouts],
+            filtered=[*self.filtered, *part.filtered],
+            means=means,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +100,17 @@ async def build_training_batch(
     members = [_usable(group, algorithm) for group in groups]
     if algorithm.advantages_need_forward:
         members = await _with_forward_passes(members, scorers)
-    members, metrics = _with_rewards(members, algorithm)
+    members, means = _with_rewards(members, algorithm)
     if algorithm.reads_rewards:
         members = estimate_advantages(members, algorithm)
         nonzero = [m.sample.advantages.any() for group in members for m in group]
-        metrics["advantages/nonzero"] = float(np.mean(nonzero or [0.0]))
+        means["advantages/nonzero"] = float(sum(nonzero)), len(nonzero)
     counted = [[m for m in group if not algorithm.shaping.drops(m.rollout.stop)] for group in members]
     learning = _with_gradient(counted, algorithm)
     if not algorithm.advantages_need_forward:
         learning = await _with_forward_passes(learning, scorers)
     made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
-    return TrainingBatch(made, list(groups), metrics)
+    return TrainingBatch(made, list(groups), means=means)
 
 
 def _usable(group: Group, algorithm: Algorithm) -> list[_Member]:
@@ -109,7 +143,7 @@ async def with_loss_inputs(samples: Sequence[Sample], scorers: Scorers) -> list[
     ]
 
 
-def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[str, float]]:
+def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[str, tuple[float, int]]]:
     """The verifier's reward where it belongs, shaped, less the KL penalty."""
     rewarded, bonuses, kls = [], [], []
     for group in groups:
@@ -123,12 +157,12 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
                 kls.append(_kl(member.sample, algorithm))
                 rewards = rewards - algorithm.kl.coef * kls[-1]
             rewarded[-1].append(_Member(member.rollout, member.score, member.sample, rewards))
-    metrics = {}
-    if any(bonuses):
-        metrics["reward/shaping"] = float(np.mean(bonuses))
+    means = {}
+    if algorithm.shaping != Shaping():
+        means["reward/shaping"] = float(sum(bonuses)), len(bonuses)
     if kls:
-        metrics["kl"] = float(np.concatenate(kls).mean())
-    return rewarded, metrics
+        means["kl"] = float(sum(kl.sum() for kl in kls)), sum(map(len, kls))
+    return rewarded, means
 
 
 def scatter_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndarray:

@@ -3,14 +3,14 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from rl.actors.engine import EngineHandle
+from rl.actors.engine import EngineHandle, combine
 from rl.controller.algorithm import Algorithm
-from rl.controller.training_batch import TrainingBatch, TrainingGroup
+from rl.controller.training_batch import Streamed, TrainingBatch, TrainingGroup
 from rl.envs.base import derive_seed
 from rl.errors import NotFinite, RunError
 from rl.interfaces import Loss
@@ -61,10 +61,10 @@ async def learn(
 
     Raises StepFailed, which names the metric and the sample, where a loss or gradient is not finite.
     """
-    plan = minibatches(batch.groups, algorithm, seed, step)
-    tasks = [_updates(policy, plan, batch.samples_per_unit, step, algorithm)]
+    plan = [replace(batch, groups=part) for part in minibatches(batch.groups, algorithm, seed, step)]
+    tasks = [_updates(policy, plan, step, algorithm)]
     if critic is not None:
-        tasks.append(_updates(critic, plan, 1, step, algorithm))
+        tasks.append(_updates(critic, [replace(part, samples_per_unit=1) for part in plan], step, algorithm))
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for failure in results:
         if isinstance(failure, BaseException):
@@ -102,29 +102,52 @@ def denominator(groups: Sequence[TrainingGroup], algorithm: Algorithm) -> float:
             return num_sequences * algorithm.max_new_tokens
 
 
+async def stream(batch: TrainingBatch, step: int, policy: Updater) -> TrainingBatch:
+    """Add the gradient of these groups while others of their batch are still generated.
+
+    Raises StepFailed where their loss is not finite.
+    """
+    try:
+        learned = await policy.forward_backward(_samples(batch.groups), batch.samples_per_unit)
+    except NotFinite as error:
+        which = f"step {step}, groups {batch.rollouts[0].index} to {batch.rollouts[-1].index}"
+        raise _failure(error, which, True, policy, batch, policy.params(step, 1.0)) from error
+    return replace(batch, groups=[], streamed=(*batch.streamed, Streamed(batch.groups, learned)))
+
+
 async def _updates(
-    updater: Updater,
-    plan: Sequence[Sequence[TrainingGroup]],
-    samples_per_unit: int,
-    step: int,
-    algorithm: Algorithm,
+    updater: Updater, plan: Sequence[TrainingBatch], step: int, algorithm: Algorithm
 ) -> list[dict[str, float]]:
     """One dictionary of sums for each optimizer step, with `denominator` and `grad_norm`."""
     updates = []
-    for groups in plan:
-        samples, total = [s for group in groups for s in group.samples], denominator(groups, algorithm)
+    for part in plan:
+        streamed = [group for earlier in part.streamed for group in earlier.groups]
+        total = denominator([*streamed, *part.groups], algorithm)
         params = updater.params(step, total)
         try:
-            learned = await updater.forward_backward(samples, samples_per_unit)
+            learned = await updater.forward_backward(_samples(part.groups), part.samples_per_unit)
             stepped = await updater.optim_step(params)
         except NotFinite as error:
             # Of two that learn at a time, the other may have gone ahead.
             untouched = not updates and not algorithm.needs_critic
             which = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
-            blame = partial(_find_sample, updater, samples, samples_per_unit, params)
-            raise StepFailed(f"{which}: {error} ({error.metric})", untouched, blame) from error
+            raise _failure(error, which, untouched, updater, part, params) from error
+        learned = combine([*(earlier.learned for earlier in part.streamed), learned])
         updates.append(learned | stepped | {"denominator": total})
     return updates
+
+
+def _samples(groups: Sequence[TrainingGroup]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def _failure(
+    error: NotFinite, which: str, untouched: bool, updater: Updater, part: TrainingBatch, params: OptimParams
+) -> StepFailed:
+    streamed = [group for earlier in part.streamed for group in earlier.groups]
+    samples = _samples([*streamed, *part.groups])
+    blame = partial(_find_sample, updater, samples, part.samples_per_unit, params)
+    return StepFailed(f"{which}: {error} ({error.metric})", untouched, blame)
 
 
 async def _find_sample(

@@ -80,6 +80,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def offpolicy_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions behind the policy its groups were sampled, by the oldest token of each."""
+    ages = [version - group.oldest_version for group in groups]
+    return {"offpolicy/mean": statistics.fmean(ages), "offpolicy/max": max(ages)}
+
+
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`eval/accuracy`: share of held-out problems with a reward of at least 1; failed ones count as wrong."""
     scores = [score for group in groups for score in group.scores]

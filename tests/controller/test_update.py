@@ -220,6 +220,37 @@ def test_what_is_not_finite_stops_the_run_with_its_step_metric_and_sample(
     assert message.endswith(f"go on from --resume_from {tmp_path / 'checkpoints' / f'step-{step - 1}'}")
 
 
+def test_streamed_groups_make_one_update_of_the_whole_step(tmp_path):
+    """The same rollouts, denominators and advantages as when the step waits for all of them."""
+
+    def of(stream_groups):
+        calls, recorder = run(config(steps=1, stream_groups=stream_groups), tmp_path / str(stream_groups))
+        learned = [call[2] for call in calls if call[:2] == ("trainer", "learn")]
+        stepped = [call[2] for call in calls if call[:2] == ("trainer", "step")]
+        return (
+            sorted(token for tokens in learned for token in tokens),
+            stepped,
+            recorder.steps[1],
+            len(learned),
+        )
+
+    tokens, stepped, metrics, num_micro_batches = of(0)
+    tokens_2, stepped_2, metrics_2, num_micro_batches_2 = of(2)
+    assert tokens_2 == tokens and stepped_2 == stepped and len(stepped) == 1
+    assert num_micro_batches_2 == 3 * num_micro_batches
+    same = [
+        name
+        for name in metrics
+        if name.startswith(("reward", "advantages", "tokens", "offpolicy", "updates"))
+    ]
+    assert len(same) > 8 and {n: metrics_2[n] for n in same} == pytest.approx({n: metrics[n] for n in same})
+
+
+def test_a_streamed_part_that_is_not_finite_names_its_sample(tmp_path):
+    with pytest.raises(RunError, match=r"step 1, groups 0 to 1: the loss is nan \(loss\); the sample is \w+"):
+        run(config(stream_groups=2), tmp_path, fail_on=("loss", 20, 0))
+
+
 def test_where_nothing_was_saved_the_weights_before_the_failure_are(tmp_path):
     with pytest.raises(
         RunError,
