@@ -54,7 +54,11 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ShardsUpdateInfo) -> None:
-        self.model.load_weights(self._tensors(self.transport.fetch(update_info.manifest)))
+        fetched = self.transport.fetch(update_info.manifest)
+        for module in self.model.modules():
+            if hasattr(module, "cpu_linear"):  # packed weights: else the old and the new ones are there at once
+                module.cpu_linear = torch.nn.functional.linear
+        self.model.load_weights(self._tensors(fetched))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
