@@ -8,7 +8,8 @@ from typing import Any
 
 from configs.quickstart import quickstart
 from rl.actors.actors import Actors
-from rl.actors.generator import GeneratorPool, GeneratorReplica
+from rl.actors.generator_pool import GeneratorPool
+from rl.actors.generator_replica import GeneratorReplica
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
@@ -116,18 +117,18 @@ def fake_actors(config: RunConfig, seconds: Seconds, num_rewards: int, seed: int
     async def released(manifest: Manifest) -> None:
         pass
 
-    store, changed = WeightStore(released), Signal()
+    store, rewards_changed = WeightStore(released), Signal()
 
-    def make(number: int, wanted: Any) -> GeneratorReplica:
+    def make(number: int, updates: Any, changed: Signal) -> GeneratorReplica:
         async def spawn() -> FakeGenerator:
             return FakeGenerator(seconds, rng)
 
-        return GeneratorReplica(f"generator-{number}", spawn, 0, True, wanted, store)
+        return GeneratorReplica(f"generator-{number}", spawn, 0, True, updates, changed)
 
     async def spawn_reward() -> FakeReward:
         return FakeReward(seconds)
 
-    rewards = [Replica(f"reward-{i}", spawn_reward, 0, changed) for i in range(num_rewards)]
+    rewards = [Replica(f"reward-{i}", spawn_reward, 0, rewards_changed) for i in range(num_rewards)]
     generators = GeneratorPool("generator", make, config.generator.num_replicas, MODEL, store)
-    pool = RewardPool("reward worker", rewards, changed)
+    pool = RewardPool("reward worker", rewards, rewards_changed)
     return Actors(FakeTrainer(config, seconds), generators, pool, store, config.deadlines)

@@ -37,10 +37,14 @@ class Signal:
         self._event.set()
         self._event = asyncio.Event()
 
+    async def wait(self) -> None:
+        """Until the next `notify`."""
+        await self._event.wait()
+
     async def wait_for(self, holds: Callable[[], bool]) -> None:
         """Returns once `holds()`; it is asked again after each `notify`."""
         while not holds():
-            await self._event.wait()
+            await self.wait()
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from rl.actors.engine import EngineHandle
-from rl.actors.generator import GeneratorPool
+from rl.actors.generator_pool import GeneratorPool
 from rl.actors.reference import Reference
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle

@@ -142,7 +142,7 @@ class Pool(Generic[R]):
     def __init__(self, name: str, replicas: Sequence[R], changed: Signal):
         self._name = name
         self.replicas = tuple(replicas)
-        self._changed = changed
+        self.changed = changed  # the states, or who has nothing to do
 
     async def run(self) -> None:
         """Keep every replica alive, until cancelled."""
@@ -152,7 +152,7 @@ class Pool(Generic[R]):
 
     async def started(self) -> None:
         """Every replica's processes have answered for the first time."""
-        await self._changed.wait_for(
+        await self.changed.wait_for(
             lambda: all(r.state != State.STARTING or r.num_restarts for r in self.replicas)
         )
 
@@ -168,21 +168,28 @@ class Pool(Generic[R]):
         it is serving. Raises ProcessDied once all are dead for good.
         """
         while True:
-            await self._changed.wait_for(lambda: self._candidates(takes) or self.num_alive == 0)
-            candidates = self._candidates(takes)
-            if not candidates:
-                raise ProcessDied(
-                    f"every {self._name} has died for good; see their logs under the run's logs/"
-                )
-            idlest = min(candidates, key=lambda r: r.load)
-            chosen = prefer if prefer in candidates and prefer.load <= 2 * idlest.load + 8 else idlest
+            chosen = self._choose(takes, prefer)
+            if chosen is None:
+                if self.num_alive == 0:
+                    raise ProcessDied(
+                        f"every {self._name} has died for good; see their logs under the run's logs/"
+                    )
+                await self.changed.wait()
+                continue
             try:
                 return await invoke(chosen)
             except ProcessDied as death:
                 _log.warning("%s; its work goes to another %s", death, self._name)
 
-    def _candidates(self, takes: Callable[[R], bool]) -> list[R]:
-        return [r for r in self.replicas if r.state == State.SERVING and takes(r)]
+    def _choose(self, takes: Callable[[R], bool], prefer: R | None) -> R | None:
+        idlest = None
+        for replica in self.replicas:
+            is_idler = idlest is None or replica.load < idlest.load
+            if is_idler and replica.state is State.SERVING and takes(replica):
+                idlest = replica
+        if idlest is None or prefer is None or prefer.state is not State.SERVING or not takes(prefer):
+            return idlest
+        return prefer if prefer.load <= 2 * idlest.load + 8 else idlest
 
     @property
     def num_alive(self) -> int:

@@ -11,7 +11,9 @@ import psutil
 
 from rl.actors.actors import Actors
 from rl.actors.engine import EngineActor, EngineHandle
-from rl.actors.generator import Generator, GeneratorPool, GeneratorProcesses, GeneratorReplica
+from rl.actors.generator import Generator, GeneratorProcesses
+from rl.actors.generator_pool import GeneratorPool
+from rl.actors.generator_replica import GeneratorReplica, Updates
 from rl.actors.reference import Reference, ReferenceAdapter, ReferenceMesh
 from rl.actors.remote import Caller, Deadline
 from rl.actors.replica import Replica
@@ -170,11 +172,11 @@ class _Launcher:
     def _generators(self, store: WeightStore, transport: Transport, policy: str) -> GeneratorPool:
         specs = self._specs
 
-        def make(number: int, wanted: Callable) -> GeneratorReplica:
+        def make(number: int, updates: Updates, changed: Signal) -> GeneratorReplica:
             name = f"generator-{number}"
             spawn = self._generator_spawner(name, number, transport)
             restarts, in_flight = specs.max_generator_restarts, specs.in_flight_updates
-            return GeneratorReplica(name, spawn, restarts, in_flight, wanted, store)
+            return GeneratorReplica(name, spawn, restarts, in_flight, updates, changed)
 
         return GeneratorPool("generator", make, specs.num_generators, policy, store)
 

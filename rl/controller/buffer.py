@@ -74,6 +74,7 @@ class RolloutBuffer:
         self._next = state["next"] if state else self._num_taken
         self._again = list(state["unfinished"]) if state else []
         self._running: dict[int, _Prompt] = {}
+        self._running_since: Counter[PolicyVersion] = Counter()
         self._finished: dict[int, _Prompt] = {}
         self._spare: list[_Prompt] = []  # finished since the batch before, and not worth a place
         self._tasks: set[asyncio.Task] = set()
@@ -148,6 +149,7 @@ class RolloutBuffer:
             else:
                 index, self._next = self._next, self._next + 1
             self._running[index] = _Prompt(index, self._served)
+            self._running_since[self._served] += 1
             task = asyncio.create_task(self._run(self._running[index]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -174,6 +176,7 @@ class RolloutBuffer:
             self._changed.notify()
             return
         del self._running[prompt.index]
+        self._running_since -= Counter([prompt.begun])  # keeps no zeros
         finished = _Prompt(prompt.index, prompt.begun, group)
         if self._keep(group) or not self._pace.max_filtered_per_step:
             self._finished[prompt.index] = finished
@@ -191,20 +194,27 @@ class RolloutBuffer:
         For every later version u: those due by then and not chosen must fit into the steps until then, and
         what is left of this one.
         """
-        pace = self._pace
+        pace, k = self._pace, self._pace.max_offpolicy_steps
         num_spare = max(0, len(self._spare) - pace.max_filtered_per_step)
         if len(self._finished) + num_spare < size:
+            return None
+        places = -(self._num_taken + size) % pace.groups_per_step
+
+        def is_in_time(left: Mapping[PolicyVersion, int]) -> bool:
+            due = 0
+            for last_version in sorted(left):
+                due += left[last_version]
+                if due > places + (last_version - version) * pace.groups_per_step:
+                    return False
+            return True
+
+        left = Counter({begun + k: number for begun, number in self._running_since.items()})
+        if not is_in_time(left):  # asked first: it costs nothing, and the sort below does
             return None
         finished = [*self._finished.values(), *self._split_spare()[0]]
         oldest_first = sorted(finished, key=lambda p: (p.begun, p.index))
         chosen, others = oldest_first[:size], oldest_first[size:]
-        if not pace.max_offpolicy_steps and any(i < chosen[-1].index for i in self._running):
+        if not k and any(i < chosen[-1].index for i in self._running):
             return None
-        left = Counter(p.begun + pace.max_offpolicy_steps for p in (*self._running.values(), *others))
-        places = -(self._num_taken + size) % pace.groups_per_step
-        due = 0
-        for last_version in sorted(left):
-            due += left[last_version]
-            if due > places + (last_version - version) * pace.groups_per_step:
-                return None
-        return sorted(chosen, key=lambda p: p.index)
+        left.update(p.begun + k for p in others)
+        return sorted(chosen, key=lambda p: p.index) if is_in_time(left) else None

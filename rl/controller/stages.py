@@ -71,7 +71,7 @@ class RunStages:
         if self.buffer is None:
             return await train(self._schedule, self)
         try:
-            async with beside(self.buffer.follow(self._served, self._actors.store.changed)):
+            async with beside(self.buffer.follow(self._served, self._actors.generators.changed)):
                 await train(self._schedule, self)
         finally:
             self.buffer.close()
@@ -145,7 +145,7 @@ class RunStages:
         metrics = eval_metrics(groups) | {"eval/version": version}
         self._recorder.evaluation(step, metrics, groups, pause=self._only_evaluating)
         self._only_evaluating = False
-        self._actors.store.changed.notify()
+        generators.changed.notify()
 
     def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
         metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned) | self._generation_metrics()

@@ -5,8 +5,10 @@ import contextlib
 
 import pytest
 
+from rl.actors import generator_replica
 from rl.actors import replica as module
-from rl.actors.generator import GeneratorPool, GeneratorReplica
+from rl.actors.generator_pool import GeneratorPool
+from rl.actors.generator_replica import GeneratorReplica
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import State
 from rl.types import Completion, LoRA, SamplingParams, StopReason, VersionRange
@@ -58,13 +60,13 @@ class World:
         self.store = WeightStore(self.release)
         name = policy[0] if policy else MODEL
 
-        def make(number, wanted):
+        def make(number, updates, changed):
             async def spawn():
                 process = Processes(f"generator-{number}")
                 self.processes.setdefault(number, []).append(process)
                 return process
 
-            return GeneratorReplica(f"generator-{number}", spawn, 3, in_flight, wanted, self.store)
+            return GeneratorReplica(f"generator-{number}", spawn, 3, in_flight, updates, changed)
 
         self.pool = GeneratorPool("generator", make, num_replicas, name, self.store)
 
@@ -81,7 +83,7 @@ class World:
         return self.processes[number][-1]
 
     async def until(self, holds):
-        await asyncio.wait_for(self.store.changed.wait_for(holds), 1)
+        await asyncio.wait_for(self.pool.changed.wait_for(holds), 1)
 
 
 @contextlib.asynccontextmanager
@@ -176,6 +178,42 @@ def test_work_for_a_version_goes_only_where_it_is_served():
             await world.until(lambda: all(r.version == 1 for r in world.pool.replicas))
             await asyncio.gather(*(world.pool.at_least(1).sample([9, i], 1, PARAMS) for i in range(6)))
             assert len(world.process(1).waves) == 3
+
+    run(main)
+
+
+def test_those_that_load_at_the_same_time_begin_together_and_share_what_waits():
+    async def main():
+        async with running(World(3)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == 3)
+            for number in range(3):
+                world.process(number).may_load.clear()
+            await world.publish(1)
+            waiting = [asyncio.create_task(world.pool.at_least(1).sample([i], 1, PARAMS)) for i in range(9)]
+            for number in (2, 0, 1):
+                assert world.pool.served == 0
+                await asyncio.sleep(0.01)
+                world.process(number).may_load.set()
+            await asyncio.gather(*waiting)
+            assert [len(world.process(number).waves) for number in range(3)] == [3, 3, 3]
+
+    run(main)
+
+
+def test_one_that_takes_far_longer_to_load_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(generator_replica, "_SLACK_SECONDS", 0.05)
+
+    async def main():
+        async with running(World(2)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == 2)
+            world.process(1).may_load.clear()
+            await world.publish(1)
+            await world.pool.wait_served(1)
+            assert [r.version for r in world.pool.replicas] == [1, 0]
+            world.process(1).may_load.set()
+            await world.until(lambda: all(r.version == 1 for r in world.pool.replicas))
 
     run(main)
 

@@ -143,6 +143,10 @@ class FakeGenerators:
         self.calls, self.store, self.policy = calls, store, policy
 
     @property
+    def changed(self):
+        return self.store.changed
+
+    @property
     def served(self):
         newest = self.store.newest(self.policy)
         return newest.version if newest else None

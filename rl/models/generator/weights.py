@@ -56,7 +56,9 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
     def receive_weights(self, update_info: ShardsUpdateInfo) -> None:
         fetched = self.transport.fetch(update_info.manifest)
         for module in self.model.modules():
-            if hasattr(module, "cpu_linear"):  # packed weights: else the old and the new ones are there at once
+            if hasattr(
+                module, "cpu_linear"
+            ):  # packed weights: else the old and the new ones are there at once
                 module.cpu_linear = torch.nn.functional.linear
         self.model.load_weights(self._tensors(fetched))
 

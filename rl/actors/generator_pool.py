@@ -1,0 +1,115 @@
+"""GeneratorPool: the generators as one Sampler."""
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from rl.actors.generator_replica import GeneratorReplica, Updates
+from rl.actors.remote import ProcessDied
+from rl.actors.replica import Pool, State
+from rl.interfaces import Sampler
+from rl.types import Completion, PolicyVersion, SamplingParams
+from rl.waiting import Signal
+from rl.weight_sync.store import WeightStore
+
+_PREFIX_TOKENS = 32
+_NUM_HOMES = 4096
+
+
+class GeneratorPool(Pool[GeneratorReplica]):
+    """The generators as one Sampler: by load, and where a prompt's prefix was computed before."""
+
+    def __init__(
+        self,
+        name: str,
+        make_replica: Callable[[int, Updates, Signal], GeneratorReplica],
+        num_replicas: int,
+        policy: str,
+        store: WeightStore,
+    ):
+        """make_replica(number, updates, changed) makes a replica that notifies `changed`.
+
+        policy: the name under which what is sampled is published.
+        """
+        self._updates = Updates(store, policy)
+        self._homes: OrderedDict[tuple[int, ...], tuple[GeneratorReplica, PolicyVersion]] = OrderedDict()
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        changed = Signal()
+        replicas = [make_replica(i, self._updates, changed) for i in range(num_replicas)]
+        super().__init__(name, replicas, changed)
+
+    @property
+    def served(self) -> PolicyVersion | None:
+        """The newest version that a generator serves."""
+        return max((r.version for r in self.replicas if r.state == State.SERVING), default=None)
+
+    async def wait_served(self, version: PolicyVersion) -> None:
+        """Until a generator serves this version, or a newer one."""
+        await self.changed.wait_for(
+            lambda: self.num_alive == 0 or (self.served is not None and self.served >= version)
+        )
+        if self.num_alive == 0:
+            raise ProcessDied("every generator has died for good; see their logs under the run's logs/")
+
+    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+        """With whatever version is served."""
+        return await self._sample(lambda replica: True, prompt, n, params)
+
+    def at_least(self, version: PolicyVersion) -> Sampler:
+        """A sampler that starts no completion with older weights."""
+        return _Routed(self, lambda replica: replica.version >= version)
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[tuple[PolicyVersion, Sampler]]:
+        """Within the context no generator goes beyond the newest version: all samples are of that one."""
+        updates, manifest = self._updates, self._updates.newest
+        async with updates.store.reading(manifest):
+            updates.pinned = manifest
+            try:
+                yield manifest.version, _Routed(self, lambda replica: replica.version == manifest.version)
+            finally:
+                updates.pinned = None
+                updates.store.changed.notify()
+
+    def take_counts(self) -> tuple[int, int]:
+        """Prompt tokens of all that was sampled since the last call, and how many of them the cache held."""
+        counts = self._num_prompt_tokens, self._num_cached_tokens
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        return counts
+
+    async def _sample(
+        self,
+        takes: Callable[[GeneratorReplica], bool],
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+    ) -> list[Completion]:
+        prefix = tuple(prompt[:_PREFIX_TOKENS])
+
+        home, version = self._homes.get(prefix, (None, None))
+        if home is not None and home.version != version:
+            home = None  # its cache was dropped with the weights
+
+        async def on(replica: GeneratorReplica) -> list[Completion]:
+            self._homes[prefix] = replica, replica.version
+            self._homes.move_to_end(prefix)
+            if len(self._homes) > _NUM_HOMES:
+                self._homes.popitem(last=False)
+            return await replica.sample(prompt, n, params)
+
+        completions = await self.ask(on, takes, prefer=home)
+        self._num_prompt_tokens += n * len(prompt)
+        self._num_cached_tokens += sum(completion.num_cached_tokens for completion in completions)
+        return completions
+
+
+class _Routed:
+    """A Sampler that only some replicas take part in."""
+
+    def __init__(self, pool: GeneratorPool, takes: Callable[[GeneratorReplica], bool]):
+        self._pool = pool
+        self._takes = takes
+
+    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+        return await self._pool._sample(self._takes, prompt, n, params)

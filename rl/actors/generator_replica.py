@@ -1,0 +1,128 @@
+"""GeneratorReplica: a generator that can be spawned again, and that follows the weight store."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+from rl.actors.generator import GeneratorProcesses
+from rl.actors.replica import Replica, State
+from rl.models.generator.wave import Wave
+from rl.types import Completion, PolicyVersion, SamplingParams
+from rl.waiting import Signal
+from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.store import WeightStore
+
+_SLACK_SECONDS = 0.1
+
+
+class Updates:
+    """Which version the generators should have: the newest of the policy, or the one that is pinned.
+
+    Those that load a version at the same time begin to serve it together: prompts that wait for it would
+    otherwise all go to the fastest. One that takes more than twice as long as another is not waited for.
+    """
+
+    def __init__(self, store: WeightStore, policy: str):
+        """policy: the name under which what is sampled is published."""
+        self.store = store
+        self.pinned: Manifest | None = None
+        self._policy = policy
+        self._loading: dict[PolicyVersion, int] = {}
+        self._loaded: dict[PolicyVersion, asyncio.Event] = {}  # by all that load it
+
+    @property
+    def newest(self) -> Manifest | None:
+        return self.store.newest(self._policy)
+
+    @property
+    def wanted(self) -> Manifest | None:
+        return self.pinned or self.newest
+
+    @asynccontextmanager
+    async def together(self, version: PolicyVersion) -> AsyncIterator[None]:
+        """Within the context the version is loaded; it is left when the others have it too."""
+        began = time.monotonic()
+        self._loading[version] = self._loading.get(version, 0) + 1
+        all_have_it = self._loaded.setdefault(version, asyncio.Event())
+        try:
+            yield
+        finally:
+            self._loading[version] -= 1
+            if not self._loading[version]:
+                del self._loading[version], self._loaded[version]
+                all_have_it.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(time.monotonic() - began + _SLACK_SECONDS):
+                await all_have_it.wait()
+
+
+class GeneratorReplica(Replica[GeneratorProcesses]):
+    """A generator that can be spawned again, and that follows the WeightStore.
+
+    Invariant: it serves only once it has the weights of some version, with `version` their number. Where
+    updates are not in flight, it finishes what it has before it takes new weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[], Awaitable[GeneratorProcesses]],
+        max_restarts: int,
+        in_flight_updates: bool,
+        updates: Updates,
+        changed: Signal,
+    ):
+        super().__init__(name, spawn, max_restarts, changed)
+        self.version: PolicyVersion | None = None
+        self._in_flight_updates = in_flight_updates
+        self._updates = updates
+        self._wave_numbers = count()
+        self._wave: list[asyncio.Future] = []  # requests of the present turn of the event loop
+
+    async def serve(self, member: GeneratorProcesses) -> None:
+        self.version = None
+        self._enter(State.LOADING)
+        while True:
+            await self._updates.store.changed.wait_for(self._is_behind)
+            if self.state == State.SERVING and not self._in_flight_updates:
+                self._enter(State.DRAINING)
+                await self._changed.wait_for(lambda: self.load == 0)
+            manifest = self._updates.wanted
+            async with self._updates.together(manifest.version):
+                if self.version is None and manifest.adapter is not None:
+                    await self._load(member, self._updates.store.newest(MODEL))
+                await self._load(member, manifest)
+            self.version = manifest.version
+            self._enter(State.SERVING)
+
+    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+        """Requests made in one turn of the event loop are admitted together, in this order: see Wave."""
+        return await self.ask(lambda member: self._in_wave(member, prompt, n, params), load=n)
+
+    async def _in_wave(
+        self, member: GeneratorProcesses, prompt: Sequence[int], n: int, params: SamplingParams
+    ) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        position = len(self._wave)
+        if not position:
+            loop.call_soon(self._close_wave, next(self._wave_numbers))
+        closed = loop.create_future()
+        self._wave.append(closed)
+        number, size = await closed
+        return await member.sample(prompt, n, params, Wave(number, position, size))
+
+    def _close_wave(self, number: int) -> None:
+        wave, self._wave = self._wave, []
+        for closed in wave:
+            if not closed.done():
+                closed.set_result((number, len(wave)))
+
+    def _is_behind(self) -> bool:
+        wanted = self._updates.wanted
+        return wanted is not None and wanted.version != self.version
+
+    async def _load(self, member: GeneratorProcesses, manifest: Manifest) -> None:
+        async with self._updates.store.reading(manifest):
+            await member.load_weights(manifest)
