@@ -85,6 +85,7 @@ def main() -> None:
     group, train, publish, load = options.component_seconds
     seconds = Seconds(group, 0.3, 0.01, train, publish, load)
 
+    run(scaled(8, 4, 2), seconds, 1)  # imports and caches
     rows = [["groups in flight", "prompts", "samples", "CPU a sample, us"]]
     for in_flight in (8, 32, 128, 512):
         settings = scaled(in_flight // 2, max(4, 2048 // in_flight), 8)
@@ -92,13 +93,17 @@ def main() -> None:
     for prompts in (1_000, 10_000, 100_000):
         rows.append(row(scaled(100, prompts // 100, 8, group_size=2), seconds, 200))
 
-    simulated = [["generators", "samples a step", "s/step", "samples/s", "controller's core is busy"]]
+    simulated = [["generators", "samples a step", "s/step", "samples/s", "CPU a sample, us", "core is busy"]]
+    most = 0.0
     for num in options.generators:
         settings = scaled(16 * num, 4 if num < 1000 else 2, num)
         cpu, virtual = run(settings, seconds, settings.reward.num_procs)
         samples = settings.prompts_per_step * settings.group_size
+        a_sample = cpu / (samples * settings.steps)
         simulated.append([str(num), str(samples), f"{virtual / settings.steps:.1f}",
-                          f"{samples * settings.steps / virtual:.0f}", f"{cpu / virtual:.0%}"])  # fmt: skip
+                          f"{samples * settings.steps / virtual:.0f}", f"{a_sample * 1e6:.0f}",
+                          f"{cpu / virtual:.0%}"])  # fmt: skip
+        most = num * virtual / cpu if cpu < virtual or not most else most
         print(simulated[-1], flush=True)
     notes = "\n".join(
         [
@@ -106,9 +111,11 @@ def main() -> None:
             "",
             f"16 prompts x 8 samples a step for each generator, which takes {group} s for them (log-normal, sigma 0.3);",
             f"training takes {train} s a step on as many trainers as that needs, publishing {publish} s, loading {load} s.",
-            "Where the controller's core is busy for over 100% of the time, it is the bottleneck.",
+            "Where the controller's core is busy for over 100% of the time, it is the bottleneck: with these times at",
+            f"about {most:.0f} generators. What it does then is the samples themselves (tokenising, packing, metrics): the",
+            "cost of a sample hardly depends on how many generators there are.",
             "",
-            *("| " + " | ".join(cells) + " |" for cells in [simulated[0], ["---"] * 5, *simulated[1:]]),
+            *("| " + " | ".join(cells) + " |" for cells in [simulated[0], ["---"] * 6, *simulated[1:]]),
         ]
     )
     command = "python -m benchmarks.controller_scale"

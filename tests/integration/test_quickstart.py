@@ -1,4 +1,4 @@
-"""The quickstart learns, from every seed."""
+"""The quickstart learns, from every seed, synchronously and with rollouts that lag behind."""
 
 import pytest
 
@@ -6,10 +6,12 @@ from tests.integration.runs import read_metrics, rl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_offpolicy_steps", [0, 1, 4])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_quickstart_learns(tmp_path, seed):
+def test_quickstart_learns(tmp_path, seed, max_offpolicy_steps):
     run_dir = tmp_path / "run"
-    done = rl("train", "quickstart", "--run_dir", run_dir, "--seed", seed, timeout=580)
+    settings = ("--seed", seed, "--max_offpolicy_steps", max_offpolicy_steps)
+    done = rl("train", "quickstart", "--run_dir", run_dir, *settings, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     accuracy = {m["step"]: m["eval/accuracy"] for m in read_metrics(run_dir) if "eval/accuracy" in m}
     assert accuracy[0] <= 0.65

@@ -107,6 +107,37 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
     assert (expected - torch.tensor(logprobs)).abs().max() < 1e-4
 
 
+# What may differ between two runs of one seed: clocks, how many generators there are, and what each had in its cache.
+MAY_DIFFER = ("time/", "idle/", "generators/", "tokens/prompt_computed")
+
+
+def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fsdp_run, tmp_path):
+    """Bit for bit: so two runs of the same settings do."""
+    run_dir, _ = fsdp_run
+    one = ("--generator.num_replicas", "1")
+    done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", tmp_path / "run", *one)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    def numbers(directory):
+        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+        return [{n: v for n, v in line.items() if not n.startswith(MAY_DIFFER)} for line in lines]
+
+    assert numbers(tmp_path / "run") == numbers(run_dir)
+    assert len(numbers(run_dir)) == 7 and "logprob_diff/max" in numbers(run_dir)[1]
+
+
+@pytest.mark.slow
+def test_streamed_groups_give_the_same_run(fsdp_run, tmp_path):
+    """Micro-batches of the groups that are finished train while others are generated; only sums are reordered."""
+    run_dir, _ = fsdp_run
+    two = ("--stream_groups", "2")
+    done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", tmp_path / "run", *two)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for streamed, whole in zip(read_metrics(tmp_path / "run"), read_metrics(run_dir), strict=True):
+        for name in ("reward/mean", "loss", "grad_norm", "entropy", "eval/accuracy"):
+            assert streamed.get(name) == pytest.approx(whole.get(name), abs=1e-5), name
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_path):
     run_dir, _ = fsdp_run
@@ -191,18 +222,23 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
 
-def test_supervised_learning_then_distillation_by_the_transformers_engine_then_preferences(tmp_path):
-    def learn(recipe, *settings):
-        done = rl("train", f"tests/recipes.py:{recipe}", "--run_dir", tmp_path / recipe, *settings)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [m for m in read_metrics(tmp_path / recipe) if "loss" in m]
+def learn(tmp_path, recipe, *settings):
+    done = rl("train", f"tests/recipes.py:{recipe}", "--run_dir", tmp_path / recipe, *settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [m for m in read_metrics(tmp_path / recipe) if "loss" in m]
 
-    first, *_, last = learn("teacher")
+
+def test_supervised_learning_then_distillation_by_the_transformers_engine(tmp_path):
+    first, *_, last = learn(tmp_path, "teacher")
     assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last
-    steps = learn("student", "--reference.model.path", tmp_path / "teacher" / "hf")
+    steps = learn(tmp_path, "student", "--reference.model.path", tmp_path / "teacher" / "hf")
     assert all(m["logprob_diff/max"] < 1e-3 and m["grad_norm"] > 0 for m in steps)
     assert fmean(m["reverse_kl"] for m in steps[-10:]) < 0.8 * fmean(m["reverse_kl"] for m in steps[:3])
-    first, *_, last = learn("pairs")
+
+
+@pytest.mark.slow
+def test_preferences(tmp_path):
+    first, *_, last = learn(tmp_path, "pairs")
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: policy and reference are the same
     assert last["loss"] < 0.9 * first["loss"] and last["dpo/margin"] > 0.1
 

@@ -4,13 +4,29 @@ import pytest
 
 from tests.models.conformance import CASES, differences, run
 
+# Layouts that combine what others have, and settings that do not depend on the layout.
+IN_MAKE_TEST_ALL = [
+    case
+    for case in CASES
+    if case.layout == "HSDP 2 x 2"
+    or case.model in ("Llama", "Gemma 2")
+    or "activation_checkpointing" in case.settings
+    or (case.engine == "hf" and case.layout == "FSDP2 x 4")
+]
+PARAMETERS = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case in IN_MAKE_TEST_ALL)) for case in CASES
+]
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("conformance"), CASES)
+def results(request, tmp_path_factory):
+    """Of the cases that were selected."""
+    tests = [item for item in request.session.items if item.module is request.module]
+    chosen = [item.callspec.params["case"] for item in tests if hasattr(item, "callspec")]
+    return run(tmp_path_factory.mktemp("conformance"), chosen or CASES[:1])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_layout_equals_one_process(results, case):
     found = differences(results[case.name], results[case.one_process.name])
     assert found.pop("initial") == 0
