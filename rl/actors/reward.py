@@ -56,10 +56,12 @@ class RewardProcess:
         seconds = len(rollouts) * (self._limit + START_SECONDS)
         with self._timeline.span(self._caller.name, "score"):
             call = only(self._actor.score.call(rollouts))
-            return await self._caller.call(call, "score", Deadline("reward", seconds), past=ProcessDied)
+            return await self._caller.call(
+                call, "score", Deadline("reward.limit_seconds", seconds), past=ProcessDied
+            )
 
     async def check(self) -> None:
-        deadline = Deadline("reward", _PING_SECONDS)
+        deadline = Deadline("reward.limit_seconds", _PING_SECONDS)
         await self._caller.call(only(self._actor.ready.call()), "ready", deadline, past=ProcessDied)
 
     async def kill(self) -> None:

@@ -76,6 +76,7 @@ class RolloutBuffer:
         self._running: dict[int, _Prompt] = {}
         self._running_since: Counter[PolicyVersion] = Counter()
         self._finished: dict[int, _Prompt] = {}
+        self._in_step: list[int] = []  # what the step that was taken last consists of, filtered ones too
         self._spare: list[_Prompt] = []  # finished since the batch before, and not worth a place
         self._tasks: set[asyncio.Task] = set()
         self._failure: BaseException | None = None
@@ -107,6 +108,8 @@ class RolloutBuffer:
         if self._failure is not None:
             raise self._failure
         chosen = self._choose(version, size)
+        if self._num_taken % self._pace.groups_per_step == 0:
+            self._in_step = []
         kept, filtered = self._split_spare()
         self._spare = []
         self._finished |= {prompt.index: prompt for prompt in kept}
@@ -116,6 +119,7 @@ class RolloutBuffer:
             failed = all(score.error is not None for score in prompt.group.scores)
             self.ends["failed" if failed else "trained on"] += 1
         self._num_taken += len(chosen)
+        self._in_step += [prompt.index for prompt in (*chosen, *filtered)]
         self._start()
         return Taken(tuple(p.group for p in chosen), tuple(p.group for p in filtered))
 
@@ -124,6 +128,12 @@ class RolloutBuffer:
         """Plain data for a checkpoint: which prompts have not ended, and which comes next."""
         unfinished = sorted([*self._again, *self._running, *self._finished, *(p.index for p in self._spare)])
         return {"next": self._next, "unfinished": unfinished}
+
+    @property
+    def state_before_step(self) -> dict[str, Any]:
+        """The same, as if the step that was taken last had not begun."""
+        state = self.state
+        return state | {"unfinished": sorted([*state["unfinished"], *self._in_step])}
 
     @property
     def coming(self) -> range:

@@ -29,6 +29,9 @@ class TrainerConfig:
     lora: LoRA = LoRA()
     float8: bool = False
     """Linear layers in float8: real on GPUs, emulated on a CPU."""
+    dropout: bool = False
+    """The model's own dropout while it learns, with engine=hf. The generator has none, so ratios are not 1
+    even on-policy."""
     compile: bool = False
     """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

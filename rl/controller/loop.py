@@ -4,7 +4,7 @@ What waits in a run, for what, and what unblocks it:
 
 | task | waits for | unblocked by |
 |---|---|---|
-| a prompt (RolloutBuffer) | its turn: at most (k + served + 1) * P are started | a newer served version |
+| a prompt (RolloutBuffer) | its turn: at most (k + served + 1) * P are started and not filtered | a newer served version |
 | next_batch | P groups, the due ones among them | groups that finish |
 | update | the trainer, and the critic beside it | their answers |
 | publish | room for a version in the WeightStore | a generator that has read an older one |
@@ -12,8 +12,8 @@ What waits in a run, for what, and what unblocks it:
 | evaluate | a generator that serves the step's version | that generator's update |
 
 k is max_offpolicy_steps, P prompts_per_step. With k = 0 no prompt starts before its step's weights are
-served: the synchronous loop. With k > 0 everything above goes on at the same time. Each wait on a process has
-a deadline (waiting.py).
+served: the synchronous loop. With k > 0 everything above goes on at the same time. Each call to a process has
+a deadline (waiting.py), but a sample: its generator is watched for progress instead.
 """
 
 import asyncio

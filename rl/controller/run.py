@@ -18,7 +18,7 @@ from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
 from rl.observability.timeline import Timeline
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(recipe: str, config: RunConfig) -> int:
@@ -43,18 +43,20 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     main = asyncio.current_task()
     loop = asyncio.get_running_loop()
 
-    def interrupt() -> None:
+    came = []
+
+    def interrupt(number: int) -> None:
         """Once: a second signal must not interrupt the clean-up."""
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, lambda: None)
-        main.cancel()
+        came.append(number)
+        if len(came) == 1:
+            main.cancel()
 
     for number in _SIGNALS:
-        loop.add_signal_handler(number, interrupt)
+        loop.add_signal_handler(number, interrupt, number)
     try:
         await run_recipe(recipe, config, run_dir)
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        raise KeyboardInterrupt(*came[:1]) from None
 
 
 async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:

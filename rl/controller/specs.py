@@ -64,6 +64,7 @@ def trainer_config(config: RunConfig) -> EngineConfig:
         activation_checkpointing=trainer.activation_checkpointing,
         max_seq_len=trainer.max_tokens,
         adapters=trainer.lora.rank > 0,
+        dropout=trainer.dropout,
         float8=trainer.float8,
         compile=trainer.compile,
         seed=config.seed if config.model.random_weights else None,

@@ -125,9 +125,11 @@ class RunStages:
         await self._actors.reference.refresh(step)
 
     async def save(self, step: int) -> None:
+        await self._save(step, self.buffer.state if self.buffer else {})
+
+    async def _save(self, step: int, prompts: Mapping[str, Any]) -> None:
         config = self._config
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
-        prompts = self.buffer.state if self.buffer else {}
         kept = config.keep_checkpoints
         await save_checkpoint(self._actors, path, step, config.reference_kind, prompts, kept)
 
@@ -205,7 +207,7 @@ class RunStages:
         trainer, checkpoints = self._actors.trainer, self._recorder.run_dir / "checkpoints"
         await trainer.finish_checkpoint()
         if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
-            await self.save(step - 1)
+            await self._save(step - 1, self.buffer.state_before_step if self.buffer else {})
             await trainer.finish_checkpoint()
         good = latest(checkpoints) or self._config.resume_from
         rest = f"go on from --resume_from {good}" if good else "no checkpoint was due yet: lower save_every"

@@ -129,7 +129,7 @@ async def _updates(
             stepped = await updater.optim_step(params)
         except NotFinite as error:
             # Of two that learn at a time, the other may have gone ahead.
-            untouched = not updates and not algorithm.needs_critic
+            untouched = not updates and not algorithm.needs_critic and error.metric != "weights"
             which = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
             raise _failure(error, which, untouched, updater, part, params) from error
         learned = combine([*(earlier.learned for earlier in part.streamed), learned])

@@ -16,7 +16,7 @@ from rl.controller.config import RunConfig
 from rl.controller.specs import roles
 from rl.errors import ConfigError
 from rl.models.checkpoint_dir import is_complete, read_record
-from rl.models.hf import check_supported, max_positions
+from rl.models.hf import check_rope_is_fixed, check_supported, max_positions
 from rl.models.layout import Layout
 from rl.types import POLICY, LoRA
 
@@ -138,6 +138,11 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
                 check_supported(hf)
             except ConfigError as error:
                 found.append(f"{error}, or set --trainer.engine hf")
+        elif config.trainer.engine == "hf":
+            try:
+                check_rope_is_fixed(hf, min(max_positions(hf), config.trainer.max_tokens))
+            except ConfigError as error:
+                found.append(str(error))
         for key in ("num_attention_heads", "num_key_value_heads"):
             if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
                 divisors = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -175,6 +180,8 @@ def _engine(config: RunConfig) -> list[str]:
             for name, (layout, _) in _layouts(config).items()
             if layout.procs_per_row > 1
         ]
+    elif trainer.dropout:
+        found.append("trainer.dropout=True needs trainer.engine=hf; torchtitan's models have no dropout")
     context_parallel = max(layout.context_parallel for layout, _ in _layouts(config).values())
     if trainer.compile and not torch.cuda.is_available():
         found.append("trainer.compile=True needs a GPU; set it to False")

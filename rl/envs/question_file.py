@@ -1,5 +1,6 @@
 """Questions and answers from a JSON-lines file: a task of your own, without code."""
 
+import codecs
 import json
 import random
 import re
@@ -110,14 +111,31 @@ def _parse(path: str, modified: int) -> list[Problem]:
 def _rows(path: str, modified: int) -> dict[int, dict]:
     """Line number -> object. modified: the file's time, so that a changed file is read again."""
     rows = {}
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            rows[number] = json.loads(line)
-            rows[number]["question"], rows[number]["answer"]
-        except (ValueError, KeyError, TypeError) as error:
+            rows[number] = json.loads(line.decode())
+            wrong = _what_is_wrong(rows[number])
+        except UnicodeDecodeError as error:
+            wrong = f"is not UTF-8 ({error.reason} at byte {error.start})"
+        except (ValueError, RecursionError) as error:
+            wrong = f"is not JSON ({error})"
+        if wrong:
             raise ConfigError(
-                f"{path} line {number} is not an object with question and answer ({error!r}); fix the line"
-            ) from error
+                f"{path} line {number} {wrong}; each line is an object as "
+                f'{{"question": "What is 2 + 2?", "answer": "4"}}'
+            )
     return rows
+
+
+def _what_is_wrong(row: object) -> str:
+    if not isinstance(row, dict):
+        return "is not an object"
+    if missing := [name for name in ("question", "answer") if name not in row]:
+        return f"has no {' and no '.join(missing)}"
+    if not isinstance(row["question"], str):
+        return f"has a question that is not a string ({row['question']!r:.40})"
+    if isinstance(row["answer"], bool) or not isinstance(row["answer"], str | int | float):
+        return f"has an answer that is neither a string nor a number ({row['answer']!r:.40})"
+    return ""

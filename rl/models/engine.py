@@ -148,8 +148,8 @@ class Engine(ABC):
     def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
         """Scale, clip and apply the accumulated gradient, then clear it.
 
-        Returns `grad_norm`, before clipping. Raises RunError where there is no gradient and NotFinite where
-        it is not finite; the weights are then as they were.
+        Returns `grad_norm`, before clipping. Raises RunError where there is no gradient, and NotFinite where
+        it, or a weight after the step, is not finite: see Learner.step.
         """
         self._placement.require("optim_step", "model", "optimizer")
         return self._learner(adapter).step(params)

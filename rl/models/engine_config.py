@@ -29,6 +29,10 @@ class EngineConfig:
     adapters: bool = False
     """Freeze the model; adapters learn (see Adapters.add), or nothing does."""
 
+    dropout: bool = False
+    """HFEngine: the model's own dropout in forward_backward. Ratios to the generator's policy are then not
+    1."""
+
     float8: bool = False
     """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""
 

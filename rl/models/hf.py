@@ -30,6 +30,7 @@ _LAYER_NAMES = {
 _EXPERT_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
 _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _SHARD_BYTES = 4 << 30
+HEAD = "lm_head.weight"
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
@@ -104,6 +105,26 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return rope | {"rope_type": kind, "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
 
 
+def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:
+    """Raises ConfigError where RoPE would depend on the batch, and differ between trainer and generator."""
+    text = config.get("text_config") or config
+    rope = rope_parameters(text)
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type
+    for kind in kinds:
+        name = str(kind.get("rope_type", "default"))
+        if "dynamic" in name:
+            raise ConfigError(
+                f"config.json has rope_type={name!r}, by which transformers and vLLM compute different "
+                f"positions; use a model with another rope_type"
+            )
+        short = kind.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        if name in ("longrope", "su") and short and max_tokens > short:
+            raise ConfigError(
+                f"config.json has rope_type={name!r}, whose factors change with the longest sequence of a "
+                f"batch from {short} tokens on; set trainer.max_tokens to at most {short}"
+            )
+
+
 def check_weights(model_dir: str | Path) -> None:
     """Open every safetensors header. Raises ConfigError naming the directory or the file that is at fault."""
     for path in weight_files(model_dir):
@@ -125,7 +146,7 @@ def weight_files(model_dir: str | Path) -> list[Path]:
 
 
 class HFWeights:
-    """Reads single tensors of a directory by Hugging Face name, without loading the rest."""
+    """Reads single tensors of a directory by Hugging Face name, without loading the rest; notes which."""
 
     def __init__(self, model_dir: str | Path):
         self._model_dir = model_dir
@@ -133,13 +154,45 @@ class HFWeights:
         for path in weight_files(model_dir):
             file = _open(path)
             self._files |= dict.fromkeys(file.keys(), file)
+        self._read: set[str] = set()
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise ConfigError(
                 f"model directory {self._model_dir} has no tensor {name}, which its config.json asks for"
             )
+        self._read.add(name)
         return self._files[name].get_tensor(name)
+
+    def check_all_read(self, without_head: bool) -> None:
+        """Raises ConfigError where a tensor was not asked for. without_head: by a model that has no head."""
+        unread = {
+            name for name in self._files.keys() - self._read if not name.endswith(".rotary_emb.inv_freq")
+        }
+        if without_head:
+            unread.discard(HEAD)
+        elif HEAD in unread:
+            check_tied(self._model_dir, self("model.embed_tokens.weight"))
+        if unread - {HEAD}:
+            raise ConfigError(no_place(self._model_dir, unread - {HEAD}))
+
+
+def check_tied(model_dir: str | Path, embeddings: torch.Tensor) -> None:
+    """For tied embeddings. Raises ConfigError where the directory holds a head that is not equal to them."""
+    head = HFWeights(model_dir)(HEAD)
+    if not torch.equal(head.to(embeddings.dtype), embeddings):
+        raise ConfigError(
+            f"{model_dir} has a {HEAD} of its own, but its config.json has tie_word_embeddings=true; set it "
+            f"to false there, or remove the tensor"
+        )
+
+
+def no_place(model_dir: str | Path, names: Iterable[str]) -> str:
+    names = sorted(names)
+    return (
+        f"{model_dir} holds {len(names)} tensors that a model of its config.json has no place for, such as "
+        f"{names[0]}; fix config.json, or remove them"
+    )
 
 
 def _open(path: Path) -> Any:

@@ -26,7 +26,7 @@ from rl.models.attention import document_rows, pack_documents
 from rl.models.engine import Engine
 from rl.models.hf_model import HFModel
 from rl.models.lora import Site, freeze
-from rl.models.platform import DEVICE_TYPE, reshard, sum_gradients_over_ranks
+from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
 from rl.types import MicroBatch
 from rl.weight_sync.manifest import LocalShard
 
@@ -46,9 +46,14 @@ class HFEngine(Engine):
         for name in ("float8", "compile"):
             if getattr(config, name):
                 raise ConfigError(f"HFEngine has no {name}; use TitanEngine, or set {name} to False")
+        hf.check_rope_is_fixed(self._hf_config, self.max_seq_len)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed or 0)
             model = HFModel(self._causal_lm(), with_value_head=config.head == "value")
+        if not config.dropout:
+            model.remove_dropout()
+        self._model = model
+        self._check_against_transformers()
         if config.adapters:
             freeze(model, self._dtype)
             layers = [(n, m) for n, layer in model.layers().items() for n, m in _named_linears(n, layer)]
@@ -65,10 +70,7 @@ class HFEngine(Engine):
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layout.shard > 1)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         sum_gradients_over_ranks(model, layout.data_parallel)
-        model.to(self.device)
-        self._model = model
-        self._check_against_transformers()
-        return model
+        return model.to(self.device)
 
     def _causal_lm(self) -> transformers.PreTrainedModel:
         """On the host, in fp32. Every rank holds the whole model until it is sharded."""
@@ -77,10 +79,27 @@ class HFEngine(Engine):
                 hf_config = transformers.AutoConfig.from_pretrained(self._model_dir)
                 return transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
             hf.check_weights(self._model_dir)
-            return transformers.AutoModelForCausalLM.from_pretrained(self._model_dir, dtype=torch.float32)
+            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                self._model_dir, dtype=torch.float32, output_loading_info=True
+            )
+            self._check_loaded(model, loaded)
+            return model
         except (ValueError, KeyError) as error:
             message = f"transformers has no causal language model for {self._model_dir}: {error}"
             raise ConfigError(message) from error
+
+    def _check_loaded(self, model: transformers.PreTrainedModel, loaded: dict[str, Any]) -> None:
+        """Raises ConfigError where transformers made a tensor up, or left one out."""
+        names = hf.tensor_names(self._model_dir)
+        if missing := sorted(loaded["missing_keys"]):
+            raise ConfigError(
+                f"model directory {self._model_dir} lacks {len(missing)} tensors that its config.json asks "
+                f"for, such as {missing[0]}"
+            )
+        if unknown := set(loaded["unexpected_keys"]) - {hf.HEAD}:
+            raise ConfigError(hf.no_place(self._model_dir, unknown))
+        if model.config.get_text_config().tie_word_embeddings and hf.HEAD in names:
+            hf.check_tied(self._model_dir, model.get_input_embeddings().weight.detach())
 
     def _name(self, parameter: str) -> str:
         return super()._name(parameter).removeprefix("lm.")
@@ -93,33 +112,32 @@ class HFEngine(Engine):
         self, tokens: np.ndarray, positions: np.ndarray, predictors: np.ndarray, targets: np.ndarray | None
     ) -> Any:
         """tokens, positions: [L] packed; predictors: [M] indices into L."""
-        documents = None
+        documents, device = None, next(self._model.parameters()).device
         if self._model.packed:
-            documents = pack_documents(positions, self.device)
+            documents = pack_documents(positions, device)
             tokens, positions = tokens[None], positions[None]
         else:
             tokens, positions, at = document_rows(tokens, positions)
             predictors = at[predictors]
-        return self._model(
-            self._tensor(tokens),
-            self._tensor(positions),
-            documents,
-            self._tensor(predictors),
-            None if targets is None else self._tensor(targets),
+        given = (tokens, positions, predictors, targets)
+        tokens, positions, predictors, targets = (
+            None if array is None else torch.from_numpy(array).to(device) for array in given
         )
+        return self._model(tokens, positions, documents, predictors, targets)
 
     @torch.no_grad()
     def _check_against_transformers(self) -> None:
-        """Choose packed or padded rows, whichever gives transformers' own logits.
+        """Choose packed or padded rows, whichever gives transformers' own logits, and print which.
 
+        In fp32 and on the host, before the model is sharded: in bf16 rounding would hide what is wrong.
         Raises ConfigError where neither does.
         """
         self._model.eval()
         generator = np.random.default_rng(0)
         rows = [generator.integers(0, self._model.vocab_size, n) for n in _CHECK_LENGTHS]
-        expected = torch.cat([self._model.reference(self._tensor(row[None]))[0] for row in rows])
+        expected = torch.cat([self._model.reference(torch.from_numpy(row[None]))[0] for row in rows])
         positions = np.concatenate([np.arange(n) for n in _CHECK_LENGTHS])
-        limit = (1e-3 if self._dtype == torch.float32 else 0.1) * expected.float().std()
+        limit = 1e-3 * expected.std()
         differences = {}
         for packed in (True, False):
             self._model.use(packed)
@@ -132,7 +150,9 @@ class HFEngine(Engine):
                 continue
             difference = (logits - expected).abs().max()
             if difference < limit:
-                reshard(self._model)
+                why = f" (packed rows: {differences[True]})" if not packed else ""
+                way = "packed rows" if packed else "padded rows"
+                print(f"HFEngine: {type(self._model.lm).__name__} computes {way}{why}", flush=True)
                 return
             differences[packed] = f"{difference.item():.1e}"
         raise ConfigError(

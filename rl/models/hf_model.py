@@ -35,6 +35,14 @@ class HFModel(nn.Module):
         self.vocab_size: int = lm.config.get_text_config().vocab_size
         self._after_head = _after_head(lm.config.get_text_config())
 
+    def remove_dropout(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+
     def layers(self) -> dict[str, nn.Module]:
         """The repeated layers, by name."""
         lists = [(n, m) for n, m in self.named_modules() if isinstance(m, nn.ModuleList) and len(m)]

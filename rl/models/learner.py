@@ -35,8 +35,9 @@ class Learner:
     def step(self, params: OptimParams) -> dict[str, float]:
         """Scale, clip and apply the accumulated gradient, then clear it.
 
-        Returns `grad_norm`, before clipping. Raises RunError where there is no gradient and NotFinite where
-        it is not finite; the parameters are then as they were.
+        Returns `grad_norm`, before clipping. Raises RunError where there is no gradient, and NotFinite where
+        it is not finite; the parameters are then as they were. Raises NotFinite with the metric "weights"
+        where they are not finite after the step.
         """
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         if not parameters:
@@ -60,6 +61,11 @@ class Learner:
             group["weight_decay"] = params.weight_decay
         self._optimizer.step()
         self.clear()
+        if not torch.isfinite(whole(torch.nn.utils.get_total_norm(parameters, foreach=True))):
+            raise NotFinite(
+                f"the weights are not finite after an update with lr={params.lr:g}; lower the learning rate",
+                "weights",
+            )
         return {"grad_norm": norm.item()}
 
     def state(self) -> dict[str, Any]:

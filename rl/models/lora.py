@@ -23,15 +23,12 @@ from rl.models.learner import whole
 from rl.types import LoRA
 
 _PREFIX = "base_model.model."
-_UNSUPPORTED = (
-    "use_dora",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "layers_to_transform",
-)
+_WITHOUT_EFFECT = ("task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
+                   "lora_dropout", "auto_mapping", "target_modules", "megatron_core",
+                   "qalora_group_size")  # fmt: skip
+"""Fields of PEFT's config that a loaded adapter's outputs do not depend on, or that its tensors repeat."""
+_COMPUTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+"""Other ways to begin change the base model too, as PiSSA and OLoRA do."""
 
 
 class Site:
@@ -167,16 +164,14 @@ def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
             f"{path} is not an adapter: it needs adapter_config.json and adapter_model.safetensors"
         )
     config = json.loads((path / "adapter_config.json").read_text())
-    for key in _UNSUPPORTED:
-        if config.get(key):
+    for key, value in config.items():
+        if key in ("r", "lora_alpha", *_WITHOUT_EFFECT):
+            continue
+        if value not in _COMPUTED.get(key, (None, False, 0, "", [], {})):
             raise ConfigError(
-                f"{path}/adapter_config.json has {key}={config[key]!r}, which is not supported; "
+                f"{path}/adapter_config.json has {key}={value!r}, which is not supported; "
                 f"use an adapter without it"
             )
-    if config.get("bias", "none") != "none":
-        raise ConfigError(
-            f"{path}/adapter_config.json has bias={config['bias']!r}, which is not supported; use 'none'"
-        )
     tensors = load_file(path / "adapter_model.safetensors")
     targets = sorted({name.rsplit(".", 3)[-3] for name in tensors})
     return LoRA(config["r"], config["lora_alpha"], tuple(targets)), tensors

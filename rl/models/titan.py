@@ -40,6 +40,8 @@ class TitanEngine(Engine):
             raise ConfigError(
                 "compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False"
             )
+        if config.dropout:
+            raise ConfigError("TitanEngine has no dropout; use HFEngine, or set dropout to False")
         parallelism = ParallelismConfig(
             data_parallel_replicate_degree=layout.replicate,
             data_parallel_shard_degree=layout.shard,
@@ -79,6 +81,8 @@ class TitanEngine(Engine):
             model.init_states(buffer_device=self.device)
         read = hf.HFWeights(self._model_dir) if config.seed is None else self._random_weights(config.seed)
         load_tensors(model, read, self._name, self._split, self.device)
+        if config.seed is None:
+            read.check_all_read(without_head=config.head == "value")
         return model
 
     def _converters(self) -> list[Any]:

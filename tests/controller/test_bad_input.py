@@ -266,7 +266,7 @@ def test_a_dataset_that_is_empty_or_broken(one_line, recipe):
     data.write_text("")
     assert "is empty; give it at least" in one_line("train", name)
     data.write_text('{"question": "1+1", "answer": "2"}\nnot json\n')
-    assert "line 2 is not an object with question and answer" in one_line("train", name)
+    assert "line 2 is not JSON" in one_line("train", name)
     data.write_text('{"question": "1+1", "answer": "2"}\n')
     assert "has 1 lines, all of them held out" in one_line("train", name)
 

@@ -222,6 +222,7 @@ def test_prompts_that_had_not_ended_at_a_checkpoint_are_started_again_first():
             taken = await asyncio.wait_for(buffer.take(3), 1)
         assert started[:3] == [7, 10, 12] == [g.index for g in taken.groups]
         assert buffer.state == {"next": 13, "unfinished": []}
+        assert buffer.state_before_step == {"next": 13, "unfinished": [7, 10, 12]}
 
     asyncio.run(main())
 

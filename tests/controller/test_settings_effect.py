@@ -156,6 +156,7 @@ AT_LAUNCH = [
     ({}, "trainer.activation_checkpointing", "full", "trainer.config.activation_checkpointing"),
     ({}, "trainer.max_tokens", 64, "trainer.config.max_seq_len"),
     ({}, "trainer.float8", True, "trainer.config.float8"),
+    ({}, "trainer.dropout", True, "trainer.config.dropout"),
     ({}, "trainer.compile", True, "trainer.config.compile"),
     ({}, "trainer.lora.rank", 4, "generator.max_lora_rank"),
     ({}, "generator.num_replicas", 2, "num_generators"),

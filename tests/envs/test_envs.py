@@ -194,3 +194,40 @@ def test_a_file_of_questions_holds_demonstrations_and_preferences(tmp_path):
     assert env.preference(second, 0) == ("4", "5")
     with pytest.raises(ConfigError, match="lines.jsonl:1 has no chosen and rejected"):
         env.preference(first, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (b"not json", "line 2 is not JSON"),
+        (b"[" * 100_000, "line 2 is not JSON"),
+        (b"[1, 2]", "line 2 is not an object"),
+        (b'{"question": "q"}', "line 2 has no answer"),
+        (b"{}", "line 2 has no question and no answer"),
+        (b'{"question": ["q"], "answer": "1"}', "line 2 has a question that is not a string (['q'])"),
+        (b'{"question": null, "answer": "1"}', "line 2 has a question that is not a string (None)"),
+        (
+            b'{"question": "q", "answer": true}',
+            "line 2 has an answer that is neither a string nor a number (True)",
+        ),
+        (
+            b'{"question": "q", "answer": {}}',
+            "line 2 has an answer that is neither a string nor a number ({})",
+        ),
+        (b'{"question": "\xff", "answer": "1"}', "line 2 is not UTF-8 (invalid start byte at byte 14)"),
+    ],
+)
+def test_a_bad_line_of_a_question_file_is_named(tmp_path, line, wrong):
+    file = tmp_path / "q.jsonl"
+    file.write_bytes(b'{"question": "1+1", "answer": 2}\n' + line + b"\n")
+    (problem,) = QuestionFile(path=str(file), num_eval=1).validate()
+    assert f"{file} {wrong}" in problem and 'as {"question": "What is 2 + 2?", "answer": "4"}' in problem
+
+
+def test_a_question_file_is_split_at_line_feeds_alone(tmp_path):
+    file = tmp_path / "q.jsonl"
+    rows = '{"question": "one\u2028line", "answer": 1}\r\n{"question": "two", "answer": 2.5}\n'
+    file.write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    env = QuestionFile(path=str(file), num_eval=1)
+    assert env.validate() == [] and env.eval_problems()[0].question == "one\u2028line"
+    assert env.train_problem(0).answer == "2.5"

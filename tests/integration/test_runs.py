@@ -296,8 +296,10 @@ def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
     assert result["left_running"] == 0
 
 
-@pytest.mark.parametrize("moment", ["starting", "warm-up"])
-def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, moment):
+@pytest.mark.parametrize(
+    ("moment", "number", "code"), [("starting", signal.SIGINT, 130), ("warm-up", signal.SIGTERM, 143)]
+)
+def test_a_signal_ends_everything_within_ten_seconds(tmp_path, moment, number, code):
     command = [
         sys.executable,
         "-m",
@@ -319,10 +321,13 @@ def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, moment):
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     started = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: the whole foreground group
+    else:
+        process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert time.monotonic() - started < 10
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(children, timeout=1)
     assert not alive

@@ -77,7 +77,9 @@ def test_the_next_steps_are_the_same_bit_for_bit(model_dir, tmp_path, kind):
 
 def test_the_random_state_comes_back(tmp_path):
     """Dropout draws the same numbers after a restart, and others where the state is not restored."""
-    engine = HFEngine(write_config(tmp_path / "model", "qwen2", attention_dropout=0.3), EngineConfig(seed=1))
+    engine = HFEngine(
+        write_config(tmp_path / "model", "qwen2", attention_dropout=0.3), EngineConfig(seed=1, dropout=True)
+    )
     learn(engine)
     engine.save(tmp_path / "step-1")
     expected = learn(engine, 2)

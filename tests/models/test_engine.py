@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl.batching import pack, supervised_sample
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError, NotFinite, RunError
 from rl.loss.clip import Clip
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models import target_logprobs
@@ -193,6 +193,14 @@ def test_what_is_not_finite_is_refused_before_it_reaches_the_weights(make):
             e.forward_backward(pack(samples()), CrossEntropy())
             e.optim_step(OptimParams(1e-2))
     assert worst(weights(engine), weights(clean)) == 0
+
+
+def test_weights_that_an_update_makes_infinite_are_named(make):
+    engine = make()
+    engine.forward_backward(pack(samples()), CrossEntropy())
+    with pytest.raises(NotFinite, match=r"weights are not finite after an update with lr=3e\+38") as error:
+        engine.optim_step(OptimParams(3e38, weight_decay=1.0))
+    assert error.value.metric == "weights"
 
 
 def test_an_empty_batch_a_single_token_and_a_row_as_long_as_the_limit_work_and_a_longer_one_is_named(make):

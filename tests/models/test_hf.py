@@ -6,7 +6,9 @@ import torch
 
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
+from rl.loss.cross_entropy import CrossEntropy
 from rl.models import hf
+from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams
@@ -111,8 +113,6 @@ def test_an_exported_directory_loads_in_transformers_with_the_same_weights(tmp_p
     engine = TitanEngine(tmp_path / "in")
     row = list(range(5, 40))
     batch = pack([supervised_sample(row[:1], row[1:])])
-    from rl.loss.cross_entropy import CrossEntropy
-
     engine.forward_backward(batch, CrossEntropy())
     engine.optim_step(OptimParams(lr=1e-2))
     engine.save_hf(tmp_path / "out")
@@ -142,6 +142,71 @@ def test_what_is_missing_broken_or_unsupported_is_named(tmp_path):
         hf.check_supported({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(ConfigError, match="rope_type='yarn'"):
         hf.check_supported({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "yarn"}})
+
+
+@pytest.mark.parametrize("engine", [TitanEngine, HFEngine])
+def test_no_tensor_of_a_directory_is_ignored_or_made_up(tmp_path, engine):
+    from safetensors.torch import load_file, save_file
+
+    write_model(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+
+    def with_tensors(changed):
+        save_file(changed, file, metadata={"format": "pt"})
+        return engine(tmp_path)
+
+    head = tensors["model.embed_tokens.weight"].clone()
+    with_tensors(tensors | {"lm_head.weight": head})  # a copy of what it is tied to
+    with pytest.raises(
+        ConfigError, match=r"has a lm_head.weight of its own, but its config.json has tie_word"
+    ):
+        with_tensors(tensors | {"lm_head.weight": head + 1e-3})
+    with pytest.raises(ConfigError, match=r"holds 1 tensors that .* has no place for, such as model.extra"):
+        with_tensors(tensors | {"model.extra.weight": head.clone()})
+    missing = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ConfigError, match=f"tensor.*{missing}"):
+        with_tensors({name: tensor for name, tensor in tensors.items() if name != missing})
+
+
+def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    longrope |= {"original_max_position_embeddings": 128}
+    write_config(tmp_path, "llama", rope_scaling=longrope)
+    with pytest.raises(
+        ConfigError, match="changes with the longest sequence .* trainer.max_tokens to at most 128"
+    ):
+        HFEngine(tmp_path, EngineConfig(seed=0))
+    HFEngine(tmp_path, EngineConfig(seed=0, max_seq_len=128))
+    hf.check_rope_is_fixed({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 10**6)
+    with pytest.raises(ConfigError, match="rope_type='dynamic'"):
+        hf.check_rope_is_fixed({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 8)
+    with pytest.raises(ConfigError, match="rope_type='dynamic'"):
+        by_layer = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
+        hf.check_rope_is_fixed({"text_config": {"rope_parameters": by_layer}}, 8)
+
+
+def test_packed_rows_are_chosen_in_fp32_whatever_it_computes_in(tmp_path, capfd):
+    write_model(tmp_path / "llama", "llama", num_hidden_layers=12)
+    assert HFEngine(tmp_path / "llama", EngineConfig(dtype="bfloat16"))._model.packed
+    assert "HFEngine: LlamaForCausalLM computes packed rows" in capfd.readouterr().out
+    write_model(tmp_path / "gemma2", "gemma2")
+    assert not HFEngine(tmp_path / "gemma2", EngineConfig(dtype="bfloat16"))._model.packed
+    assert "Gemma2ForCausalLM computes padded rows (packed rows: its attention uses" in capfd.readouterr().out
+
+
+def test_a_models_own_dropout_is_off_unless_asked_for(tmp_path):
+    write_model(tmp_path, "qwen2", attention_dropout=0.5)
+    batch = pack([supervised_sample([1], list(range(2, 60)))])
+    gaps = []
+    for dropout in (False, True):
+        engine = HFEngine(tmp_path, EngineConfig(dropout=dropout))
+        expected = engine.forward(batch)[0].sum()
+        gaps.append(abs(engine.forward_backward(batch, CrossEntropy())["loss:sum"] + expected))
+    assert gaps[0] < 1e-3 < 0.1 < gaps[1]
+    with pytest.raises(ConfigError, match="TitanEngine has no dropout"):
+        write_model(tmp_path / "qwen3")
+        TitanEngine(tmp_path / "qwen3", EngineConfig(dropout=True))
 
 
 def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):

@@ -13,6 +13,7 @@ from rl.errors import ConfigError, RunError
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
+from rl.models.lora import read_adapter
 from rl.types import LoRA, OptimParams
 from tests.tiny import write_model
 
@@ -174,6 +175,36 @@ def test_rank_alpha_and_targets_act(make):
     assert all("q_proj" in n for n in engine.adapters["q"].parameters)
     assert norms["loud"] == pytest.approx(2 * norms["r4"], rel=1e-4)
     assert norms["q"] < norms["r4"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq"},
+        {"alora_invocation_tokens": [5]},
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"bias": "all"},
+        {"trainable_token_indices": [1]},
+        {"layer_replication": [[0, 1]]},
+        {"lora_bias": True},
+        {"peft_type": "LOHA"},
+        {"of_a_later_peft": 1},
+    ],
+)
+@pytest.mark.parametrize("peft_dir", ["all"], indirect=True)
+def test_an_adapter_that_computes_something_else_is_refused(peft_dir, changes):
+    path, _ = peft_dir
+    read_adapter(path)
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    ((key, value),) = changes.items()
+    with pytest.raises(ConfigError) as error:
+        read_adapter(path)
+    assert f"has {key}={value!r}, which is not supported" in str(error.value)
 
 
 def test_what_cannot_be_is_named(make, model_dir, tmp_path):

@@ -3,7 +3,9 @@
 Plain data, for every rank alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rl.types import Completion, SamplingParams
 from rl.weight_sync.manifest import Manifest
@@ -56,3 +58,11 @@ class Progress:
 
     num_ticks: int
     num_requests: int  # which it has taken and not yet answered
+
+
+class Backend(Protocol):
+    """What samples, in one process or in each rank of a generator: VLLM, or a test's fake."""
+
+    def tick(self, commands: Sequence[Command]) -> Tick:
+        """Run the commands in order, then decode one step."""
+        ...

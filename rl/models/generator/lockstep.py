@@ -5,26 +5,25 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from rl.models.generator.commands import Command, Tick
-from rl.models.generator.vllm_engine import VLLM
+from rl.models.generator.commands import Backend, Command, Tick
 
 _IDLE = timedelta(days=365)  # how long the others may wait for rank 0 to have something to do
 
 
 class Lockstep:
-    """A VLLM engine on each rank. Rank 0 calls `tick`; the others run `follow`, which never returns."""
+    """A backend on each rank. Rank 0 calls `tick`; the others run `follow`, which never returns."""
 
-    def __init__(self, vllm: VLLM, num_ranks: int):
-        self._vllm = vllm
+    def __init__(self, backend: Backend, num_ranks: int):
+        self._backend = backend
         self._group = dist.new_group(backend="gloo", timeout=_IDLE) if num_ranks > 1 else None
 
     def tick(self, commands: Sequence[Command]) -> Tick:
         if self._group is not None:
             dist.broadcast_object_list([list(commands)], src=0, group=self._group)
-        return self._vllm.tick(commands)
+        return self._backend.tick(commands)
 
     def follow(self) -> None:
         while True:
             received: list[list[Command]] = [[]]
             dist.broadcast_object_list(received, src=0, group=self._group)
-            self._vllm.tick(received[0])
+            self._backend.tick(received[0])
