@@ -4,7 +4,7 @@ What waits in a run, for what, and what unblocks it:
 
 | task | waits for | unblocked by |
 |---|---|---|
-| a prompt (RolloutBuffer) | its turn: at most (k + served + 1) * P are started and not filtered | a newer served version |
+| a prompt (RolloutBuffer) | its turn: at most (k + served + 1) * P start | a newer served version |
 | next_batch | P groups, the due ones among them | groups that finish |
 | update | the trainer, and the critic beside it | their answers |
 | publish | room for a version in the WeightStore | a generator that has read an older one |
