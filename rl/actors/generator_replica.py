@@ -93,6 +93,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
             async with self._updates.together(manifest.version):
                 if self.version is None and manifest.adapter is not None:
                     await self._load(member, self._updates.store.newest(MODEL))
+                    manifest = self._updates.wanted  # the one before may be freed by now
                 await self._load(member, manifest)
             self.version = manifest.version
             self._enter(State.SERVING)

@@ -54,7 +54,7 @@ class Processes:
 
 
 class World:
-    def __init__(self, num_replicas=1, in_flight=True, policy=None):
+    def __init__(self, num_replicas=1, in_flight=True, policy=None, may_load=True):
         self.freed, self.processes = [], {}
         self.policy = policy
         self.store = WeightStore(self.release)
@@ -63,6 +63,8 @@ class World:
         def make(number, updates, changed):
             async def spawn():
                 process = Processes(f"generator-{number}")
+                if not may_load:
+                    process.may_load.clear()
                 self.processes.setdefault(number, []).append(process)
                 return process
 
@@ -255,6 +257,23 @@ def test_one_that_died_while_it_read_lets_go_and_gets_the_base_and_the_newest_ad
             await world.until(lambda: len(world.processes[0]) == 2 and world.pool.served == 2)
             assert world.process().loaded == [(MODEL, 0), ("policy", 2)]
             assert world.store.versions == {MODEL: [0], "policy": [2]}
+
+    run(main)
+
+
+def test_a_version_that_is_freed_while_the_base_is_loaded_is_not_asked_for():
+    async def main():
+        policy = ("policy", LoRA(rank=4))
+        async with running(World(policy=policy, may_load=False)) as world:
+            await world.publish(0)
+            await world.publish(0, policy)
+            await asyncio.sleep(0.01)
+            await world.publish(1, policy)
+            await world.publish(2, policy)
+            assert world.store.versions["policy"] == [2]
+            world.process().may_load.set()
+            await world.until(lambda: world.pool.served == 2)
+            assert world.process().loaded == [(MODEL, 0), ("policy", 2)]
 
     run(main)
 
