@@ -52,7 +52,7 @@ smollm2: tasks
 	$(BIN)/rl train smollm2
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations 10
 
 test-all: tasks
 	$(BIN)/rl fetch smollm2

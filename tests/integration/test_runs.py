@@ -228,6 +228,7 @@ def learn(tmp_path, recipe, *settings):
     return [m for m in read_metrics(tmp_path / recipe) if "loss" in m]
 
 
+@pytest.mark.slow
 def test_supervised_learning_then_distillation_by_the_transformers_engine(tmp_path):
     first, *_, last = learn(tmp_path, "teacher")
     assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last
