@@ -26,9 +26,7 @@ async def main(run_dir: Path) -> dict:
         async def publish(version: int) -> None:
             """Returns when every generator serves it."""
             await actors.publish(version)
-            await actors.store.changed.wait_for(
-                lambda: all(r.version == version for r in generators.replicas)
-            )
+            await generators.changed.wait_for(lambda: all(r.version == version for r in generators.replicas))
 
         params = SamplingParams(8, 1.0, SEED, (tokenizer.eos_id,))
 
