@@ -90,9 +90,8 @@ class Replica(Generic[M]):
         finally:
             work.cancel()
             self.load -= load
-            if (
-                not self.load
-            ):  # all that anyone waits for: else each answer would wake every replica of a pool
+            # All that anyone waits for: else each answer would wake every replica of a pool.
+            if not self.load:
                 self._changed.notify()
 
     async def _live(self, member: M) -> ProcessDied:

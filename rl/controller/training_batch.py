@@ -58,6 +58,11 @@ class TrainingBatch:
         return {name: total / max(1, count) for name, (total, count) in self.means.items()}
 
     @property
+    def all_groups(self) -> list[TrainingGroup]:
+        """Streamed ones too."""
+        return [*(group for part in self.streamed for group in part.groups), *self.groups]
+
+    @property
     def sampled(self) -> list[Group]:
         """All that was sampled for it, in the order of indices."""
         return sorted([*self.rollouts, *self.filtered], key=lambda group: group.index)

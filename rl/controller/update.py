@@ -121,8 +121,7 @@ async def _updates(
     """One dictionary of sums for each optimizer step, with `denominator` and `grad_norm`."""
     updates = []
     for part in plan:
-        streamed = [group for earlier in part.streamed for group in earlier.groups]
-        total = denominator([*streamed, *part.groups], algorithm)
+        total = denominator(part.all_groups, algorithm)
         params = updater.params(step, total)
         try:
             learned = await updater.forward_backward(_samples(part.groups), part.samples_per_unit)
@@ -144,9 +143,7 @@ def _samples(groups: Sequence[TrainingGroup]) -> list[Sample]:
 def _failure(
     error: NotFinite, which: str, untouched: bool, updater: Updater, part: TrainingBatch, params: OptimParams
 ) -> StepFailed:
-    streamed = [group for earlier in part.streamed for group in earlier.groups]
-    samples = _samples([*streamed, *part.groups])
-    blame = partial(_find_sample, updater, samples, part.samples_per_unit, params)
+    blame = partial(_find_sample, updater, _samples(part.all_groups), part.samples_per_unit, params)
     return StepFailed(f"{which}: {error} ({error.metric})", untouched, blame)
 
 
