@@ -20,14 +20,8 @@ from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.cluster.placement import ENGINE_ROLES, Place, place
-from rl.cluster.spawn import (
-    free_ports,
-    join_group,
-    kill_children,
-    make_shared_directory,
-    remove_shared,
-    spawn_procs,
-)
+from rl.cluster.shared_directory import shared_directory
+from rl.cluster.spawn import free_ports, join_group, kill_children, spawn_procs
 from rl.envs.base import Env
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
@@ -91,19 +85,18 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
 
     adopt_orphans()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
-    shared = make_shared_directory(run_dir.name)
-    launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
-    try:
-        actors, engines = await launcher.start()
-        async with beside(actors.generators.run(), actors.rewards.run()):
-            await launcher.ready(actors, engines)
-            yield actors
-    finally:
+    with shared_directory(run_dir.name) as shared:
+        launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
         try:
-            await asyncio.shield(_stop(launcher.meshes))
+            actors, engines = await launcher.start()
+            async with beside(actors.generators.run(), actors.rewards.run()):
+                await launcher.ready(actors, engines)
+                yield actors
         finally:
-            kill_children(others)
-            remove_shared(shared.name)
+            try:
+                await asyncio.shield(_stop(launcher.meshes))
+            finally:
+                kill_children(others)
 
 
 class _Launcher:

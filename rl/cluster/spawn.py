@@ -1,7 +1,6 @@
 """Spawning processes on this host: their environment, device, log and rendezvous; and ending all of them."""
 
 import os
-import shutil
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -10,8 +9,6 @@ from typing import Any
 
 import psutil
 import torch
-
-_SHARED_ROOT = Path("/dev/shm")
 
 
 def spawn_procs(
@@ -88,24 +85,3 @@ def kill_children(others: set[int]) -> None:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=2)
-
-
-def make_shared_directory(run_name: str) -> Path:
-    """A directory in shared memory that carries this process's pid.
-
-    What is left of processes that are gone is removed.
-    """
-    for stale in _SHARED_ROOT.glob("rl-*-*"):
-        pid = stale.name.split("-")[1]
-        if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
-            remove_shared(stale.name)
-    path = _SHARED_ROOT / f"rl-{os.getpid()}-{run_name}"
-    path.mkdir()
-    return path
-
-
-def remove_shared(prefix: str) -> None:
-    """All in shared memory whose name begins so."""
-    for path in _SHARED_ROOT.iterdir():
-        if path.name.startswith(prefix):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from rl.interfaces import AdvantageEstimator, Loss
 from rl.loss.correction import Correction
+from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
 from rl.loss.objective import Objective
 from rl.loss.shaping import Shaping
@@ -20,6 +21,7 @@ class Algorithm:
     loss_agg: Literal["token_mean", "seq_mean", "constant"]
     correction: Correction
     kl: KL
+    entropy: EntropyBonus
     shaping: Shaping
     minibatches: int
     epochs: int
@@ -28,7 +30,7 @@ class Algorithm:
     @property
     def objective(self) -> Objective:
         """What the trainer is given."""
-        return Objective(self.loss, self.correction, self.kl)
+        return Objective(self.loss, self.correction, self.kl, self.entropy.coef)
 
     @property
     def samples_rollouts(self) -> bool:
@@ -77,4 +79,4 @@ class Algorithm:
     def drops_zero_advantages(self) -> bool:
         """Whether a sample of advantage 0 has no gradient."""
         dropped_by_loss: Any = getattr(self.loss, "drops_zero_advantages", False)
-        return bool(dropped_by_loss) and not (self.needs_critic or self.kl.in_loss)
+        return bool(dropped_by_loss) and not (self.needs_critic or self.kl.in_loss or self.entropy.used)

@@ -165,7 +165,21 @@ def without_effect(config: RunConfig) -> list[str]:
             default, value = getattr(default, leaf), getattr(value, leaf)
         if ineffective and value != default:
             found.append(f"{name}={value} has no effect with {reason}")
-    correction, shaping = config.correction, config.shaping
+    correction, shaping, trainer = config.correction, config.shaping, config.trainer
+    if trainer.lr_min_ratio and trainer.lr_schedule == "constant":
+        found.append(
+            f"trainer.lr_min_ratio={trainer.lr_min_ratio} has no effect with trainer.lr_schedule=constant; "
+            f"set a schedule"
+        )
+    if trainer.lr_decay_ratio != type(trainer).lr_decay_ratio and trainer.lr_schedule != "wsd":
+        found.append(
+            f"trainer.lr_decay_ratio={trainer.lr_decay_ratio} has no effect without trainer.lr_schedule=wsd; "
+            f"set it"
+        )
+    if config.entropy.adapt != type(config.entropy).adapt and not config.entropy.target:
+        found.append(
+            f"entropy.adapt={config.entropy.adapt} has no effect with entropy.target=0; set a target"
+        )
     if correction.level == "sequence" and not (
         correction.tis_clip or correction.mask_low or correction.mask_high
     ):

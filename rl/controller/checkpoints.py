@@ -14,20 +14,23 @@ def critic_path(path: Path) -> Path:
 
 
 async def save_checkpoint(
-    actors: Actors, path: Path, step: int, reference_kind: str, prompts: Mapping[str, Any], keep_last: int
+    actors: Actors, path: Path, state: Mapping[str, Any], reference_kind: str, keep_last: int
 ) -> None:
-    """The critic's first, and one more of them is kept: if the policy's is complete, so is the critic's."""
+    """The critic's first, and one more of them is kept: if the policy's is complete, so is the critic's.
+
+    state: the controller's, plain data.
+    """
     path.parent.mkdir(exist_ok=True)
     if actors.critic is not None:
         kept = keep_last + 1 if keep_last else 0
         await actors.critic.save_checkpoint(str(critic_path(path)), {}, kept, wait=True)
     weights = actors.reference.keep(path) if actors.reference else ""
-    state = {"step": step, "reference": [reference_kind, weights], "prompts": dict(prompts)}
+    state = {**state, "reference": [reference_kind, weights]}
     await actors.trainer.save_checkpoint(str(path), state, keep_last)
 
 
 async def load_checkpoint(actors: Actors, path: str) -> dict[str, Any]:
-    """Policy, critic and reference as they were when it was written. Returns its step, and its prompts."""
+    """Policy, critic and reference as they were when it was written. Returns the controller's state."""
     state = await actors.trainer.load_checkpoint(path)
     if actors.critic is not None:
         await actors.critic.load_checkpoint(str(critic_path(Path(path))))

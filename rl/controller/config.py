@@ -4,12 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Share
 from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
+from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
@@ -41,9 +42,16 @@ class TrainerConfig:
     max_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch, and so of a sequence."""
     lr: NonNegativeFloat = 1e-6
-    """Learning rate, constant after lr_warmup_steps."""
+    """Learning rate: the highest of lr_schedule."""
     lr_warmup_steps: NonNegativeInt = 5
     """Steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After the warm-up. linear, cosine: down to lr_min_ratio at the last step. wsd (warmup-stable-decay):
+    constant, then down over the last lr_decay_ratio of the steps."""
+    lr_min_ratio: Share = 0.0
+    """The share of the learning rate towards which the schedule goes down."""
+    lr_decay_ratio: Share = 0.2
+    """With lr_schedule=wsd: the share of the steps, at the end, over which it goes down linearly."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: NonNegativeFloat = 1e-8
@@ -97,7 +105,7 @@ class CriticConfig:
     when RL begins."""
 
     lr: NonNegativeFloat = 1e-5
-    """Learning rate, with the trainer's lr_warmup_steps, betas, eps and weight_decay."""
+    """Learning rate, with the trainer's lr_schedule, betas, eps and weight_decay."""
     value_clip: NonNegativeFloat = 0.2
     """How far values may move from those the advantages were computed with; 0 is no clip."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -160,6 +168,7 @@ class RunConfig:
     tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
     correction: Correction = Correction()
     kl: KL = KL()
+    entropy: EntropyBonus = EntropyBonus()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
     shaping: Shaping = Shaping()

@@ -1,6 +1,8 @@
-"""Schedule: which steps are left, and what is due after each."""
+"""Schedule: which steps are left, and what is due after each. LRSchedule: each step's learning rate."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -23,3 +25,26 @@ class Schedule:
 
     def refreshes(self, step: int) -> bool:
         return self.refresh_every > 0 and step % self.refresh_every == 0
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Step (from 1) -> share of the learning rate. Step 1 after a warm-up, or without one, has all of it."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"]
+    num_steps: int
+    warmup_steps: int = 0
+    min_ratio: float = 0.0
+    decay_ratio: float = 0.2
+
+    def __call__(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return step / self.warmup_steps
+        if self.kind == "constant":
+            return 1.0
+        first = self.warmup_steps  # steps after which it goes down
+        if self.kind == "wsd":
+            first = max(first, self.num_steps - round(self.decay_ratio * self.num_steps))
+        done = max(0, step - 1 - first) / max(1, self.num_steps - first)
+        left = (1 + math.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
+        return self.min_ratio + (1 - self.min_ratio) * left

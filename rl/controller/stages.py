@@ -13,12 +13,13 @@ from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_che
 from rl.controller.config import RunConfig
 from rl.controller.loop import train
 from rl.controller.rollouts import Rollouts, check_rewards
-from rl.controller.schedule import Schedule
+from rl.controller.schedule import LRSchedule, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
+from rl.loss.entropy import EntropyBonus, EntropyControl
 from rl.loss.value import ClippedValue
 from rl.models.checkpoint_dir import is_complete, latest
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
@@ -32,14 +33,14 @@ class RunStages:
 
     def __init__(self, config: RunConfig, actors: Actors, tokenizer: Tokenizer, recorder: Recorder):
         self._config = config
-        self._algorithm = config.algorithm
         self._actors = actors
         self._recorder = recorder
         self._data = SupervisedData(config.env, tokenizer, config.seed)
         self._rollouts = Rollouts(
             config.env, tokenizer, actors.rewards.score, config.group_size, config.seed, actors.adapter
         )
-        self._policy, self._critic = updaters(config, actors)
+        self._updaters = updaters(config, actors)
+        self._entropy = EntropyControl(config.entropy)
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
         self._schedule = Schedule(1, config.steps, config.eval_every)
@@ -51,9 +52,10 @@ class RunStages:
         state: dict[str, Any] = {"step": 0}
         if config.resume_from:
             state = await load_checkpoint(actors, config.resume_from)
+            self._entropy = EntropyControl(config.entropy, state.get("entropy"))
         else:
             await self._warm_up()
-        if self._algorithm.samples_rollouts:
+        if config.algorithm.samples_rollouts:
             self.buffer = self._make_buffer(state)
         return Schedule(
             first=state["step"] + 1,
@@ -61,7 +63,7 @@ class RunStages:
             eval_every=config.eval_every,
             save_every=config.save_every,
             refresh_every=config.reference.refresh_every if actors.reference else 0,
-            publish_every_step=self._algorithm.samples_rollouts,
+            publish_every_step=config.algorithm.samples_rollouts,
             evaluate_beside=config.max_offpolicy_steps > 0,
         )
 
@@ -75,6 +77,15 @@ class RunStages:
                 await train(self._schedule, self)
         finally:
             self.buffer.close()
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        """Of this step: with a target, the entropy bonus changes from step to step."""
+        return replace(self._config.algorithm, entropy=EntropyBonus(self._entropy.coef))
+
+    @property
+    def _policy(self) -> Updater:
+        return replace(self._updaters[0], loss=self._algorithm.objective)
 
     def _served(self) -> PolicyVersion | None:
         """What prompts may start with: nothing while an evaluation stands still for itself."""
@@ -92,7 +103,7 @@ class RunStages:
             except StepFailed as failure:
                 raise await self._give_up(step, failure) from failure
             batch = batch.joined(await self._next_part(step, inputs))
-        if self._algorithm.reads_rewards:
+        if config.algorithm.reads_rewards:
             check_rewards(batch.sampled)
         return batch
 
@@ -105,8 +116,12 @@ class RunStages:
         coming = self.buffer.coming if self.buffer and step < self._config.steps else ()
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
         try:
-            learned = await learn(batch, step, self._algorithm, self._config.seed, self._policy, self._critic)
+            seed, critic = self._config.seed, self._updaters[1]
+            learned = await learn(batch, step, self._algorithm, seed, self._policy, critic)
             await preparing
+            if self._config.entropy.used:
+                learned["entropy/coef"] = self._entropy.coef
+            self._entropy.observe(learned["entropy"])
             return learned
         except StepFailed as failure:
             raise await self._give_up(step, failure) from failure
@@ -130,8 +145,8 @@ class RunStages:
     async def _save(self, step: int, prompts: Mapping[str, Any]) -> None:
         config = self._config
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
-        kept = config.keep_checkpoints
-        await save_checkpoint(self._actors, path, step, config.reference_kind, prompts, kept)
+        state = {"step": step, "prompts": dict(prompts), "entropy": self._entropy.state}
+        await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
 
     async def evaluate(self, step: int) -> None:
         """Greedy accuracy on the held-out problems, of one version.
@@ -142,7 +157,7 @@ class RunStages:
         async with generators.pinned() as (version, sampler):
             await generators.wait_served(version)
             groups = await self._rollouts.evaluate(sampler)
-        if self._algorithm.reads_rewards:
+        if self._config.algorithm.reads_rewards:
             check_rewards(groups)
         metrics = eval_metrics(groups) | {"eval/version": version}
         self._recorder.evaluation(step, metrics, groups, pause=self._only_evaluating)
@@ -224,14 +239,14 @@ def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
     )
-    policy = Updater(
-        actors.trainer, actors.adapter, config.algorithm.objective, optim, trainer.lr_warmup_steps
-    )
+    kind, num_steps, warmup = trainer.lr_schedule, config.steps, trainer.lr_warmup_steps
+    factor = LRSchedule(kind, num_steps, warmup, trainer.lr_min_ratio, trainer.lr_decay_ratio)
+    policy = Updater(actors.trainer, actors.adapter, config.algorithm.objective, optim, factor)
     if actors.critic is None:
         return policy, None
     loss = ClippedValue(config.critic.value_clip)
     optim = replace(optim, lr=config.critic.lr, max_grad_norm=config.critic.max_grad_norm)
-    return policy, Updater(actors.critic, None, loss, optim, trainer.lr_warmup_steps)
+    return policy, Updater(actors.critic, None, loss, optim, factor)
 
 
 def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:

@@ -39,7 +39,7 @@ class Updater:
     adapter: str | None
     loss: Loss
     optim: OptimParams  # at the full learning rate
-    lr_warmup_steps: int
+    lr_factor: Callable[[int], float]  # step -> share of the learning rate
 
     async def forward_backward(self, samples: Sequence[Sample], samples_per_unit: int) -> dict[str, float]:
         batch = self.engine.pack(samples, samples_per_unit)
@@ -49,9 +49,7 @@ class Updater:
         return await self.engine.optim_step(params, self.adapter)
 
     def params(self, step: int, denominator: float) -> OptimParams:
-        """The learning rate rises over the first steps and then stays."""
-        warm = min(1.0, step / max(1, self.lr_warmup_steps))
-        return self.optim.scaled(warm, 1 / denominator)
+        return self.optim.scaled(self.lr_factor(step), 1 / denominator)
 
 
 async def learn(
@@ -70,6 +68,7 @@ async def learn(
         if isinstance(failure, BaseException):
             raise failure
     metrics = learning_metrics(results[0], sampled=algorithm.samples_rollouts)
+    metrics["lr"] = policy.params(step, 1.0).lr
     return metrics | (critic_metrics(results[1]) if critic is not None else {})
 
 

@@ -1,7 +1,7 @@
 """What every loss takes and returns.
 
 A loss is a sum over the target tokens; the controller divides once, in `optim_step`. M target tokens of one
-micro-batch, S sequences. All per-token tensors are [M]; `logprobs` carries the gradient, in nats. A sequence
+micro-batch, S sequences. All per-token tensors are [M]; `logprobs` and `entropy` carry the gradient, in nats. A sequence
 is never split over micro-batches.
 """
 
@@ -26,6 +26,9 @@ class TokenInputs:
     weights: torch.Tensor  # the token's share in the loss: 1 for token means
     sample_ids: torch.Tensor  # which sequence the token belongs to
     loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else samples carry, by name
+    entropy: torch.Tensor | None = (
+        None  # nats, of the trainer's distribution, with gradient; a critic has none
+    )
 
     def loss_input(self, name: str) -> torch.Tensor:
         """Raises RunError where the samples do not carry it; a batch without samples has them all, empty."""

@@ -1,4 +1,4 @@
-"""Objective: what the trainer is given in each step: the run's loss, its correction and its KL penalty."""
+"""Objective: what the trainer is given in each step: the run's loss, correction, KL penalty, entropy bonus."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,16 @@ from rl.loss.kl import KL, estimate
 
 @dataclass(frozen=True)
 class Objective:
-    """loss(corrected inputs) + kl.coef * sum_t w_t * kl_t, where the penalty goes into the loss."""
+    """loss(corrected inputs) + kl.coef * sum_t c_t * kl_t - entropy_coef * sum_t w_t * entropy_t.
+
+    w_t: the token's weight; c_t: the same, corrected. The KL term is there where the penalty goes into the
+    loss.
+    """
 
     loss: Loss
     correction: Correction = Correction()
     kl: KL = KL()
+    entropy_coef: float = 0.0
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         corrected, metrics = self.correction(logprobs, inputs)
@@ -33,4 +38,6 @@ class Objective:
             kl = estimate(logprobs, inputs.loss_input("ref_logprobs"), self.kl.estimator)
             loss = loss + self.kl.coef * (kl * corrected.weights).sum()
             metrics["kl:sum"] = kl.detach().sum()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * (inputs.entropy * inputs.weights).sum()
         return LossOutput(loss, metrics)

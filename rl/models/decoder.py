@@ -43,7 +43,7 @@ class LogprobHead(Linear):
     def forward(
         self, h_BTD: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """predictors [M] indices into T, targets [M] -> logprobs [M] with gradient and entropy [M] without.
+        """predictors [M] indices into T, targets [M] -> logprobs [M] and entropy [M].
 
         In fp32 nats. The hidden state at a token predicts the next one. Without targets: the logits [M, V].
         """

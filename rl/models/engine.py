@@ -87,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
-        """(logprobs [M] with gradient, entropy [M] without), fp32 nats; without targets the logits [M, V].
+        """(logprobs [M], entropy [M]), both with gradient, fp32 nats; without targets the logits [M, V].
 
         With a value head: (values [M] with gradient, zeros).
         """
@@ -138,11 +138,12 @@ class Engine(ABC):
                 inputs = TokenInputs(
                     *map(self._tensor, columns),
                     loss_inputs={name: self._tensor(column) for name, column in micro.loss_inputs.items()},
+                    entropy=entropy if predicts else None,
                 )
                 output = loss(logprobs, inputs)
                 check_finite(output.loss)
                 output.loss.backward()
-                metrics.add(measure(output, logprobs.detach(), inputs, entropy if predicts else None))
+                metrics.add(measure(output, logprobs.detach(), inputs))
         return metrics.totals()
 
     def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:

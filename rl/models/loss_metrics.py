@@ -25,13 +25,12 @@ def check_finite(loss: torch.Tensor) -> None:
         raise failure
 
 
-def measure(
-    output: LossOutput, logprobs: torch.Tensor, inputs: TokenInputs, entropy: torch.Tensor | None
-) -> dict[str, Any]:
-    """The metrics of a micro-batch. entropy: None with a value head, which gives no logprobs either."""
+def measure(output: LossOutput, logprobs: torch.Tensor, inputs: TokenInputs) -> dict[str, Any]:
+    """The metrics of a micro-batch. A value head gives neither entropy nor logprobs."""
     measured = {**output.metrics, "loss:sum": output.loss.detach(), "tokens:sum": len(inputs.weights)}
-    if entropy is not None:
-        measured |= _parity(logprobs, inputs.generator_logprobs) | {"entropy:sum": entropy.sum()}
+    if inputs.entropy is not None:
+        entropy = inputs.entropy.detach().sum()
+        measured |= _parity(logprobs, inputs.generator_logprobs) | {"entropy:sum": entropy}
     return measured
 
 

@@ -22,7 +22,7 @@ def target_logprobs(
     h_MD: torch.Tensor,
     targets: torch.Tensor | None,
 ) -> Any:
-    """targets [M] -> logprobs [M] with gradient and entropy [M] without, fp32 nats.
+    """targets [M] -> logprobs [M] and entropy [M], both with gradient, fp32 nats.
 
     logits_of: [m, D] -> [m, V]. Without targets: the logits [M, V].
     """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.batching import pack, supervised_sample
-from rl.cluster.spawn import remove_shared
+from rl.cluster.shared_directory import ROOT, remove_shared
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.titan import TitanEngine
@@ -68,7 +68,7 @@ def test_two_ranks_are_one_generator(versions):
     two = ask(directory, config, transport, PROMPT, loads)
     left = [path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
     assert left and all(name.startswith(prefix) for name in left)  # vLLM's own, which a launcher removes
-    remove_shared(prefix)
+    remove_shared(ROOT / prefix)
     assert not any("cpushm" in path.name for path in Path("/dev/shm").iterdir())
     assert len({tuple(one[label][0]) for label in one}) > 1
     for version in range(3):
