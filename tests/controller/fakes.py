@@ -65,6 +65,7 @@ class FakeEngine(EngineHandle):
         totals = {
             "tokens:sum": 0.0,
             "loss:sum": 0.0,
+            "entropy:sum": 0.0,
             "logprob_diff:sum": 0.0,
             "logprob_diff:max": 0.0,
             "ratio_outside:sum": 0.0,
@@ -81,12 +82,15 @@ class FakeEngine(EngineHandle):
             logprobs = torch.from_numpy(self._scores(micro)).requires_grad_()
             arrays = (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)
             inputs = TokenInputs(
-                *map(torch.from_numpy, arrays), {n: torch.from_numpy(c) for n, c in micro.loss_inputs.items()}
+                *map(torch.from_numpy, arrays),
+                {n: torch.from_numpy(c) for n, c in micro.loss_inputs.items()},
+                entropy=-logprobs,
             )
             output = loss(logprobs, inputs)
             (gradient,) = torch.autograd.grad(output.loss + logprobs.sum() * 0, logprobs)
             totals["loss:sum"] += output.loss.item()
             totals["tokens:sum"] += len(micro.targets)
+            totals["entropy:sum"] += -logprobs.sum().item()
             for name, value in output.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
             self.note("learn", micro.tokens.tolist(), output.loss.item(), gradient.tolist())

@@ -30,6 +30,7 @@ from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
 from rl.loss.dro import DRO
+from rl.loss.entropy import EntropyBonus
 from rl.loss.gspo import GSPO
 from rl.loss.importance_sampling import ImportanceSampling
 from rl.loss.kl import KL
@@ -76,6 +77,7 @@ def everything_done(config: RunConfig, tmp_path) -> dict[str, list]:
 
 PPO = {"loss": Clip(), "advantages": GAE(), "minibatches": 2}
 TWICE = {"minibatches": 2}
+DECAYING = TrainerConfig(lr_schedule="wsd", lr_warmup_steps=0, lr_decay_ratio=0.4)
 # (what the run is, the setting, another value, the kinds of what a run does that it changes)
 IN_THE_LOOP = [
     ({}, "loss.low", 0.05, "gradients"),
@@ -139,6 +141,17 @@ IN_THE_LOOP = [
     ({}, "env.corruption", 0.0, "warm-up"),
     ({}, "trainer.lr", 1.0, "optimizer"),
     ({}, "trainer.lr_warmup_steps", 1, "optimizer"),
+    ({"trainer": TrainerConfig(lr_warmup_steps=0)}, "trainer.lr_schedule", "linear", "optimizer"),
+    (
+        {"trainer": TrainerConfig(lr_schedule="cosine", lr_warmup_steps=0)},
+        "trainer.lr_min_ratio",
+        0.5,
+        "optimizer",
+    ),
+    ({"trainer": DECAYING}, "trainer.lr_decay_ratio", 0.9, "optimizer"),
+    ({}, "entropy.coef", 0.1, "gradients"),
+    ({}, "entropy.target", 9.0, "gradients"),
+    ({"entropy": EntropyBonus(target=9.0)}, "entropy.adapt", 0.1, "gradients"),
     ({}, "trainer.betas", (0.5, 0.5), "optimizer"),
     ({}, "trainer.eps", 1.0, "optimizer"),
     ({}, "trainer.weight_decay", 1.0, "optimizer"),

@@ -16,7 +16,6 @@ def test_logprobs_and_entropy_are_fp32_whatever_the_logits():
     expected = exact.log_softmax(-1)[torch.arange(5), targets]
     assert torch.allclose(logprobs.double(), expected, atol=1e-6)
     assert torch.allclose(entropy.double(), -(reference.exp() * reference).sum(-1), atol=1e-6)
-    assert logprobs.requires_grad and not entropy.requires_grad
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
     # bf16 logits get a bf16 gradient.
@@ -31,3 +30,22 @@ def test_logprobs_of_improbable_tokens_do_not_vanish():
     assert torch.allclose(entropy.double(), -(expected.exp() * expected).nan_to_num().sum(-1), atol=1e-3)
     logprobs.sum().backward()
     assert torch.isfinite(logits.grad).all()
+
+
+def test_the_entropys_gradient_alone_and_with_that_of_the_logprobs():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(7, 50) * 3, torch.randint(0, 50, (7,))
+    logits[0, 3] = -200.0  # its probability is 0 in fp32
+    of_logprobs, of_entropy = torch.randn(7), torch.randn(7)
+    for share in (0.0, 1.0):
+        ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        logprobs, entropy = logprobs_and_entropy(ours, targets)
+        loss = (entropy * of_entropy).sum()
+        log_p = exact.log_softmax(-1)
+        expected = -((log_p.exp() * log_p).sum(-1) * of_entropy).sum()
+        if share:
+            loss = loss + (logprobs * of_logprobs).sum()
+            expected = expected + (log_p[torch.arange(7), targets] * of_logprobs).sum()
+        loss.backward()
+        expected.backward()
+        assert torch.allclose(ours.grad.double(), exact.grad, atol=1e-5)
