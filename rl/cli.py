@@ -60,18 +60,24 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from rl.controller.recipes import load_recipe, recipe_names
+    from rl.controller.recipes import load_recipe, recipe_names, source_of
     from rl.controller.settings import override
+    from rl.errors import ConfigError
+    from rl.fields import check_fields
 
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: rl train RECIPE [--section.field value ...]\n\nrecipes:")
         print("\n".join(f"  {name:16} {summary}" for name, summary in recipe_names().items()))
         return 0
     recipe, config = load_recipe(arguments[0])
-    config = override(config, arguments[1:], prog=f"rl train {arguments[0]}")
+    config, found = check_fields(config)
+    config, misread = override(config, arguments[1:], prog=f"rl train {arguments[0]}")
     from rl.controller.run import run
+    from rl.controller.validate import validate
 
-    return run(recipe, config)
+    if found or misread:
+        raise ConfigError("\n".join([*found, *misread, *validate(config)]))
+    return run(recipe, config, source_of(arguments[0]))
 
 
 if __name__ == "__main__":

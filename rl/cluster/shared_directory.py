@@ -15,7 +15,7 @@ _PREFIX = "rl-"
 
 @contextmanager
 def shared_directory(run_name: str, root: Path = ROOT) -> Iterator[Path]:
-    """A new directory `rl-<pid>-<random>-<run_name>`. At the end it goes, with all whose name begins with its name.
+    """A new directory `rl-<pid>-<random>-<run_name>`. At the end it goes, with all whose name begins so.
 
     What runs that were killed left behind is removed first. Another run's is never touched, also where it
     belongs to another container with the same shared memory: a lock, not a process number, says who lives.

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Share
+from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Share
 from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
@@ -202,14 +202,14 @@ class RunConfig:
     step."""
     eval_every: PositiveInt = 20
     """Steps between evaluations on the held-out problems; the first and last step are always evaluated."""
-    save_every: NonNegativeInt = 0
-    """Steps between checkpoints; 0 saves only the last step."""
-    keep_checkpoints: NonNegativeInt = 0
+    save_every: NonNegativeInt = 20
+    """Steps between checkpoints; 0 saves only the last step. A run that is interrupted saves one too."""
+    keep_checkpoints: NonNegativeInt = 2
     """How many of the newest checkpoints to keep; 0 keeps all."""
-    resume_from: str = ""
-    """A checkpoint directory (runs/.../checkpoints/step-N): go on after its step, with its weights and
-    optimizer."""
-    run_dir: str = ""
+    resume: FilePath = ""
+    """A checkpoint (runs/.../checkpoints/step-N), a run's directory for its newest, or `latest` for the
+    newest of this recipe in runs/: go on after its step, with its weights and optimizer."""
+    run_dir: FilePath = ""
     """Where everything is written; empty means runs/<recipe>-<time>."""
     trace: bool = False
     """Write trace.json: what every process was asked to do and when; https://ui.perfetto.dev opens it."""
@@ -248,13 +248,3 @@ class RunConfig:
             if self.reference_is_adapter
             else "policy"
         )
-
-
-def to_json(config: Any) -> Any:
-    """Nested dataclasses as plain data, each with its type's name."""
-    if dataclasses.is_dataclass(config):
-        fields = {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
-        return {"type": type(config).__name__} | fields
-    if callable(config):  # a function of the user's
-        return f"{config.__module__}.{config.__qualname__}"
-    return list(map(to_json, config)) if isinstance(config, tuple) else config

@@ -1,9 +1,11 @@
 """Finds recipes: functions that return a RunConfig, in the package `configs` or in a file of the user's."""
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import traceback
@@ -16,11 +18,18 @@ import cloudpickle
 
 import configs
 from rl.controller.config import RunConfig
+from rl.controller.config_json import from_json, is_config, read_config
 from rl.errors import ConfigError
 
 
 def load_recipe(name: str) -> tuple[str, RunConfig]:
-    """name: a recipe in configs/, or path/to/file.py:function. Returns its short name and its config."""
+    """name: a recipe in configs/; path/to/file.py:function, without the function where there is one; or the
+    directory of an earlier run, or its config.json.
+
+    Returns its short name and its config.
+    """
+    if is_config(name):
+        return _from_config(name)
     if ".py" in name:
         return _from_file(name)
     recipes = _recipes()
@@ -31,6 +40,13 @@ def load_recipe(name: str) -> tuple[str, RunConfig]:
             f"unknown recipe {name!r}; {hint}recipes: {', '.join(recipes)}, or path/to/file.py:function"
         )
     return name, recipes[name]()
+
+
+def source_of(name: str) -> str:
+    """What config.json notes, from which `load_recipe` finds the same recipe from anywhere."""
+    if is_config(name):
+        return read_config(name)[0]
+    return os.path.abspath(os.path.expanduser(name)) if ".py" in name else name
 
 
 def recipe_names() -> dict[str, str]:
@@ -55,30 +71,63 @@ def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     }
 
 
+def _from_config(name: str) -> tuple[str, RunConfig]:
+    """An earlier run's settings; it gets a directory of its own."""
+    recipe, data = read_config(name)
+    if ".py" in recipe:  # where its classes are
+        path = recipe.partition(":")[0]
+        if not Path(path).is_file():
+            raise ConfigError(f"{name} was written for {recipe}, which is gone; give a recipe")
+        _run_user_code(path, lambda: _import_file(path))
+    config = from_json(data, name)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{name} is not the config.json of a run; give a recipe")
+    return Path(recipe).name.rpartition(":")[2], dataclasses.replace(config, run_dir="")
+
+
 def _from_file(name: str) -> tuple[str, RunConfig]:
     path, _, function = name.partition(":")
+    path = os.path.abspath(os.path.expanduser(path))
     if not Path(path).is_file():
         raise ConfigError(f"recipe file {path} does not exist; give path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    # The actors' processes cannot import the file: its classes and functions travel by value.
-    cloudpickle.register_pickle_by_value(module)
-    _run_user_code(path, lambda: spec.loader.exec_module(module))
+    module = _run_user_code(path, lambda: _import_file(path))
     functions = {
         n: f
         for n, f in _functions(module).items()
         if f.__annotations__.get("return", RunConfig) in (RunConfig, "RunConfig")
     }
+    if not function and len(functions) == 1:
+        (function,) = functions
     if function not in functions:
-        raise ConfigError(
-            f"{path} has no recipe function {function!r}; use {path}:NAME with NAME one of "
-            f"{', '.join(functions) or '(none)'}"
-        )
+        has = f"has no recipe function {function!r}" if function else "has several recipes, or none"
+        known = ", ".join(functions) or "(none)"
+        raise ConfigError(f"{path} {has}; use {path}:NAME with NAME one of {known}")
     config = _run_user_code(path, functions[function])
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} returned a {type(config).__name__}; a recipe returns a RunConfig")
     return function, config
+
+
+def _import_file(path: str) -> ModuleType:
+    """A recipe's module, which may import others beside it.
+
+    The actors' processes cannot import them: their classes and functions travel by value.
+    """
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file; give path/to/file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    before, directory = set(sys.modules), os.path.dirname(path)
+    sys.path.insert(0, directory)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(directory)
+    for imported in [module, *(sys.modules[name] for name in set(sys.modules) - before)]:
+        if os.path.dirname(os.path.abspath(getattr(imported, "__file__", None) or "/")) == directory:
+            cloudpickle.register_pickle_by_value(imported)
+    return module
 
 
 def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
@@ -87,11 +136,9 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
         return code()
     except ConfigError:
         raise
-    except Exception as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename) == Path(path)
-        ]
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
         line = error.lineno if isinstance(error, SyntaxError) else (lines or ["?"])[-1]
-        raise ConfigError(f"{path} line {line}: {type(error).__name__}: {error}; fix the recipe") from error
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{path} line {line}: {what}; fix the recipe") from error

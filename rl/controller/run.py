@@ -1,7 +1,7 @@
 """One run from a checked config to its artefacts, and a clean end whatever happens."""
 
 import asyncio
-import json
+import errno
 import signal
 import sys
 import time
@@ -9,11 +9,14 @@ from contextlib import closing
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.controller.config import RunConfig, to_json
+from rl.controller.config import RunConfig
+from rl.controller.config_json import write_config
+from rl.controller.resume import with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
 from rl.controller.stages import RunStages
 from rl.controller.validate import validate
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
+from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
 from rl.observability.timeline import Timeline
@@ -21,22 +24,36 @@ from rl.observability.timeline import Timeline
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(recipe: str, config: RunConfig) -> int:
+def run(recipe: str, config: RunConfig, source: str = "") -> int:
     """Check, then train. Returns the exit code.
 
-    Raises ConfigError with every problem before any process starts.
+    source: where the recipe is, as `rl train` was told; config.json names it. Raises ConfigError with every
+    problem before any process starts.
     """
+    config = with_newest_checkpoint(recipe, config)
     if found := validate(config):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(json.dumps(to_json(config), indent=1))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_config(run_dir, source or recipe, config)
+    except OSError as error:
+        raise ConfigError(f"the run's directory {run_dir} cannot be made: {error}") from error
     try:
         asyncio.run(_main(recipe, config, run_dir))
     except KeyboardInterrupt:
-        print(f"what the run has done is in {run_dir}", file=sys.stderr)
+        print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(f"the disk of {run_dir} is full; make room{_go_on(run_dir)}") from error
     return 0
+
+
+def _go_on(run_dir: Path) -> str:
+    newest = latest(run_dir / "checkpoints")
+    return f"; go on with --resume {newest}" if newest else ""
 
 
 async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
@@ -46,9 +63,9 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     came = []
 
     def interrupt(number: int) -> None:
-        """Once: a second signal must not interrupt the clean-up."""
+        """The first has the run save a checkpoint and end, the second has it end without; others nothing."""
         came.append(number)
-        if len(came) == 1:
+        if len(came) <= 2:
             main.cancel()
 
     for number in _SIGNALS:

@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import re
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import tyro
 
 from rl.controller.config import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
+from rl.fields import expand_paths, expectation, shown
 from rl.loss.kl import KL
 
 # What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
@@ -145,26 +147,83 @@ def setting_names(config: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def override(config: RunConfig, arguments: list[str], prog: str) -> RunConfig:
-    """Apply flags. Raises ConfigError if a flag or value makes no sense; prints and exits for --help."""
-    if not {"-h", "--help"} & set(arguments):
-        _check_names(config, arguments)
-    said = io.StringIO()
+def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
+    """Apply flags. Returns the changed config, and one line for each flag or value that makes no sense.
+
+    Prints and exits for --help.
+    """
+    if {"-h", "--help"} & set(arguments):
+        _parse(config, ["--help"], prog)
+    flags, found = _flags(config, arguments)
     try:
-        with contextlib.redirect_stderr(said):
-            changed = tyro.cli(
+        changed = _parse(config, [word for flag in flags for word in flag], prog)
+    except ConfigError:  # one by one, to find all that is wrong
+        changed = config
+        for flag in flags:
+            try:
+                changed = _parse(changed, flag, prog)
+            except ConfigError as error:
+                found.append(str(error))
+    return expand_paths(_without_what_was_switched_off(config, changed)), found
+
+
+def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Each known flag with its values, and what is wrong with the other arguments."""
+    known, flags, found = setting_names(config), [], []
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            groups.append(["--" + name.replace("-", "_"), *([value] if equals else [])])
+        elif groups:
+            groups[-1].append(argument)
+        else:
+            found.append(_stray(argument, known))
+    for flag, *values in groups:
+        name = flag[2:]
+        if name not in known:
+            found.append(_unknown(config, name, known))
+            continue
+        value = attrgetter(name)(config)
+        if value is None or callable(value):
+            found.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
+            continue
+        several = isinstance(value, tuple)
+        if not values:
+            found.append(f"--{name} has no value; write --{name} VALUE")
+            continue
+        if not several:
+            found += [_stray(value, known, after=name) for value in values[1:]]
+        flags.append([flag, *(values if several else values[:1])])
+    return flags, found
+
+
+def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
+    name = argument.lstrip("-").split("=")[0]
+    if "=" in argument and name in known:
+        return f"{argument!r} is no flag; write --{argument.lstrip('-')}"
+    where = f"--{after} takes one value; {shown(argument)} after it" if after else shown(argument)
+    return f"{where} belongs to no setting; settings are written --section.field VALUE"
+
+
+def _parse(config: RunConfig, arguments: Sequence[str], prog: str) -> RunConfig:
+    """Raises ConfigError where a value cannot be read."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(
                 RunConfig,
                 default=config,
-                args=arguments,
+                args=list(arguments),
                 prog=prog,
                 use_underscores=True,
                 config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
             )
-        return _without_what_was_switched_off(config, changed)
     except SystemExit as exit:
         if not exit.code:
             raise
-        raise ConfigError(_one_line(said.getvalue())) from None
+        flag, *values = arguments
+        expected = expectation(config, flag.removeprefix("--"))
+        raise ConfigError(f"{flag} {' '.join(values)} must be {expected}") from None
 
 
 def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> RunConfig:
@@ -181,43 +240,27 @@ def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> Run
     return changed
 
 
-def _check_names(config: RunConfig, arguments: list[str]) -> None:
-    known = setting_names(config)
-    for argument in arguments:
-        if not argument.startswith("--"):
-            continue
-        name = argument[2:].split("=")[0].replace("-", "_")
-        if name in known:
-            continue
-        if name.split(".")[-1] == "temperature":
-            raise ConfigError(
-                "there is no setting --temperature: training samples at 1, evaluation is greedy"
-            )
-        same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-        own = next(
-            (k for k in same_leaf if k.startswith(("loss.", "advantages."))), None
-        )  # DPO's beta is not the KL's
-        ours = (
-            own or FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(name.split(".")[-1])
-        )
-        if ours in known:
-            note = (
-                ", and is a number of them, not their size"
-                if ours == "minibatches" and "size" in name
-                else ""
-            )
-            raise ConfigError(f"unknown setting --{name}; it is called --{ours} here{note}")
-        close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f"did you mean --{close[0]}? " if close else ""
-        raise ConfigError(f"unknown setting --{name}; {hint}(--help lists them)")
-
-
-def _one_line(box: str) -> str:
-    """tyro's framed message without its frame."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    words = [line.strip("│╭╮╰╯─ ") for line in text.splitlines()]
-    useful = [w for w in words if w and not w.startswith(("Parsing error", "For full helptext", "─"))]
-    useful = useful[: next((i for i, w in enumerate(useful) if w.startswith("Argument helptext")), None)]
-    if not useful:
-        return "the settings could not be read (--help lists them)"
-    return f"{useful[0]}: {' '.join(useful[1:])}"
+def _unknown(config: RunConfig, name: str, known: Sequence[str]) -> str:
+    """What to say of a name that is no setting: ours for it, or the nearest."""
+    section, _, leaf = name.rpartition(".")
+    if leaf == "temperature":
+        return "there is no setting --temperature: training samples at 1, evaluation is greedy"
+    if inside := [k for k in known if k.startswith(f"{name}.")]:
+        return f"--{name} is a section, not a setting; its settings: {', '.join('--' + k for k in inside)}"
+    same_leaf = [k for k in known if k.split(".")[-1] == leaf]
+    # DPO's beta is not the KL's, and the generator's size not the trainer's.
+    here = next((k for k in same_leaf if k.startswith(("loss.", "advantages."))), None)
+    theirs = FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(leaf)
+    if section and theirs:
+        in_section = f"{section}.{theirs.split('.')[-1]}"
+        here = here or (in_section if in_section in known else None)
+    ours = here or theirs
+    if ours in known:
+        a_number = ours == "minibatches" and "size" in name
+        note = ", and is a number of them, not their size" if a_number else ""
+        return f"unknown setting --{name}; it is called --{ours} here{note}"
+    in_section = [k for k in known if section and k.startswith(f"{section}.")]
+    near = difflib.get_close_matches(name, in_section, n=1, cutoff=0.6)
+    close = near or same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean --{close[0]}? " if close else ""
+    return f"unknown setting --{name}; {hint}(--help lists them)"

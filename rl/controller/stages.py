@@ -9,22 +9,23 @@ from typing import Any
 from rl.actors.actors import Actors
 from rl.controller.algorithm import Algorithm
 from rl.controller.buffer import Pace, RolloutBuffer
+from rl.controller.checkpoint_rules import checkpoint_state
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
 from rl.controller.config import RunConfig
 from rl.controller.loop import train
 from rl.controller.rollouts import Rollouts, check_rewards
-from rl.controller.schedule import LRSchedule, Schedule
+from rl.controller.schedule import Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
+from rl.controller.updaters import scorers, updaters
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.loss.entropy import EntropyBonus, EntropyControl
-from rl.loss.value import ClippedValue
 from rl.models.checkpoint_dir import is_complete, latest
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
-from rl.types import Group, OptimParams, PolicyVersion
+from rl.types import Group, PolicyVersion
 from rl.waiting import beside
 
 
@@ -44,14 +45,17 @@ class RunStages:
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
         self._schedule = Schedule(1, config.steps, config.eval_every)
+        self._done = 0  # the last step whose update is complete
+        self._taken = False  # prompts of the next one have been taken from the buffer
+        self._updating = False
         self._sync_blocking = 0.0  # seconds for which the last publication held up the loop
 
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
         config, actors = self._config, self._actors
         state: dict[str, Any] = {"step": 0}
-        if config.resume_from:
-            state = await load_checkpoint(actors, config.resume_from)
+        if config.resume:
+            state = await load_checkpoint(actors, config.resume)
             self._entropy = EntropyControl(config.entropy, state.get("entropy"))
         else:
             await self._warm_up()
@@ -70,13 +74,18 @@ class RunStages:
     async def run(self) -> None:
         """The whole run. Beside the loop, the buffer starts prompts as new versions are served."""
         self._schedule = await self.start()
-        if self.buffer is None:
-            return await train(self._schedule, self)
+        self._done = self._schedule.first - 1
         try:
-            async with beside(self.buffer.follow(self._served, self._actors.generators.changed)):
-                await train(self._schedule, self)
-        finally:
-            self.buffer.close()
+            if self.buffer is None:
+                return await train(self._schedule, self)
+            try:
+                async with beside(self.buffer.follow(self._served, self._actors.generators.changed)):
+                    await train(self._schedule, self)
+            finally:
+                self.buffer.close()
+        except asyncio.CancelledError:
+            await self._save_what_is_done()
+            raise
 
     @property
     def _algorithm(self) -> Algorithm:
@@ -109,10 +118,28 @@ class RunStages:
 
     async def _next_part(self, step: int, inputs: Scorers) -> TrainingBatch:
         taken = await self.buffer.take(step - 1, self._config.groups_per_part)
+        self._taken = True
         part = await build_training_batch(taken.groups, self._algorithm, inputs)
         return replace(part, filtered=list(taken.filtered))
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        """One that is interrupted ends first, and is recorded, so that a checkpoint is of whole steps."""
+        self._updating = True
+        updating = asyncio.create_task(self._update(batch, step))
+        try:
+            learned = await asyncio.shield(updating)
+        except asyncio.CancelledError:
+            learned = await updating
+            self._finished(step)
+            self.record(step, batch, learned)
+            raise
+        self._finished(step)
+        return learned
+
+    def _finished(self, step: int) -> None:
+        self._done, self._taken, self._updating = step, False, False
+
+    async def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         coming = self.buffer.coming if self.buffer and step < self._config.steps else ()
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
         try:
@@ -145,8 +172,25 @@ class RunStages:
     async def _save(self, step: int, prompts: Mapping[str, Any]) -> None:
         config = self._config
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
-        state = {"step": step, "prompts": dict(prompts), "entropy": self._entropy.state}
+        state = checkpoint_state(config, step)
+        state |= {"prompts": dict(prompts), "entropy": self._entropy.state}
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
+
+    async def _save_what_is_done(self) -> None:
+        """As the run is interrupted; unless half an update is in the weights, or they are saved already."""
+        path = self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
+        if self._updating or self._done < self._schedule.first:
+            return
+        await self._actors.trainer.finish_checkpoint()
+        if is_complete(path):
+            return
+        print(
+            f"interrupted: saving a checkpoint of step {self._done}; once more to end without it", flush=True
+        )
+        buffer = self.buffer
+        prompts = {} if buffer is None else buffer.state_before_step if self._taken else buffer.state
+        await self._save(self._done, prompts)
+        await self._actors.trainer.finish_checkpoint()
 
     async def evaluate(self, step: int) -> None:
         """Greedy accuracy on the held-out problems, of one version.
@@ -224,38 +268,6 @@ class RunStages:
         if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
             await self._save(step - 1, self.buffer.state_before_step if self.buffer else {})
             await trainer.finish_checkpoint()
-        good = latest(checkpoints) or self._config.resume_from
-        rest = f"go on from --resume_from {good}" if good else "no checkpoint was due yet: lower save_every"
+        good = latest(checkpoints) or self._config.resume
+        rest = f"go on from --resume {good}" if good else "no checkpoint was due yet: lower save_every"
         return RunError(f"{failure}; {await failure.find_sample()}; {rest}")
-
-
-def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None]:
-    """What learns: the policy, and the critic where there is one."""
-    trainer = config.trainer
-    optim = OptimParams(
-        trainer.lr,
-        betas=trainer.betas,
-        eps=trainer.eps,
-        weight_decay=trainer.weight_decay,
-        max_grad_norm=trainer.max_grad_norm,
-    )
-    kind, num_steps, warmup = trainer.lr_schedule, config.steps, trainer.lr_warmup_steps
-    factor = LRSchedule(kind, num_steps, warmup, trainer.lr_min_ratio, trainer.lr_decay_ratio)
-    policy = Updater(actors.trainer, actors.adapter, config.algorithm.objective, optim, factor)
-    if actors.critic is None:
-        return policy, None
-    loss = ClippedValue(config.critic.value_clip)
-    optim = replace(optim, lr=config.critic.lr, max_grad_norm=config.critic.max_grad_norm)
-    return policy, Updater(actors.critic, None, loss, optim, factor)
-
-
-def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:
-    """The loss inputs that the algorithm reads, each with who knows it."""
-    found: dict[str, Any] = {}
-    if algorithm.samples_rollouts and algorithm.reads_old_logprobs:
-        found["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
-    if actors.reference is not None:
-        found["ref_logprobs"] = actors.reference.compute_logprobs
-    if actors.critic is not None:
-        found["values"] = actors.critic.forward_samples
-    return found

@@ -2,33 +2,36 @@
 
 import importlib.util
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from rl.bounds import out_of_range
 from rl.controller.algorithm_rules import check_algorithm, without_effect
-from rl.controller.checkpoints import critic_path
+from rl.controller.checkpoint_rules import check_resume
 from rl.controller.config import RunConfig
+from rl.controller.env_rules import check_env
 from rl.controller.specs import roles
 from rl.errors import ConfigError
-from rl.models.checkpoint_dir import is_complete, read_record
+from rl.fields import check_fields, shown
 from rl.models.hf import check_rope_is_fixed, check_supported, max_positions
 from rl.models.layout import Layout
-from rl.types import POLICY, LoRA
+from rl.types import LoRA
 
 MAX_LORA_RANK = 512
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
 _PROCESSES_PER_CORE = 4
+_LONGEST_PATH, _LONGEST_NAME = 3900, 255  # bytes; logs and checkpoints add to the path
 
 
 def validate(config: RunConfig) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty if none. Starts no process."""
-    found = out_of_range(config)
-    found += config.env.validate() or _env_at_work(config)
+    try:
+        config, found = check_fields(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    found += check_env(config)
     found += check_algorithm(config) + without_effect(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
@@ -40,80 +43,30 @@ def validate(config: RunConfig) -> list[str]:
         if config.env.chat and not config.model.has_chat_template:
             found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
     found += _engine(config) + _machine(config)
-    if config.resume_from and (step := resume_step(config)) is None:
-        found.append(
-            f"resume_from={config.resume_from!r} is not named step-N; give runs/.../checkpoints/step-N"
-        )
-    elif config.resume_from and not is_complete(config.resume_from):
-        found.append(
-            f"resume_from={config.resume_from!r} is not a complete checkpoint; "
-            f"give runs/.../checkpoints/step-N"
-        )
-    elif config.resume_from:
-        found += _other_checkpoint(config)
-        if step >= config.steps:
-            found.append(
-                f"resume_from={config.resume_from!r} has done all of steps={config.steps}; raise steps"
-            )
-    if config.run_dir and os.path.isdir(config.run_dir) and os.listdir(config.run_dir):
-        found.append(f"run_dir={config.run_dir!r} exists and is not empty; give another directory")
+    if config.resume:
+        found += check_resume(config)
+    found += _run_dir(config)
     return found
 
 
-def resume_step(config: RunConfig) -> int | None:
-    """The step whose checkpoint the run goes on from."""
-    match = re.fullmatch(r"step-(\d+)", Path(config.resume_from).name)
-    return int(match[1]) if match else None
-
-
-def _other_checkpoint(config: RunConfig) -> list[str]:
-    """Why the checkpoint is not one of what learns, and of what it is compared with, in this run."""
-    path, found = Path(config.resume_from), []
-    record = read_record(path)
-    saved = LoRA.from_record(record["adapters"][POLICY]) if POLICY in record["adapters"] else LoRA()
-    if saved != config.trainer.lora:
-        found.append(
-            f"resume_from={str(path)!r} was saved with trainer.lora {saved}, not {config.trainer.lora}; "
-            f"set it as it was"
-        )
-    kind, weights = record["state"].get("reference", ["none", ""])
-    if config.algorithm.needs_reference and kind != config.reference_kind:
-        found.append(
-            f"resume_from={str(path)!r} was saved with reference: {kind}, but the run has: "
-            f"{config.reference_kind}; set kl, loss, reference.model and trainer.lora as they were"
-        )
-    elif config.algorithm.needs_reference and weights and not Path(weights).is_dir():
-        found.append(
-            f"resume_from={str(path)!r} notes the reference's weights {weights}, which are gone; "
-            f"give an earlier checkpoint"
-        )
-    if config.algorithm.needs_critic and not is_complete(critic_path(path)):
-        found.append(
-            f"resume_from={str(path)!r} has no critic beside it, in {critic_path(path)}; "
-            f"set advantages as it was, or move both"
-        )
-    return found
-
-
-def _env_at_work(config: RunConfig) -> list[str]:
-    """Ask the environment for what the run will ask it for."""
-    try:
-        held_out = config.env.eval_problems()
-        problem = config.env.train_problem(config.seed)
-        if config.warmup.steps > 0 or config.data == "demonstrations":
-            config.env.demonstration(problem, config.seed)
-        if config.data == "preferences":
-            config.env.preference(problem, config.seed)
-        text = "".join(p.question + p.answer for p in [problem, *held_out])
-        if unknown := config.model.unknown_characters(text):
-            return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
-    except ConfigError as error:
-        return [str(error)]
-    except Exception as error:  # the user's own code: say so, rather than show our stack
-        return [
-            f"env {type(config.env).__name__} failed to make a problem ({error!r}); fix it, or its settings"
-        ]
+def _run_dir(config: RunConfig) -> list[str]:
+    """Why its directory cannot be made."""
+    path = Path(config.run_dir or "runs/new")
+    given = f"run_dir={config.run_dir!r}" if config.run_dir else "the directory runs/"
+    if "\0" in str(path) or len(os.fsencode(path)) > _LONGEST_PATH or _longest_name(path) > _LONGEST_NAME:
+        return [f"run_dir={shown(config.run_dir)} is longer than a path may be; give a shorter one"]
+    if path.is_dir() and any(path.iterdir()):
+        return [f"{given} exists and is not empty; give another directory"]
+    there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    if not there.is_dir():
+        return [f"{given} cannot be made: {there} is a file; give another directory"]
+    if not os.access(there, os.W_OK | os.X_OK):
+        return [f"{given} cannot be made: {there} may not be written to; give another directory"]
     return []
+
+
+def _longest_name(path: Path) -> int:
+    return max((len(os.fsencode(part)) for part in path.parts), default=0)
 
 
 def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
@@ -201,7 +154,7 @@ def _engine(config: RunConfig) -> list[str]:
         found.append("trainer.lora.alpha=0 silences the adapter; use more")
     if lora.rank and not lora.targets:
         found.append("trainer.lora.targets is empty; name the layers that get an adapter")
-    if config.keep_checkpoints and not config.save_every:
+    if config.keep_checkpoints != RunConfig.keep_checkpoints and not config.save_every:
         found.append(
             f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the "
             f"last step alone; set save_every"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rl.bounds import PositiveInt
+from rl.bounds import PositiveInt, Problems
 from rl.errors import ConfigError
 from rl.interfaces import Sampler, Tokenizer
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason
@@ -28,7 +28,7 @@ class Env:
     max_new_tokens: PositiveInt = 64
     """Longest completion, in tokens; one that is cut off has no EOS."""
 
-    num_eval: PositiveInt = 256
+    num_eval: Problems = 256
     """Held-out problems, which training never draws."""
 
     chat: bool = False

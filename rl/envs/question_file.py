@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from rl.bounds import FilePath
 from rl.envs.base import Env
 from rl.errors import ConfigError
 from rl.types import Problem, StopReason
@@ -25,7 +26,7 @@ class QuestionFile(Env):
     """
 
     chat: bool = True
-    path: str = ""
+    path: FilePath = ""
     """The JSON-lines file."""
     match: Literal["number", "exact"] = "number"
     """Reward 1 where the response's last number equals the answer, or where the whole response does."""
@@ -136,6 +137,8 @@ def _what_is_wrong(row: object) -> str:
         return f"has no {' and no '.join(missing)}"
     if not isinstance(row["question"], str):
         return f"has a question that is not a string ({row['question']!r:.40})"
+    if not row["question"].strip():
+        return "has an empty question"
     if isinstance(row["answer"], bool) or not isinstance(row["answer"], str | int | float):
         return f"has an answer that is neither a string nor a number ({row['answer']!r:.40})"
     return ""

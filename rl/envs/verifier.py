@@ -71,12 +71,15 @@ class Verifier:
         )
         try:
             _write(child.stdin.fileno(), self._env)
-            _read(child.stdout.fileno(), START_SECONDS)
+            failure = pickle.loads(_read(child.stdout.fileno(), START_SECONDS))
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             child.kill()
             raise RunError(
                 "the process of the reward function did not start; see the reward actor's log"
             ) from error
+        if failure is not None:
+            child.wait()
+            raise RunError(f"prepare() of the environment failed: {failure}; fix it")
         return child
 
 
@@ -106,6 +109,8 @@ def _read(fd: int, limit_seconds: float | None = None) -> bytes:
 
 
 def _score_of(reward: float | Rewards) -> Score:
+    if not isinstance(reward, Rewards) and (not hasattr(reward, "__float__") or isinstance(reward, str)):
+        return Score(0.0, f"the reward function returned {reward!r:.60}; return a number, or Rewards")
     parts = reward if isinstance(reward, Rewards) else Rewards()
     parts = Rewards(tuple(map(float, parts.turns)), tuple(map(float, parts.tokens)))
     total = float(sum(parts.turns) + sum(parts.tokens)) if isinstance(reward, Rewards) else float(reward)
@@ -132,19 +137,29 @@ def _serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     end_with_parent()
-    env: Env = pickle.loads(_read(requests))
-    env.prepare()
-    _write(answers, b"ready")
+    try:
+        env: Env = pickle.loads(_read(requests))
+        env.prepare()
+    except Exception as error:  # the user's own code: named by whoever started this process
+        traceback.print_exc()
+        _write(answers, pickle.dumps(_described(error)))
+        return
+    _write(answers, pickle.dumps(None))
     while True:
         problem, response, stop = pickle.loads(_read(requests))
         try:
             score = _score_of(env.reward(problem, response, stop))
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(where.filename).name} line {where.lineno}"
-            score = Score(0.0, f"{type(error).__name__}: {error} ({place})")
+            score = Score(0.0, _described(error))
         _write(answers, pickle.dumps(score))
+
+
+def _described(error: Exception) -> str:
+    """On one line, with its place."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{what} ({Path(where.filename).name} line {where.lineno})"
 
 
 if __name__ == "__main__":

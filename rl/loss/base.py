@@ -1,8 +1,8 @@
 """What every loss takes and returns.
 
 A loss is a sum over the target tokens; the controller divides once, in `optim_step`. M target tokens of one
-micro-batch, S sequences. All per-token tensors are [M]; `logprobs` and `entropy` carry the gradient, in nats. A sequence
-is never split over micro-batches.
+micro-batch, S sequences. All per-token tensors are [M]; `logprobs` and `entropy` carry the gradient, in nats.
+A sequence is never split over micro-batches.
 """
 
 from collections.abc import Mapping

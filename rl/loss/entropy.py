@@ -7,8 +7,7 @@ from rl.bounds import NonNegativeFloat
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Takes coef * sum_t w_t * H_t off the loss, where H_t is the entropy of the policy's distribution at token
-    t, in nats.
+    """Takes coef * sum_t w_t * H_t off the loss; H_t is the entropy of the policy at token t, in nats.
 
     With a target the coefficient is controlled, as in Skywork-OR1 (arXiv 2505.22312, section 4.4): after each
     step it rises by `adapt` where the step's mean entropy was under the target and falls by as much, to 0 at

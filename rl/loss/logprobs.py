@@ -20,8 +20,8 @@ _SMALLEST = -80.0
 class _LogprobsAndEntropy(torch.autograd.Function):
     """One softmax for both and for the gradients. Differentiable once.
 
-    d logp_t / d logits = onehot(t) - p, and d H / d logits = -p (log p + H), which costs nothing where no loss
-    reads the entropy.
+    d logp_t / d logits = onehot(t) - p, and d H / d logits = -p (log p + H), which costs nothing where no
+    loss reads the entropy.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Objective: what the trainer is given in each step: the run's loss, correction, KL penalty, entropy bonus."""
+"""Objective: what the trainer is given in each step: loss, correction, KL penalty and entropy bonus."""
 
 from dataclasses import dataclass
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from rl.errors import RunError
 
@@ -19,14 +20,38 @@ _log = logging.getLogger(__name__)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint. Raises RunError where there is no complete checkpoint."""
+    """The plain data of a checkpoint. Raises RunError where there is none that is complete."""
     if not is_complete(path):
         raise RunError(f"{path} is not a complete checkpoint; give a directory that save_checkpoint wrote")
-    return json.loads((path / RECORD).read_text())
+    try:
+        record = json.loads((path / RECORD).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path / RECORD} is broken ({error}); give another checkpoint") from error
+    if not isinstance(record, dict):
+        raise RunError(f"{path / RECORD} is broken: it is no object; give another checkpoint")
+    return record
 
 
 def tensor_names(path: Path) -> set[str]:
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return set(_metadata(path).state_dict_metadata)
+
+
+def check_files(path: Path) -> None:
+    """Raises RunError where a file of a checkpoint is missing or shorter than its metadata say."""
+    ends: dict[str, int] = {}
+    for part in (_metadata(path).storage_data or {}).values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else 0
+        if size < end:
+            raise RunError(f"{path / name} has {size} of {end} bytes; give another checkpoint")
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        return FileSystemReader(path).read_metadata()
+    except Exception as error:  # it is a pickle: anything may go wrong
+        raise RunError(f"{path / '.metadata'} is broken ({error}); give another checkpoint") from error
 
 
 def is_complete(path: str | Path) -> bool:

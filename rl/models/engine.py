@@ -135,11 +135,8 @@ class Engine(ABC):
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
                 columns = (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)
-                inputs = TokenInputs(
-                    *map(self._tensor, columns),
-                    loss_inputs={name: self._tensor(column) for name, column in micro.loss_inputs.items()},
-                    entropy=entropy if predicts else None,
-                )
+                others = {name: self._tensor(column) for name, column in micro.loss_inputs.items()}
+                inputs = TokenInputs(*map(self._tensor, columns), others, entropy if predicts else None)
                 output = loss(logprobs, inputs)
                 check_finite(output.loss)
                 output.loss.backward()
@@ -161,7 +158,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def logits(self, batch: Batch, adapter: str | None = None) -> list[torch.Tensor]:
-        """This rank's [M, V] logits that predict its target tokens, for each micro-batch: for inspection."""
+        """This rank's [M, V] logits that predict its targets, for each micro-batch: for inspection."""
         self._placement.require("logits", "model")
         with self._computing(adapter):
             self._model.eval()

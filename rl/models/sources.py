@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from rl.bounds import FilePath
 from rl.errors import ConfigError
 from rl.models import hf
 from rl.models.tokenizer import HFTokenizer
@@ -17,7 +18,7 @@ from rl.models.tokenizer import HFTokenizer
 class ModelDir:
     """A Hugging Face directory with config.json, safetensors weights and a tokenizer."""
 
-    path: str
+    path: FilePath
     """The directory."""
 
     random_weights: ClassVar[bool] = False

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rl.observability.collapse import CollapseWatch
 from rl.observability.timeline import Timeline
 from rl.types import Group
 
@@ -33,6 +34,7 @@ class Recorder:
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
         self._last_kept = time.monotonic()
         self._said_no_signal = False
+        self._collapse = CollapseWatch()
         self._timeline = timeline
         self._step_seconds: list[float] = []
         self.rewards: dict[int, float] = {}  # step -> mean reward
@@ -64,7 +66,7 @@ class Recorder:
         self._write_rollouts(step, "train", groups)
         recent = self._step_seconds[-20:]
         eta = (self._num_steps - step) * sum(recent) / len(recent)
-        accuracy = f"  held-out {list(self.accuracies.values())[-1][0]:.3f}" if self.accuracies else ""
+        accuracy = self._accuracy()
         if groups:
             shown = f"reward {metrics['reward/mean']:.3f}{accuracy}  gap {metrics['logprob_diff/mean']:.1e}"
         else:
@@ -81,6 +83,16 @@ class Recorder:
                 f"is the task too hard, or too easy?",
                 keep=True,
             )
+
+        if collapsed := self._collapse.observe(metrics):
+            self._line(f"step {step}: {collapsed}", keep=True)
+
+    def _accuracy(self) -> str:
+        """The newest, with the step that it is of."""
+        if not self.accuracies:
+            return ""
+        step, (accuracy, _) = list(self.accuracies.items())[-1]
+        return f"  held-out {accuracy:.3f} (step {step})"
 
     def evaluation(
         self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], pause: bool = True

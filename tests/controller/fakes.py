@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import pickle
 import zlib
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,14 +11,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from rl.actors.actors import Actors
 from rl.actors.engine import EngineHandle
 from rl.actors.reference import ReferenceAdapter, ReferenceMesh
 from rl.controller.config import RunConfig
 from rl.controller.specs import trainer_config
-from rl.controller.stages import RunStages, scorers
+from rl.controller.stages import RunStages
 from rl.controller.training_batch import TrainingBatch, build_training_batch
+from rl.controller.updaters import scorers
 from rl.loss.base import TokenInputs
 from rl.models.checkpoint_dir import prune
 from rl.models.tokenizer import HFTokenizer
@@ -126,7 +129,7 @@ class FakeEngine(EngineHandle):
     async def save_checkpoint(self, path, state, keep_last, wait=False):
         self.note("save_checkpoint", Path(path).name, keep_last)
         Path(path).mkdir(parents=True)
-        (Path(path) / ".metadata").touch()
+        (Path(path) / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
         (Path(path) / "record.json").write_text(json.dumps({"state": state, "adapters": {}}))
         prune(Path(path), keep_last)
 

@@ -1,11 +1,13 @@
 """Bad input: one clear line, exit code 2, and no process started."""
 
 import dataclasses
+import pickle
 import sys
 
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from rl import cli
 from rl.controller.settings import setting_names
@@ -36,6 +38,8 @@ from rl.types import Problem
 class Bare(Env):
     def generate(self, seed):
         return Problem(str(seed), str(seed), "")
+    def reward(self, problem, response, stop):
+        return 0.0
 
 def bare() -> RunConfig:
     return replace(mine(), env=Bare(num_eval=1, max_new_tokens=8))
@@ -165,9 +169,7 @@ def test_every_foreign_name_leads_to_a_setting_that_exists():
 
 
 def test_a_value_that_does_not_parse(one_line):
-    assert "--trainer.lr: could not convert string to float: 'abc'" in one_line(
-        "train", "quickstart", "--trainer.lr", "abc"
-    )
+    assert "--trainer.lr abc must be a number" in one_line("train", "quickstart", "--trainer.lr", "abc")
     assert "--dtype" in one_line("train", "quickstart", "--dtype", "float8")
 
 
@@ -202,15 +204,16 @@ def test_a_task_without_demonstrations(one_line, recipe, tmp_path):
 
 def test_a_checkpoint_that_cannot_be_gone_on_from(one_line, tmp_path):
     (tmp_path / "step-7").mkdir()
-    assert "is not a complete checkpoint" in one_line(
-        "train", "quickstart", "--resume_from", tmp_path / "step-7"
-    )
-    (tmp_path / "step-7" / ".metadata").touch()
+    assert "is not a complete checkpoint" in one_line("train", "quickstart", "--resume", tmp_path / "step-7")
+    metadata = tmp_path / "step-7" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     (tmp_path / "step-7" / "record.json").write_text('{"state": {"step": 7}, "adapters": {}}')
-    resume = ["--resume_from", tmp_path / "step-7", "--trainer.lora.rank", "8"]
-    assert "was saved with trainer.lora LoRA(rank=0" in one_line("train", "quickstart", *resume)
+    resume = ["--resume", tmp_path / "step-7", "--trainer.lora.rank", "8"]
+    assert "was saved with another trainer.lora: rank 0 there and 8 here; set it as it was" in one_line(
+        "train", "quickstart", *resume
+    )
     assert "has done all of steps=7; raise steps" in one_line(
-        "train", "quickstart", "--resume_from", tmp_path / "step-7", "--steps", "7"
+        "train", "quickstart", "--resume", tmp_path / "step-7", "--steps", "7"
     )
 
 
@@ -308,7 +311,10 @@ def test_a_run_directory_that_is_taken(one_line, tmp_path):
             ["--trainer.engine", "hf", "--trainer.float8", "True"],
             "trainer.float8=True needs trainer.engine=titan",
         ),
-        (["--keep_checkpoints", "2"], "keep_checkpoints=2 has no effect with save_every=0"),
+        (
+            ["--keep_checkpoints", "3", "--save_every", "0"],
+            "keep_checkpoints=3 has no effect with save_every=0",
+        ),
         (["--lora_rank", "8"], "unknown setting --lora_rank; it is called --trainer.lora.rank here"),
         (["--save_total_limit", "2"], "it is called --keep_checkpoints here"),
     ],

@@ -210,7 +210,7 @@ ELSEWHERE = {
     "model.alphabet": "tests/models/test_hf.py",
     "env.chat": "tests/envs/test_envs.py",
     "reference.model": "test_a_teacher_is_another_model, below",
-    "resume_from": "tests/integration/test_runs.py",
+    "resume": "tests/integration/test_runs.py",
     "run_dir": "tests/integration/test_runs.py",
 }
 
@@ -421,11 +421,11 @@ def test_settings_that_do_not_go_together_are_named(changes, words):
 
 def test_the_penalty_of_a_recipe_can_be_switched_off_but_not_half():
     recipe = small(kl=KL(0.1, "k1", "reward"), reference=ReferenceConfig(refresh_every=5))
-    off = override(recipe, ["--kl.coef", "0"], "rl")
+    off, _ = override(recipe, ["--kl.coef", "0"], "rl")
     assert off == replace(recipe, kl=KL(), reference=ReferenceConfig()) and validate(off) == []
-    half = override(recipe, ["--kl.coef", "0", "--kl.estimator", "k2"], "rl")
+    half, _ = override(recipe, ["--kl.coef", "0", "--kl.estimator", "k2"], "rl")
     assert any("has no effect with kl.coef=0" in line for line in validate(half))
-    assert override(recipe, ["--kl.coef", "0.2"], "rl").kl == KL(0.2, "k1", "reward")
+    assert override(recipe, ["--kl.coef", "0.2"], "rl")[0].kl == KL(0.2, "k1", "reward")
 
 
 @pytest.mark.parametrize("loss", [Distillation(), Clip()])
@@ -440,7 +440,7 @@ def test_truncated_rollouts_are_dropped_from_any_loss(loss):
 
 
 def test_settings_of_any_loss_can_be_given_on_the_command_line():
-    config = override(
+    config, _ = override(
         small(loss=GSPO(), advantages=GAE()),
         ["--loss.level", "token", "--advantages.lam", "0.5", "--critic.lr", "0.1"],
         "rl",

@@ -12,9 +12,9 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.controller.config import ReferenceConfig, WarmupConfig
-from rl.controller.stages import scorers
 from rl.controller.training_batch import TrainingGroup, build_training_batch, scatter_reward
 from rl.controller.update import denominator, minibatches
+from rl.controller.updaters import scorers
 from rl.controller.validate import validate
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
@@ -218,7 +218,7 @@ def test_what_is_not_finite_stops_the_run_with_its_step_metric_and_sample(
         rf"step {step}, update {update} of {updates} of the trainer: .*\({metric}\); the sample is \w+, rollout \d",
         message,
     ), message
-    assert message.endswith(f"go on from --resume_from {tmp_path / 'checkpoints' / f'step-{step - 1}'}")
+    assert message.endswith(f"go on from --resume {tmp_path / 'checkpoints' / f'step-{step - 1}'}")
 
 
 def test_streamed_groups_make_one_update_of_the_whole_step(tmp_path):
@@ -255,7 +255,7 @@ def test_a_streamed_part_that_is_not_finite_names_its_sample(tmp_path):
 def test_where_nothing_was_saved_the_weights_before_the_failure_are(tmp_path):
     with pytest.raises(
         RunError,
-        match=r"step 1, update 1 of 1 of the trainer: the loss is nan \(loss\); .* go on from --resume_from .*step-0",
+        match=r"step 1, update 1 of 1 of the trainer: the loss is nan \(loss\); .* go on from --resume .*step-0",
     ):
         run(config(), tmp_path, fail_on=("loss", 20, 0))
     assert (tmp_path / "checkpoints" / "step-0" / ".metadata").exists()
@@ -397,7 +397,7 @@ def test_a_references_weights_go_with_the_checkpoints_that_noted_them(tmp_path):
 def resumed(tmp_path, before, after):
     """What a run that goes on from another's step 1 asks of its actors, or what keeps it from starting."""
     run(before, tmp_path / "first")
-    settings = replace(after, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1"))
+    settings = replace(after, resume=str(tmp_path / "first" / "checkpoints" / "step-1"))
     return validate(settings) or run(settings, tmp_path / "second")[0]
 
 
@@ -410,7 +410,7 @@ def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
         "step-0",
     ) in calls
     shutil.rmtree(tmp_path / "first" / "reference")
-    (line,) = validate(replace(settings, resume_from=str(tmp_path / "first" / "checkpoints" / "step-1")))
+    (line,) = validate(replace(settings, resume=str(tmp_path / "first" / "checkpoints" / "step-1")))
     assert "notes the reference's weights" in line and "which are gone" in line
 
 

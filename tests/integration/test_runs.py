@@ -148,7 +148,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_pat
         "tests/recipes.py:fsdp2_and_two_generators",
         "--run_dir",
         resumed,
-        "--resume_from",
+        "--resume",
         checkpoint,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -203,7 +203,7 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
         recipe,
         "--run_dir",
         tmp_path / "again",
-        "--resume_from",
+        "--resume",
         tmp_path / "run" / "checkpoints" / "step-2",
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -256,7 +256,7 @@ def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a
         and "(grad_norm)" in error
     )
     assert f"the sample is {problem.id}, rollout 0" in error and error.endswith(
-        f"go on from --resume_from {checkpoint}"
+        f"go on from --resume {checkpoint}"
     )
     assert is_complete(checkpoint)
 

@@ -1,0 +1,97 @@
+"""config.json of a run: every setting, with the class of each part, so that the run can be started again."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.controller.config import RunConfig
+from rl.errors import ConfigError
+
+_NAME = "config.json"
+
+
+def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
+    """recipe: what `load_recipe` was given."""
+    text = json.dumps({"recipe": recipe, **to_json(config)}, indent=1)
+    (run_dir / _NAME).write_text(text)
+
+
+def is_config(name: str) -> bool:
+    """Whether a recipe's name is that of a config.json, or of the directory of a run."""
+    return name.endswith(".json") or (os.sep in name and (Path(name) / _NAME).is_file())
+
+
+def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
+    """The recipe that a config.json was written for, and the contents. `path`: the file or its directory."""
+    file = Path(path) / _NAME if Path(path).is_dir() else Path(path)
+    try:
+        data = json.loads(file.read_text())
+        return data["recipe"], {name: value for name, value in data.items() if name != "recipe"}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{file} is not the config.json of a run ({what}); give a recipe") from error
+
+
+def to_json(value: Any) -> Any:
+    """Nested dataclasses as plain data, each with its class; what JSON does not know as its repr."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": _name(type(value))} | fields
+    if inspect.isroutine(value) or isinstance(value, type):
+        return {"python": _name(value)}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return {"path": os.fspath(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return {"repr": repr(value)}
+
+
+def from_json(data: Any, where: str = "config.json") -> Any:
+    """What `to_json` was given. Raises ConfigError where that is not possible, or not in this version."""
+    if isinstance(data, list):
+        return tuple(from_json(item, where) for item in data)
+    if not isinstance(data, dict):
+        return data
+    match data:
+        case {"python": str(name)}:
+            return _find(name, where)
+        case {"path": str(path)}:
+            return Path(path)
+        case {"type": str(name), **fields}:
+            kind = _find(name, where)
+            if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+                raise ConfigError(f"{where} names {name}, which is no dataclass; give a recipe")
+            known = {field.name for field in dataclasses.fields(kind)}
+            if unknown := sorted(fields.keys() - known):
+                raise ConfigError(
+                    f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
+                    f"remove it there, or give a recipe"
+                )
+            made = {field: from_json(value, where) for field, value in fields.items()}
+            try:
+                return kind(**made)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
+    raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def _find(name: str, where: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        return found
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where} names {name}, which is not there ({error}); give a recipe") from error

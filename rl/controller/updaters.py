@@ -1,0 +1,45 @@
+"""What learns in a run, and who computes what its losses read."""
+
+from dataclasses import replace
+from typing import Any
+
+from rl.actors.actors import Actors
+from rl.controller.algorithm import Algorithm
+from rl.controller.config import RunConfig
+from rl.controller.schedule import LRSchedule
+from rl.controller.training_batch import Scorers
+from rl.controller.update import Updater
+from rl.loss.value import ClippedValue
+from rl.types import OptimParams
+
+
+def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None]:
+    """What learns: the policy, and the critic where there is one."""
+    trainer = config.trainer
+    optim = OptimParams(
+        trainer.lr,
+        betas=trainer.betas,
+        eps=trainer.eps,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+    )
+    kind, num_steps, warmup = trainer.lr_schedule, config.steps, trainer.lr_warmup_steps
+    factor = LRSchedule(kind, num_steps, warmup, trainer.lr_min_ratio, trainer.lr_decay_ratio)
+    policy = Updater(actors.trainer, actors.adapter, config.algorithm.objective, optim, factor)
+    if actors.critic is None:
+        return policy, None
+    loss = ClippedValue(config.critic.value_clip)
+    optim = replace(optim, lr=config.critic.lr, max_grad_norm=config.critic.max_grad_norm)
+    return policy, Updater(actors.critic, None, loss, optim, factor)
+
+
+def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:
+    """The loss inputs that the algorithm reads, each with who knows it."""
+    found: dict[str, Any] = {}
+    if algorithm.samples_rollouts and algorithm.reads_old_logprobs:
+        found["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
+    if actors.reference is not None:
+        found["ref_logprobs"] = actors.reference.compute_logprobs
+    if actors.critic is not None:
+        found["values"] = actors.critic.forward_samples
+    return found

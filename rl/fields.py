@@ -1,0 +1,156 @@
+"""The fields of nested dataclasses against their annotations: types, bounds and paths."""
+
+import dataclasses
+import math
+import os
+import types
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from rl.bounds import IsPath
+from rl.errors import ConfigError
+
+T = TypeVar("T")
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    bool: "True or False",
+    type(None): "None",
+}
+_CHECKS = {
+    Ge: (lambda value, bound: value >= bound.ge, lambda bound: f"at least {bound.ge}"),
+    Gt: (lambda value, bound: value > bound.gt, lambda bound: f"over {bound.gt}"),
+    Le: (lambda value, bound: value <= bound.le, lambda bound: f"at most {bound.le}"),
+    Lt: (lambda value, bound: value < bound.lt, lambda bound: f"under {bound.lt}"),
+}
+
+
+def check_fields(config: T, prefix: str = "") -> tuple[T, list[str]]:
+    """One line for each field of a wrong type or out of its bounds; and the config with its default there.
+
+    So that what else is wrong can be found at the same time. Raises ConfigError, with all the lines, where
+    such a field has no default.
+    """
+    wrong: dict[str, str] = {}
+    hopeless: list[str] = []
+    config = _checked(config, prefix, wrong, hopeless)
+    if hopeless:
+        raise ConfigError("\n".join(wrong.values()))
+    return config, list(wrong.values())
+
+
+def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str]) -> Any:
+    hints, changes = type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        name, value, hint = prefix + field.name, getattr(config, field.name), hints.get(field.name, Any)
+        problem = _problem(name, value, hint)
+        if problem:
+            wrong[name] = problem
+            if field.default is not dataclasses.MISSING:
+                changes[field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                changes[field.name] = field.default_factory()
+            else:
+                hopeless.append(name)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = _checked(value, f"{name}.", wrong, hopeless)
+            if inner is not value:
+                changes[field.name] = inner
+    return dataclasses.replace(config, **changes) if changes and not hopeless else config
+
+
+def _problem(name: str, value: Any, hint: Any) -> str | None:
+    if not fits(value, hint):
+        return f"{name}={shown(value)} must be {_words(hint)}"
+    numbers = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        return f"{name}={value} must be finite"
+    bounds = [bound for bound in getattr(hint, "__metadata__", ()) if type(bound) in _CHECKS]
+    if all(_CHECKS[type(bound)][0](value, bound) for bound in bounds):
+        return None
+    return f"{name}={shown(value)} must be {' and '.join(_CHECKS[type(b)][1](b) for b in bounds)}"
+
+
+def expand_paths(config: T) -> T:
+    """With the home directory for `~` in each field that is a FilePath."""
+    hints, changes = type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            new = expand_paths(value)
+        elif any(isinstance(mark, IsPath) for mark in getattr(hints.get(field.name), "__metadata__", ())):
+            new = os.path.expanduser(value) if isinstance(value, str) else value
+        else:
+            continue
+        if new is not value and new != value:
+            changes[field.name] = new
+    return dataclasses.replace(config, **changes) if changes else config
+
+
+def expectation(config: Any, name: str) -> str:
+    """What the setting `section.field` must be, in words."""
+    section, _, field = name.rpartition(".")
+    owner = attrgetter(section)(config) if section else config
+    return _words(type_hints(type(owner)).get(field, Any))
+
+
+def type_hints(kind: type) -> dict[str, Any]:
+    """With bounds; empty where a class of the user's names types that cannot be found."""
+    try:
+        return get_type_hints(kind, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; true of types that cannot be checked."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, parts[0])
+    if origin is Literal:
+        return any(value == part and type(value) is type(part) for part in parts)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(parts) == 2 and parts[1] is ...:
+            return all(fits(item, parts[0]) for item in value)
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    if origin in (list, set, frozenset, dict):
+        return isinstance(value, origin)
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    if hint is None:
+        return value is None
+    if hint is Any or getattr(hint, "_is_protocol", False):
+        return True
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, and on one line."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}(...)"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _words(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _words(parts[0])
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, parts))
+    if origin is tuple:
+        several = "each " if len(parts) > 1 and parts[1] is not ... else ""
+        number = f"{len(parts)} values" if several else "values"
+        return f"a tuple of {number}, {several or 'each '}{_words(parts[0])}"
+    if hint in _WORDS:
+        return _WORDS[hint]
+    return f"a {hint.__name__}" if isinstance(hint, type) else "something else"
