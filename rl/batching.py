@@ -77,8 +77,8 @@ def check_batch(batch: Batch, num_ranks: int, max_seq_len: int) -> None:
         )
     if batch.longest > max_seq_len:
         raise RunError(
-            f"a sequence of {batch.longest} tokens exceeds the {max_seq_len} positions of the model; "
-            f"shorten it, or raise max_seq_len"
+            f"a sequence of {batch.longest} tokens exceeds the {max_seq_len} positions of the engine (the "
+            f"model's, or EngineConfig.max_seq_len where that is less); make it shorter"
         )
 
 

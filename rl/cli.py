@@ -3,6 +3,7 @@
 import sys
 
 from rl.cluster.environment import prepare_environment
+from rl.output import install_output
 
 _USAGE = """usage: rl COMMAND ...
 
@@ -19,9 +20,17 @@ def main() -> None:
     prepare_environment()
     from rl.errors import ConfigError, RunError
 
-    arguments = sys.argv[1:]
+    arguments, output = sys.argv[1:], install_output()
     try:
-        sys.exit(_dispatch(arguments))
+        try:
+            code = _dispatch(arguments)
+        except SystemExit as exit:  # --help
+            code = exit.code
+        output.flush()
+        if output.failure is not None and not isinstance(output.failure, BrokenPipeError):
+            print(f"rl: error: standard output could not be written ({output.failure})", file=sys.stderr)
+            code = code or 2
+        sys.exit(code)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"rl: error: {line}", file=sys.stderr)

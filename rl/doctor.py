@@ -66,6 +66,8 @@ def _machine(problems: list[str]) -> None:
             f"{memory.available / 2**30:.1f} GiB of memory are free and the smallest run takes "
             f"{_MIN_MEMORY_GIB:.0f}; end other programs"
         )
+    if shutil.which("lscpu") is None:
+        problems.append("lscpu is missing, which vLLM asks for the CPU's cores; run: apt install util-linux")
     if not os.path.isdir("/dev/shm"):
         problems.append("there is no /dev/shm for weight sync; use Linux, or mount a tmpfs there")
     else:

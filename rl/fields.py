@@ -134,7 +134,8 @@ def fits(value: Any, hint: Any) -> bool:
 def shown(value: Any) -> str:
     """A value in a message: short, and on one line."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}(...)"
+        changed = any(getattr(value, f.name) != f.default for f in dataclasses.fields(value))
+        return f"{type(value).__name__}({'...' if changed else ''})"
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -3,8 +3,10 @@
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rl.controller.config import RunConfig
+from rl.fields import shown
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
@@ -19,7 +21,8 @@ def check_algorithm(config: RunConfig) -> list[str]:
         chosen = getattr(config, part)
         if not callable(chosen) or isinstance(chosen, type):
             found.append(
-                f"{part}={chosen!r} cannot be called; give one of rl/loss, as {part}=Clip(), or a function"
+                f"{part}={shown(chosen)} cannot be called; give one of rl/loss, as {part}=Clip(), or a "
+                f"function"
             )
     if 0 < getattr(config.loss, "dual", 0) <= 1:
         found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
@@ -164,7 +167,7 @@ def without_effect(config: RunConfig) -> list[str]:
         if leaf:
             default, value = getattr(default, leaf), getattr(value, leaf)
         if ineffective and value != default:
-            found.append(f"{name}={value} has no effect with {reason}")
+            found += [f"{changed} has no effect with {reason}" for changed in _changes(name, default, value)]
     correction, shaping, trainer = config.correction, config.shaping, config.trainer
     if trainer.lr_min_ratio and trainer.lr_schedule == "constant":
         found.append(
@@ -218,3 +221,11 @@ def without_effect(config: RunConfig) -> list[str]:
             f"advantages.eps={config.advantages.eps} has no effect with advantages.adv_norm=none; leave it"
         )
     return found
+
+
+def _changes(name: str, default: Any, value: Any) -> list[str]:
+    """ "name=value", or one for each field in which two of the same dataclass differ."""
+    if not dataclasses.is_dataclass(value) or type(value) is not type(default):
+        return [f"{name}={value if isinstance(value, str) else shown(value)}"]
+    pairs = ((f.name, getattr(default, f.name), getattr(value, f.name)) for f in dataclasses.fields(value))
+    return [text for field, old, new in pairs if old != new for text in _changes(f"{name}.{field}", old, new)]

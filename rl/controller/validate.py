@@ -15,7 +15,8 @@ from rl.controller.env_rules import check_env
 from rl.controller.specs import roles
 from rl.errors import ConfigError
 from rl.fields import check_fields, shown
-from rl.models.hf import check_rope_is_fixed, check_supported, max_positions
+from rl.models.hf import max_positions
+from rl.models.hf_checks import check_rope_is_fixed, check_supported
 from rl.models.layout import Layout
 from rl.types import LoRA
 
@@ -39,7 +40,7 @@ def validate(config: RunConfig) -> list[str]:
     model_problems = config.model.validate()
     found += model_problems
     if not model_problems:
-        found += _models_against_layouts(config)
+        found += _models_against_layouts(config) + _lora_targets(config)
         if config.env.chat and not config.model.has_chat_template:
             found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
     found += _engine(config) + _machine(config)
@@ -117,6 +118,16 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
                 f"tokens (the model's positions, trainer.max_tokens); use less"
             )
     return found
+
+
+def _lora_targets(config: RunConfig) -> list[str]:
+    lora, known = config.trainer.lora, config.model.linear_layers()
+    if not lora.rank or not (unknown := sorted(set(lora.targets) - known)):
+        return []
+    return [
+        f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have; its layers: "
+        f"{', '.join(sorted(known))}"
+    ]
 
 
 def _engine(config: RunConfig) -> list[str]:

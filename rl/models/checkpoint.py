@@ -3,6 +3,7 @@
 They are written in the background, are complete or not there, and can be read under any layout.
 """
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from rl.models.adapters import Adapters
 from rl.models.checkpoint_dir import RECORD, prune, read_record, rename, tensor_names
 from rl.models.learner import Learner
 from rl.models.platform import fail_together, new_group
+
+_FULL_MIB = 16
 
 
 class Checkpoints:
@@ -41,6 +44,7 @@ class Checkpoints:
         # The writing thread's collectives must not meet those of the training thread.
         self._group = new_group(timeout_seconds, backend="gloo")
         self._writing: Future[None] | None = None
+        self._directory = Path()  # of the last checkpoint
 
     def save(self, path: Path, state: Mapping[str, Any], keep_last: int) -> None:
         """Copy all to the host and return; a thread writes it.
@@ -50,6 +54,7 @@ class Checkpoints:
         where the previous checkpoint failed.
         """
         self.wait()
+        self._directory = path.parent
         record = {"state": state, "adapters": self._adapters.record()}
         partial = path.with_name(path.name + ".partial")
         failure = None
@@ -98,7 +103,8 @@ class Checkpoints:
         reason = None
         if failure is not None:
             reason = RunError(
-                f"a checkpoint could not be written: {failure!r}; the one before it is still there"
+                f"a checkpoint could not be written: {_words(failure, self._directory)}; "
+                f"the one before it is still there"
             )
         fail_together(reason, self._group)
 
@@ -130,6 +136,15 @@ class Checkpoints:
 def _cause(error: BaseException) -> BaseException:
     """What went wrong on the first rank where something did."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+def _words(failure: BaseException, directory: Path) -> str:
+    """torch's writer has many words for a full disk."""
+    there = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(there).free >> 20
+    if getattr(failure, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _FULL_MIB:
+        return f"the disk of {directory} is full ({free} MiB free); make room"
+    return " ".join(f"{type(failure).__name__}: {failure}".split())
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

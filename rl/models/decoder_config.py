@@ -8,7 +8,8 @@ from torch import nn
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 from rl.models.attention import PackedSDPA
 from rl.models.decoder import Experts, Llama3Policy, Llama3RoPE, LogprobHead, Qwen3Policy, ValueHead
-from rl.models.hf import check_supported, rope_parameters
+from rl.models.hf import rope_parameters
+from rl.models.hf_checks import check_supported
 
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention

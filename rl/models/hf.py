@@ -32,7 +32,6 @@ _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weigh
 _SHARD_BYTES = 4 << 30
 HEAD = "lm_head.weight"
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
 
 def hf_name(name: str) -> str:
@@ -60,42 +59,17 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
             f"give the path of a Hugging Face model directory, or make one with: rl fetch smollm2"
         )
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); fetch it again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no JSON object; fetch it again")
+    return config
 
 
 def max_positions(config: dict[str, Any]) -> int:
     """Longest sequence of a config.json, in tokens; state-space models name none."""
     return config.get("max_position_embeddings") or config.get("n_positions") or 2**62
-
-
-def check_supported(config: dict[str, Any]) -> None:
-    """Raises ConfigError for a config.json that asks for what the decoders do not compute."""
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ConfigError(
-            f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if config.get(key):
-            raise ConfigError(
-                f"config.json has {key}={config[key]}, which is not supported; use a model without it"
-            )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "config.json has a quantization_config, which is not supported; "
-            "use the model's unquantized weights"
-        )
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(
-            f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'"
-        )
-    if (kind := rope_parameters(config)["rope_type"]) not in ("default", "llama3"):
-        raise ConfigError(
-            f"config.json has rope_type={kind!r}, which is not supported; "
-            f"use a model with 'default' or 'llama3'"
-        )
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -105,30 +79,27 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return rope | {"rope_type": kind, "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
 
 
-def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:
-    """Raises ConfigError where RoPE would depend on the batch, and differ between trainer and generator."""
-    text = config.get("text_config") or config
-    rope = rope_parameters(text)
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type
-    for kind in kinds:
-        name = str(kind.get("rope_type", "default"))
-        if "dynamic" in name:
-            raise ConfigError(
-                f"config.json has rope_type={name!r}, by which transformers and vLLM compute different "
-                f"positions; use a model with another rope_type"
-            )
-        short = kind.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-        if name in ("longrope", "su") and short and max_tokens > short:
-            raise ConfigError(
-                f"config.json has rope_type={name!r}, whose factors change with the longest sequence of a "
-                f"batch from {short} tokens on; set trainer.max_tokens to at most {short}"
-            )
-
-
 def check_weights(model_dir: str | Path) -> None:
-    """Open every safetensors header. Raises ConfigError naming the directory or the file that is at fault."""
-    for path in weight_files(model_dir):
-        _open(path)
+    """Open every safetensors header, and compare with the index, where there is one.
+
+    Raises ConfigError naming the directory or the file that is at fault.
+    """
+    found = {path.name: set(_open(path).keys()) for path in weight_files(model_dir)}
+    index = Path(model_dir) / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        places = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{index} is not an index of weights ({error}); fetch it again") from error
+    if missing := sorted(set(places.values()) - found.keys()):
+        raise ConfigError(
+            f"model directory {model_dir} lacks {len(missing)} of its weight files, such as {missing[0]}; "
+            f"fetch them"
+        )
+    if missing := sorted(name for name, file in places.items() if name not in found[file]):
+        file = places[missing[0]]
+        raise ConfigError(f"{file} has no tensor {missing[0]}, which {index.name} names; fetch it again")
 
 
 def tensor_names(model_dir: str | Path) -> set[str]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rl.errors import ConfigError, RunError
-from rl.models import hf
+from rl.models import hf, hf_checks
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import document_rows, pack_documents
 from rl.models.engine import Engine
@@ -46,7 +46,7 @@ class HFEngine(Engine):
         for name in ("float8", "compile"):
             if getattr(config, name):
                 raise ConfigError(f"HFEngine has no {name}; use TitanEngine, or set {name} to False")
-        hf.check_rope_is_fixed(self._hf_config, self.max_seq_len)
+        hf_checks.check_rope_is_fixed(self._hf_config, self.max_seq_len)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed or 0)
             model = HFModel(self._causal_lm(), with_value_head=config.head == "value")

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from rl.bounds import FilePath
 from rl.errors import ConfigError
-from rl.models import hf
+from rl.models import hf, hf_checks
 from rl.models.tokenizer import HFTokenizer
+from rl.types import LoRA
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,18 @@ class ModelDir:
 
     def validate(self) -> list[str]:
         try:
-            hf.read_config(self.path)
+            hf_checks.check_config(hf.read_config(self.path))
             hf.check_weights(self.path)
             HFTokenizer(self.path)
+            hf_checks.check_known(self.path)
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def linear_layers(self) -> set[str]:
+        """The last parts of its weights' names, among which adapters choose."""
+        names = [name.split(".") for name in hf.tensor_names(self.path) if name.endswith(".weight")]
+        return {name[-2] for name in names if len(name) > 1}
 
     def config(self) -> dict:
         return hf.read_config(self.path)
@@ -90,6 +97,9 @@ class TinyQwen3:
     @property
     def has_chat_template(self) -> bool:
         return False
+
+    def linear_layers(self) -> set[str]:
+        return set(LoRA.targets)
 
     def unknown_characters(self, text: str) -> str:
         """Those that its tokenizer would turn into padding."""

@@ -311,7 +311,7 @@ def test_a_teacher_is_another_model(tmp_path):
     [
         (
             {"kl": KL(estimator="k1")},
-            "kl=KL(coef=0.0, estimator='k1', into='loss') has no effect with kl.coef=0",
+            "kl.estimator=k1 has no effect with kl.coef=0",
         ),
         (
             {"reference": ReferenceConfig(refresh_every=3)},

@@ -7,7 +7,7 @@ import torch
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.loss.cross_entropy import CrossEntropy
-from rl.models import hf
+from rl.models import hf, hf_checks
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
@@ -139,9 +139,9 @@ def test_what_is_missing_broken_or_unsupported_is_named(tmp_path):
         hf.check_weights(tmp_path)
     message = "architecture GPT2LMHeadModel is not supported; use one of Qwen3ForCausalLM"
     with pytest.raises(ConfigError, match=message):
-        hf.check_supported({"architectures": ["GPT2LMHeadModel"]})
+        hf_checks.check_supported({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(ConfigError, match="rope_type='yarn'"):
-        hf.check_supported({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "yarn"}})
+        hf_checks.check_supported({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "yarn"}})
 
 
 @pytest.mark.parametrize("engine", [TitanEngine, HFEngine])
@@ -178,12 +178,12 @@ def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
     ):
         HFEngine(tmp_path, EngineConfig(seed=0))
     HFEngine(tmp_path, EngineConfig(seed=0, max_seq_len=128))
-    hf.check_rope_is_fixed({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 10**6)
+    hf_checks.check_rope_is_fixed({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 10**6)
     with pytest.raises(ConfigError, match="rope_type='dynamic'"):
-        hf.check_rope_is_fixed({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 8)
+        hf_checks.check_rope_is_fixed({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 8)
     with pytest.raises(ConfigError, match="rope_type='dynamic'"):
         by_layer = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
-        hf.check_rope_is_fixed({"text_config": {"rope_parameters": by_layer}}, 8)
+        hf_checks.check_rope_is_fixed({"text_config": {"rope_parameters": by_layer}}, 8)
 
 
 def test_packed_rows_are_chosen_in_fp32_whatever_it_computes_in(tmp_path, capfd):

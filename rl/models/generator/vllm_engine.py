@@ -25,6 +25,7 @@ from rl.interfaces import Transport
 from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
+from rl.models.hf import max_positions, read_config
 from rl.models.lora import write_adapter
 from rl.types import Completion, LoRA, PolicyVersion, SamplingParams, StopReason, VersionRange
 from rl.weight_sync.manifest import Manifest, assemble
@@ -57,6 +58,10 @@ class VLLM:
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._transport = transport
         self._max_model_len = config.max_model_len
+        # Of the two limits, the one that holds.
+        its_own = max_positions(read_config(config.model_dir))
+        raise_it = "raise trainer.max_tokens, or make the prompt shorter"
+        self._remedy = raise_it if config.max_model_len < its_own else "make the prompt shorter"
         self._max_adapters = config.max_adapters if config.max_lora_rank else 0
         self._running: dict[str, _Running] = {}  # by the number of its command
         self._adapters: dict[str, LoRARequest] = {}
@@ -99,7 +104,7 @@ class VLLM:
         if len(command.prompt) >= self._max_model_len:
             raise RunError(
                 f"a prompt of {len(command.prompt)} tokens leaves no room in "
-                f"max_model_len={self._max_model_len}; raise trainer.max_tokens"
+                f"max_model_len={self._max_model_len}; {self._remedy}"
             )
         try:
             vllm_id = self._engine.add_request(

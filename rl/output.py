@@ -1,0 +1,42 @@
+"""Standard output that may be closed, or full, without ending what is under way."""
+
+import os
+import sys
+from typing import Any, TextIO
+
+
+class Output:
+    """A stream whose first failed write is its last. `failure` keeps it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self._stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, do: Any) -> Any:
+        if self.failure is not None:
+            return None
+        try:
+            return do()
+        except OSError as error:
+            self.failure = error
+            # What is still buffered goes nowhere, rather than fail again as the interpreter ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            return None
+
+
+def install_output() -> Output:
+    """Put it in the place of standard output."""
+    output = Output(sys.stdout)
+    sys.stdout = output  # type: ignore[assignment]
+    return output
