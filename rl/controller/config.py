@@ -15,6 +15,7 @@ from rl.loss.kl import KL
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelSource
+from rl.observability.sinks import TrackingConfig
 from rl.types import LoRA
 from rl.waiting import Deadlines
 
@@ -174,6 +175,7 @@ class RunConfig:
     shaping: Shaping = Shaping()
     warmup: WarmupConfig = WarmupConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    tracking: TrackingConfig = TrackingConfig()
     deadlines: Deadlines = Deadlines()
     steps: PositiveInt = 100
     """RL steps."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.controller.config import RunConfig
-from rl.controller.config_json import write_config
+from rl.controller.config_json import to_json, write_config
 from rl.controller.resume import with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
 from rl.controller.stages import RunStages
@@ -19,6 +19,7 @@ from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
+from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,7 +84,8 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(run_dir / "trace.json" if config.trace else None)
-    with closing(timeline), Recorder(run_dir, config.steps, timeline) as recorder:
+    sinks = open_sinks(config.tracking, run_dir, to_json(config))
+    with closing(timeline), Recorder(run_dir, config.steps, timeline, sinks) as recorder:
         async with launch(actor_specs(config, model_dir, run_dir), run_dir, timeline) as actors:
             await RunStages(config, actors, tokenizer, recorder).run()
             await actors.trainer.finish_checkpoint()

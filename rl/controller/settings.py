@@ -133,6 +133,12 @@ FOREIGN_NAMES = {
     "test_freq": "eval_every",
     "save_steps": "save_every",
     "save_freq": "save_every",
+    "report_to": "tracking.sinks",
+    "logger": "tracking.sinks",
+    "project_name": "tracking.project",
+    "wandb_project": "tracking.project",
+    "resume_from": "resume",
+    "resume_from_checkpoint": "resume",
     "num_rollout_workers": "generator.num_replicas",
 }
 

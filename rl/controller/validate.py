@@ -46,7 +46,7 @@ def validate(config: RunConfig) -> list[str]:
     found += _engine(config) + _machine(config)
     if config.resume:
         found += check_resume(config)
-    found += _run_dir(config)
+    found += _run_dir(config) + config.tracking.validate()
     return found
 
 

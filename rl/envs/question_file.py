@@ -12,6 +12,7 @@ from typing import Literal
 from rl.bounds import FilePath
 from rl.envs.base import Env
 from rl.errors import ConfigError
+from rl.hub import data_file
 from rl.types import Problem, StopReason
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -27,7 +28,7 @@ class QuestionFile(Env):
 
     chat: bool = True
     path: FilePath = ""
-    """The JSON-lines file."""
+    """The JSON-lines file, or hf://datasets/owner/name/file.jsonl for one on the Hugging Face Hub."""
     match: Literal["number", "exact"] = "number"
     """Reward 1 where the response's last number equals the answer, or where the whole response does."""
 
@@ -35,7 +36,7 @@ class QuestionFile(Env):
         return self._read()[: self.num_eval]
 
     def train_problem(self, seed: int) -> Problem:
-        return random.Random(seed).choice(_train_problems(self.path, self._modified(), self.num_eval))
+        return random.Random(seed).choice(_train_problems(self._file, self._modified(), self.num_eval))
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
         if stop != StopReason.STOP:
@@ -58,7 +59,11 @@ class QuestionFile(Env):
         return str(row["chosen"]), str(row["rejected"])
 
     def validate(self) -> list[str]:
-        if not Path(self.path).is_file():
+        try:
+            there = Path(self._file).is_file()
+        except ConfigError as error:
+            return [str(error)]
+        if not there:
             given = f"env.path={self.path!r} is not a file"
             return [f"{given}; give a JSON-lines file with question and answer on each line"]
         try:
@@ -71,7 +76,7 @@ class QuestionFile(Env):
         if count <= self.num_eval:
             found = f"the dataset {self.path} has {count} lines, all of them held out"
             return [f"{found}; lower env.num_eval={self.num_eval}"]
-        if not _train_problems(self.path, self._modified(), self.num_eval):
+        if not _train_problems(self._file, self._modified(), self.num_eval):
             found = f"every question of {self.path} is among the {self.num_eval} held-out ones"
             return [f"{found}; lower env.num_eval"]
         if self.match == "number":
@@ -81,14 +86,18 @@ class QuestionFile(Env):
                 return [f"{found}; set --env.match exact, or fix them"]
         return []
 
+    @property
+    def _file(self) -> str:
+        return data_file(self.path)
+
     def _read(self) -> list[Problem]:
-        return _parse(self.path, self._modified())
+        return _parse(self._file, self._modified())
 
     def _row(self, problem: Problem) -> dict:
-        return _rows(self.path, self._modified())[int(problem.id.rpartition(":")[2])]
+        return _rows(self._file, self._modified())[int(problem.id.rpartition(":")[2])]
 
     def _modified(self) -> int:
-        return Path(self.path).stat().st_mtime_ns
+        return Path(self._file).stat().st_mtime_ns
 
 
 def _number(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from rl.bounds import FilePath
 from rl.errors import ConfigError
+from rl.hub import model_directory
 from rl.models import hf, hf_checks
 from rl.models.tokenizer import HFTokenizer
 from rl.types import LoRA
@@ -17,40 +18,44 @@ from rl.types import LoRA
 
 @dataclass(frozen=True)
 class ModelDir:
-    """A Hugging Face directory with config.json, safetensors weights and a tokenizer."""
+    """A Hugging Face directory with config.json, safetensors weights and a tokenizer, here or on the Hub."""
 
     path: FilePath
-    """The directory."""
+    """The directory, or a model's id on the Hugging Face Hub, as Qwen/Qwen3-0.6B (@revision)."""
 
     random_weights: ClassVar[bool] = False
 
+    @property
+    def directory(self) -> str:
+        return model_directory(self.path)
+
     def materialize(self, run_dir: Path) -> Path:
-        return Path(self.path)
+        return Path(self.directory)
 
     def validate(self) -> list[str]:
         try:
-            hf_checks.check_config(hf.read_config(self.path))
-            hf.check_weights(self.path)
-            HFTokenizer(self.path)
-            hf_checks.check_known(self.path)
+            hf_checks.check_config(hf.read_config(self.directory))
+            hf.check_weights(self.directory)
+            HFTokenizer(self.directory)
+            hf_checks.check_known(self.directory)
         except ConfigError as error:
             return [str(error)]
         return []
 
     def linear_layers(self) -> set[str]:
         """The last parts of its weights' names, among which adapters choose."""
-        names = [name.split(".") for name in hf.tensor_names(self.path) if name.endswith(".weight")]
+        names = [name.split(".") for name in hf.tensor_names(self.directory) if name.endswith(".weight")]
         return {name[-2] for name in names if len(name) > 1}
 
     def config(self) -> dict:
-        return hf.read_config(self.path)
+        return hf.read_config(self.directory)
 
     def unknown_characters(self, text: str) -> str:
         return ""
 
     @property
     def has_chat_template(self) -> bool:
-        return HFTokenizer(self.path).has_chat_template
+        return HFTokenizer(self.directory).has_chat_template
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rl.observability.collapse import CollapseWatch
+from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.types import Group
 
@@ -17,21 +18,21 @@ _SILENCE_SECONDS = 15.0
 
 
 class Recorder:
-    """metrics.jsonl, TensorBoard events, rollouts.jsonl, curve.png and the progress line.
+    """metrics.jsonl, rollouts.jsonl, curve.png, the progress line; and what else tracks the run (sinks).
 
     Use as a context manager. Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one
     evaluation, written at once.
     """
 
-    def __init__(self, run_dir: Path, num_steps: int, timeline: Timeline, out: TextIO = sys.stdout):
-        from torch.utils.tensorboard import SummaryWriter  # 1 s to import
-
+    def __init__(
+        self, run_dir: Path, num_steps: int, timeline: Timeline, sinks: Sinks, out: TextIO | None = None
+    ):
         self.run_dir = run_dir
         self._num_steps = num_steps
-        self._out = out
+        self._out = out or sys.stdout
+        self._sinks = sinks
         self._metrics = (run_dir / "metrics.jsonl").open("a")
         self._rollouts = (run_dir / "rollouts.jsonl").open("a")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"))
         self._last_kept = time.monotonic()
         self._said_no_signal = False
         self._collapse = CollapseWatch()
@@ -43,15 +44,15 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._metrics.close()
         self._rollouts.close()
-        self._board.close()
+        self._sinks.close(failed=kind is not None)
         if self._out.isatty():
             print(file=self._out)
 
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
-        self._board.add_scalar("warmup/loss", loss, step)
+        self._tell(step, {"warmup/loss": loss})
         if step == num_steps or step % 100 == 0 or self._out.isatty():
             keep = step == num_steps or not self._out.isatty()
             self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=keep)
@@ -139,8 +140,11 @@ class Recorder:
         # JSON has neither NaN nor infinity: what could not be measured is null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         print(json.dumps({"step": step} | finite), file=self._metrics, flush=True)
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        self._tell(step, metrics)
+
+    def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
+        if failed := self._sinks.log(step, metrics):
+            self._line(failed, keep=True)
 
     def _write_rollouts(self, step: int, split: str, groups: Sequence[Group]) -> None:
         rows = []

@@ -1,0 +1,66 @@
+"""Models and data by their id on the Hugging Face Hub, through huggingface_hub: its cache, token, offline mode.
+
+What huggingface_hub reads from the environment holds here: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from rl.errors import ConfigError
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_DATA = "hf://datasets/"
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+
+
+def model_directory(path: str) -> str:
+    """A directory as it is; for `owner/name` or `owner/name@revision`, which is none, the Hub's files.
+
+    Raises ConfigError where there is neither.
+    """
+    if Path(path).exists() or not _ID.fullmatch(path):
+        return path
+    return _snapshot(path)
+
+
+def data_file(path: str) -> str:
+    """A file as it is; for `hf://datasets/owner/name/file`, or .../name@revision/file, the Hub's."""
+    if not path.startswith(_DATA):
+        return path
+    owner, _, rest = path.removeprefix(_DATA).partition("/")
+    name, _, file = rest.partition("/")
+    if not file:
+        raise ConfigError(f"{path} names no file; give {_DATA}owner/name/file.jsonl")
+    return _download(f"{owner}/{name}", file)
+
+
+@lru_cache
+def _snapshot(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        return snapshot_download(repository, revision=revision or None, allow_patterns=_MODEL_FILES)
+    except Exception as error:  # of the network, of access, of the cache
+        what = f"{name!r} is no directory here, and not on the Hub either"
+        remedy = "give a model directory (rl fetch smollm2 makes one), or an id with HF_TOKEN and a network"
+        raise ConfigError(f"{what} ({_short(error)}); {remedy}") from error
+
+
+@lru_cache
+def _download(name: str, file: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        return hf_hub_download(repository, file, repo_type="dataset", revision=revision or None)
+    except Exception as error:
+        raise ConfigError(
+            f"{_DATA}{name}/{file} could not be fetched ({_short(error)}); check its name, HF_TOKEN and the "
+            f"network"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.160}"
