@@ -262,6 +262,7 @@ class OptimParams:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0 turns clipping off
+    decay_all: bool = True  # else norms, biases and embeddings are spared the weight decay
 
     def scaled(self, lr_factor: float, grad_scale: float) -> "OptimParams":
         """With a share of the learning rate, and a gradient scale."""

@@ -179,6 +179,8 @@ def without_effect(config: RunConfig) -> list[str]:
             f"trainer.lr_decay_ratio={trainer.lr_decay_ratio} has no effect without trainer.lr_schedule=wsd; "
             f"set it"
         )
+    if not trainer.decay_all and not trainer.weight_decay:
+        found.append("trainer.decay_all=False has no effect with trainer.weight_decay=0; set a decay")
     if config.entropy.adapt != type(config.entropy).adapt and not config.entropy.target:
         found.append(
             f"entropy.adapt={config.entropy.adapt} has no effect with entropy.target=0; set a target"

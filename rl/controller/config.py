@@ -59,6 +59,8 @@ class TrainerConfig:
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
+    decay_all: bool = True
+    """Norms, biases and embeddings decay too; False spares them."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
 

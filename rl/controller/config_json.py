@@ -60,10 +60,6 @@ def from_json(data: Any, where: str = "config.json") -> Any:
     if not isinstance(data, dict):
         return data
     match data:
-        case {"python": str(name)}:
-            return _find(name, where)
-        case {"path": str(path)}:
-            return Path(path)
         case {"type": str(name), **fields}:
             kind = _find(name, where)
             if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
@@ -79,6 +75,10 @@ def from_json(data: Any, where: str = "config.json") -> Any:
                 return kind(**made)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
+        case {"python": str(name)}:
+            return _find(name, where)
+        case {"path": str(path)}:
+            return Path(path)
     raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
 
 

@@ -21,6 +21,7 @@ def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None
         betas=trainer.betas,
         eps=trainer.eps,
         weight_decay=trainer.weight_decay,
+        decay_all=trainer.decay_all,
         max_grad_norm=trainer.max_grad_norm,
     )
     kind, num_steps, warmup = trainer.lr_schedule, config.steps, trainer.lr_warmup_steps

@@ -1,5 +1,6 @@
 """Learner: parameters that learn together, their accumulated gradient and their optimizer."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from rl.errors import NotFinite, RunError
 from rl.types import OptimParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_EMBEDDING = re.compile(r"embed|\bw[tp]e\b")
+"""In the names of parameters."""
 
 
 class Learner:
@@ -25,7 +28,10 @@ class Learner:
 
     def reset(self) -> None:
         """Forget the moments and the accumulated gradient."""
-        self._optimizer = torch.optim.AdamW(self.parameters.values(), fused=True)
+        spared = [p for name, p in self.parameters.items() if p.ndim < 2 or _EMBEDDING.search(name)]
+        others = [p for p in self.parameters.values() if not any(p is other for other in spared)]
+        groups = [{"params": others, "spared": False}, {"params": spared, "spared": True}]
+        self._optimizer = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
         self.clear()
 
     def clear(self) -> None:
@@ -58,7 +64,7 @@ class Learner:
         torch._foreach_mul_(gradients, params.grad_scale * clip)
         for group in self._optimizer.param_groups:
             group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps}
-            group["weight_decay"] = params.weight_decay
+            group["weight_decay"] = params.weight_decay if params.decay_all or not group["spared"] else 0.0
         self._optimizer.step()
         self.clear()
         if not torch.isfinite(whole(torch.nn.utils.get_total_norm(parameters, foreach=True))):

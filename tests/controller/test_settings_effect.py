@@ -155,6 +155,7 @@ IN_THE_LOOP = [
     ({}, "trainer.betas", (0.5, 0.5), "optimizer"),
     ({}, "trainer.eps", 1.0, "optimizer"),
     ({}, "trainer.weight_decay", 1.0, "optimizer"),
+    ({"trainer": TrainerConfig(weight_decay=0.1)}, "trainer.decay_all", False, "optimizer"),
     ({}, "trainer.max_grad_norm", 0.5, "optimizer"),
     ({}, "data", "demonstrations", "samples, gradients, optimizer"),
 ]

@@ -1,0 +1,76 @@
+"""config.json: what a run was, and that a run can be started from it."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rl.controller.config import ReferenceConfig, TrainerConfig
+from rl.controller.config_json import from_json, to_json, write_config
+from rl.controller.recipes import load_recipe, recipe_names
+from rl.errors import ConfigError
+from rl.loss.kl import KL
+from rl.models.sources import ModelDir
+
+MINE = """
+from dataclasses import dataclass
+from pathlib import Path
+from rl.controller.config import RunConfig
+from rl.envs.base import Env
+from rl.models.sources import TinyQwen3
+from rl.types import Problem
+from beside import ANSWER
+
+@dataclass(frozen=True)
+class Mine(Env):
+    where: Path = Path("/somewhere")
+    def generate(self, seed):
+        return Problem(str(seed), str(seed), ANSWER)
+    def reward(self, problem, response, stop):
+        return 1.0
+
+def squared(logprobs, inputs): ...
+
+def mine() -> RunConfig:
+    return RunConfig(model=TinyQwen3("0123456789"), env=Mine(num_eval=3), loss=squared, steps=7)
+"""
+
+
+@pytest.mark.parametrize("name", list(recipe_names()))
+def test_every_recipe_can_be_read_back(name, tmp_path):
+    _, config = load_recipe(name)
+    config = replace(config, kl=KL(coef=0.1), reference=ReferenceConfig(model=ModelDir("x")))
+    write_config(tmp_path, name, config)
+    assert load_recipe(str(tmp_path)) == (name, config)
+    assert load_recipe(str(tmp_path / "config.json")) == (name, config)
+
+
+def test_a_recipe_of_ones_own_with_a_class_a_function_and_a_module_beside_it(tmp_path):
+    (tmp_path / "beside.py").write_text('ANSWER = "42"\n')
+    (tmp_path / "mine.py").write_text(MINE)
+    name, config = load_recipe(str(tmp_path / "mine.py"))  # its only recipe
+    assert name == "mine" and config.env.generate(0).answer == "42"
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_config(run_dir, f"{tmp_path}/mine.py:mine", replace(config, run_dir="runs/first"))
+    again, read = load_recipe(str(run_dir))
+    assert again == "mine" and read.run_dir == "" and read.steps == 7
+    assert read.env.where == Path("/somewhere") and read.env.generate(0).answer == "42"
+    assert read.loss.__name__ == "squared"
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ConfigError, match="which is gone; give a recipe"):
+        load_recipe(str(run_dir))
+
+
+def test_what_cannot_be_read_back_is_named():
+    data = to_json(TrainerConfig())
+    assert from_json(data) == TrainerConfig()
+    with pytest.raises(ConfigError, match=r"has the setting lrr of rl.controller.config:TrainerConfig"):
+        from_json(data | {"lrr": 1})
+    with pytest.raises(ConfigError, match="names rl.nowhere:X, which is not there"):
+        from_json({"type": "rl.nowhere:X"})
+    with pytest.raises(ConfigError, match="cannot be read back"):
+        from_json(to_json(object()))
+    assert json.dumps(to_json(dataclasses.make_dataclass("D", ["a", "b"])((Path("x"), 1.5), {1, 2})))

@@ -1,0 +1,102 @@
+"""A run that is interrupted, at any moment, saves whole steps; what resumes does the rest, once."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.controller.config import WarmupConfig
+from rl.controller.resume import with_newest_checkpoint
+from rl.controller.stages import RunStages
+from rl.envs.sort_letters import SortLetters
+from rl.errors import ConfigError
+from rl.loss.entropy import EntropyBonus
+from rl.models.checkpoint_dir import latest
+from rl.models.tokenizer import HFTokenizer
+from tests.controller.fakes import QuietRecorder, fake_actors, run_fakes
+
+STEPS, PROMPTS = 4, 4
+
+
+def config(**changes):
+    base = replace(
+        quickstart(), env=SortLetters(num_eval=2), warmup=WarmupConfig(steps=1, batch_size=2), steps=STEPS,
+        prompts_per_step=PROMPTS, group_size=3, eval_every=2, entropy=EntropyBonus(target=9.0),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def interrupt(settings, directory, ticks):
+    """Cancel the run after so many turns of the event loop. Returns calls, recorder, and whether it was over."""
+    actors, calls = fake_actors(settings, directory)
+    recorder = QuietRecorder(directory)
+    tokenizer = HFTokenizer(settings.model.materialize(directory))
+
+    async def run():
+        task = asyncio.create_task(RunStages(settings, actors, tokenizer, recorder).run())
+        for _ in range(ticks):
+            if task.done():
+                break
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            await task
+            return True
+        except asyncio.CancelledError:
+            return False
+
+    return calls, recorder, asyncio.run(run())
+
+
+def learned(calls):
+    """The tokens of each batch; its losses follow from the fake engine's own count of updates."""
+    return [call[2] for call in calls if call[:2] == ("trainer", "learn")]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_offpolicy_steps": 1}, {"stream_groups": 2}, {"minibatches": 2}]
+)
+def test_at_any_moment(changes, tmp_path):
+    settings = config(save_every=0, **changes)
+    whole, _ = run_fakes(settings, tmp_path / "whole")
+    seen = set()
+    for ticks in range(1, 2000, 9):
+        first = tmp_path / str(ticks)
+        first.mkdir()
+        _, recorder, over = interrupt(settings, first, ticks)
+        if over:
+            break
+        checkpoint = latest(first / "checkpoints")
+        assert (checkpoint is None) == (not recorder.steps)
+        if checkpoint is None:
+            continue
+        done = max(recorder.steps)
+        assert checkpoint.name == f"step-{done}" and set(recorder.steps) == set(range(1, done + 1))
+        if done in seen or done == STEPS:
+            continue
+        seen.add(done)
+        rest, resumed = run_fakes(replace(settings, resume=str(checkpoint)), tmp_path / f"{ticks}-resumed")
+        groups = [g for r in (recorder, resumed) for step in r.groups.values() for g in step]
+        counts = Counter(group.index for group in groups)
+        assert set(counts.values()) == {1}
+        assert set(resumed.steps) == set(range(done + 1, STEPS + 1))
+        if not settings.max_offpolicy_steps:  # the same batches, in the same order
+            assert set(counts) == set(range(STEPS * PROMPTS))
+            assert learned(whole)[-len(learned(rest)) :] == learned(rest)
+    assert over and len(seen) >= STEPS - 2
+
+
+def test_latest_is_the_newest_checkpoint_of_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="a run of quickstart in runs/ has no complete checkpoint"):
+        with_newest_checkpoint("quickstart", config(resume="latest"))
+    run_fakes(config(), tmp_path / "runs" / "quickstart-1")
+    found = with_newest_checkpoint("quickstart", config(resume="latest")).resume
+    assert found == f"runs/quickstart-1/checkpoints/step-{STEPS}"
+    assert with_newest_checkpoint("x", config(resume="runs/quickstart-1")).resume == found
+    assert with_newest_checkpoint("x", config(resume=found)).resume == found
+    (tmp_path / "runs" / "new" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="the run runs/new has no complete checkpoint"):
+        with_newest_checkpoint("x", config(resume="runs/new"))

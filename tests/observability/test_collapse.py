@@ -1,0 +1,26 @@
+"""Words for a policy that collapses; none for one that learns or has learnt."""
+
+from rl.observability.collapse import CollapseWatch
+
+
+def said(entropy, signal, reward, steps=30):
+    watch = CollapseWatch()
+    return [
+        (step, words)
+        for step in range(1, steps + 1)
+        if (words := watch.observe({"entropy": entropy, "group/with_signal": signal, "reward/mean": reward}))
+    ]
+
+
+def test_a_collapse_is_said_once_with_the_settings_to_look_at():
+    ((step, words),) = said(entropy=0.05, signal=0.2, reward=0.47)
+    assert step == 10
+    assert "entropy is 0.05 nats" in words and "80% of the groups" in words and "0.47" in words
+    assert "entropy.target, trainer.lr, trainer.lr_schedule, group_size and resampling_rounds" in words
+
+
+def test_nothing_is_said_of_a_policy_that_explores_learns_or_is_done():
+    assert not said(entropy=0.3, signal=0.2, reward=0.47)
+    assert not said(entropy=0.05, signal=0.6, reward=0.47)
+    assert not said(entropy=0.01, signal=0.1, reward=0.97)
+    assert not CollapseWatch().observe({"loss": 1.0})  # supervised: there is no reward

@@ -1,0 +1,40 @@
+"""A closed or full standard output ends output, not the command."""
+
+import subprocess
+import sys
+
+HELP = [sys.executable, "-m", "rl.cli", "train", "quickstart", "--help"]
+GO_ON = """
+import sys
+from rl.output import install_output
+output = install_output()
+for _ in range(10000):
+    print("a line of a run", flush=True)
+print("done", file=sys.stderr)
+"""
+
+
+def run(command):
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+
+
+def test_help_into_head_and_into_a_full_device():
+    command = " ".join(HELP)
+    done = run(f"{command} | head -2; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == 0 and done.stderr == "" and "usage: rl train quickstart" in done.stdout
+    done = run(f"{command} >/dev/full")
+    assert done.returncode == 2
+    assert (
+        done.stderr.startswith("rl: error: standard output could not be written")
+        and done.stderr.count("\n") == 1
+    )
+
+
+def test_what_runs_goes_on_without_its_output():
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" | head -1; exit ${PIPESTATUS[0]}', sys.executable, GO_ON],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a line of a run\n", "done\n")
