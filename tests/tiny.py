@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "phimoe": "PhimoeForCausalLM",
     "falcon": "FalconForCausalLM",
     "mamba": "MambaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
 }
 
 

@@ -26,7 +26,7 @@ from rl.models.attention import document_rows, pack_documents
 from rl.models.engine import Engine
 from rl.models.hf_model import HFModel
 from rl.models.lora import Site, freeze
-from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
+from rl.models.platform import DEVICE_TYPE, reshard, sum_gradients_over_ranks
 from rl.types import MicroBatch
 from rl.weight_sync.manifest import LocalShard
 
@@ -70,7 +70,23 @@ class HFEngine(Engine):
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layout.shard > 1)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         sum_gradients_over_ranks(model, layout.data_parallel)
-        return model.to(self.device)
+        model.to(self.device)
+        self._check_dtype()
+        return model
+
+    @torch.no_grad()
+    def _check_dtype(self) -> None:
+        """Raises ConfigError where the architecture cannot compute in the dtype. A collective."""
+        two = np.arange(2)
+        try:
+            self._forward(two, two, two, None)
+        except RuntimeError as error:
+            name = type(self._model.lm).__name__
+            raise ConfigError(
+                f"{name} does not compute in {self.config.dtype} ({' '.join(str(error).split()):.120}); "
+                f"set dtype to float32"
+            ) from error
+        reshard(self._model)
 
     def _causal_lm(self) -> transformers.PreTrainedModel:
         """On the host, in fp32. Every rank holds the whole model until it is sharded."""

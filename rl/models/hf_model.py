@@ -107,14 +107,21 @@ class HFModel(nn.Module):
         if predictors is None:
             return self.lm(input_ids=tokens, use_cache=False).logits
         packing = {"packed_documents": documents, "packed_windows": windows} if documents is not None else {}
-        h_BTD = self.lm.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **packing)[0]
+        h_BTD = self._body(input_ids=tokens, position_ids=positions, use_cache=False, **packing)[0]
         h_MD = h_BTD.flatten(0, 1).index_select(0, predictors)
         if self.value_head is not None and targets is not None:
             return target_values(F.linear(h_MD.float(), self.value_head.weight.float()), targets)
         return target_logprobs(self._logits, self.vocab_size, h_MD, targets)
 
+    @property
+    def _body(self) -> nn.Module:
+        """What computes hidden states. Not every architecture's base_model_prefix names it (Llama 4)."""
+        base = self.lm.base_model
+        return base if base is not self.lm else self.lm.model
+
     def _logits(self, h_MD: torch.Tensor) -> torch.Tensor:
-        return self._after_head(self.lm.get_output_embeddings()(h_MD))
+        head = self.lm.get_output_embeddings()
+        return self._after_head(head(h_MD.to(head.weight.dtype)))  # state-space layers keep fp32 residuals
 
 
 def _after_head(config: transformers.PretrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:

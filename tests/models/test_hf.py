@@ -76,6 +76,33 @@ def test_hf_engine_computes_what_transformers_computes(tmp_path, name):
         assert {s.name for s in engine.export()} == {n for n, _ in reference.named_parameters()}
 
 
+LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2}
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("mamba", {"state_size": 8}), ("llama4_text", LLAMA4)])
+def test_architectures_whose_layers_mix_dtypes_compute_in_bf16(tmp_path, model_type, changes):
+    reference = write_model(tmp_path, model_type, **changes)
+    engine = HFEngine(tmp_path, EngineConfig(dtype="bfloat16"))
+    row = np.random.default_rng(0).integers(0, 128, 20)
+    batch = pack([supervised_sample(row[:1], row[1:])])
+    with torch.no_grad():
+        logits = reference(torch.from_numpy(row)[None]).logits[0, :-1]
+    expected = logits.log_softmax(-1)[torch.arange(19), torch.from_numpy(row[1:])].numpy()
+    assert np.abs(engine.forward(batch)[0] - expected).mean() < 0.05
+    engine.forward_backward(batch, CrossEntropy())
+    assert 0 < engine.optim_step(OptimParams(lr=1e-3))["grad_norm"] < 1e3
+
+
+def test_an_architecture_that_does_not_compute_in_the_dtype_is_refused_when_it_is_built(tmp_path, monkeypatch):
+    from rl.models.hf_model import HFModel
+
+    write_model(tmp_path, "mamba", state_size=8)
+    monkeypatch.setattr(HFModel, "_logits", lambda self, h: self.lm.get_output_embeddings()(h))  # no cast
+    HFEngine(tmp_path)
+    with pytest.raises(ConfigError, match="MambaForCausalLM does not compute in bfloat16 .*set dtype to float32"):
+        HFEngine(tmp_path, EngineConfig(dtype="bfloat16"))
+
+
 def test_hf_engine_refuses_what_it_cannot_compute(tmp_path, monkeypatch):
     from rl.models import hf_model
 
