@@ -13,13 +13,15 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class ReasoningGym(Env):
-    """Reward: what reasoning-gym gives the response's last number, if it ended with EOS; else 0."""
+    """Reward: 1 where reasoning-gym accepts the response's last number, if it ended with EOS; else 0."""
 
     chat: bool = True
     dataset: str = "chain_sum"
     """Name of a reasoning-gym dataset whose answers are numbers."""
     options: tuple[tuple[str, int], ...] = ()
     """Options of the dataset, such as (("max_terms", 2),)."""
+    partial_credit: bool = False
+    """Give what reasoning-gym gives for answers that are not right too: of 18, where 8 is right, a half."""
 
     def generate(self, seed: int) -> Problem:
         item = self._entry(seed)
@@ -30,7 +32,8 @@ class ReasoningGym(Env):
         if stop != StopReason.STOP or not numbers:
             return 0.0
         entry = self._entry(int(problem.id))
-        return float(self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry))
+        score = float(self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry))
+        return score if self.partial_credit else float(score >= 1)
 
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  2 s
