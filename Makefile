@@ -62,7 +62,7 @@ bench-shared: setup
 	$(BIN)/python -m benchmarks.shared_machine
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check --diff .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy
 
 lock:
 	$(PIP) install -qq uv

@@ -23,7 +23,7 @@ def main() -> None:
     arguments, output = sys.argv[1:], install_output()
     try:
         try:
-            code = _dispatch(arguments)
+            code: str | int | None = _dispatch(arguments)
         except SystemExit as exit:  # --help
             code = exit.code
         output.flush()

@@ -5,14 +5,27 @@ import math
 import os
 import types
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from rl.bounds import IsPath
 from rl.errors import ConfigError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -80,7 +93,7 @@ def expand_paths(config: T) -> T:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            new = expand_paths(value)
+            new: Any = expand_paths(value)
         elif any(isinstance(mark, IsPath) for mark in getattr(hints.get(field.name), "__metadata__", ())):
             new = os.path.expanduser(value) if isinstance(value, str) else value
         else:

@@ -1,4 +1,4 @@
-"""Models and data by their id on the Hugging Face Hub, through huggingface_hub: its cache, token, offline mode.
+"""Models and data by their id on the Hugging Face Hub, through huggingface_hub: its cache, token and mode.
 
 What huggingface_hub reads from the environment holds here: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
 """

@@ -27,7 +27,7 @@ class Loss(Protocol):
     - `needs_rewards = False` says that advantages are not read.
     """
 
-    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput: ...
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs, /) -> LossOutput: ...
 
 
 class AdvantageEstimator(Protocol):
@@ -40,7 +40,13 @@ class AdvantageEstimator(Protocol):
     - `group_by_group = True` says that a group's advantages depend on no other group.
     """
 
-    def __call__(self, groups: Groups) -> Sequence[Sequence[float | np.ndarray]]: ...
+    def __call__(self, groups: Groups, /) -> Sequence[Sequence[float | np.ndarray]]: ...
+
+
+class EstimatorWithCritic(AdvantageEstimator, Protocol):
+    """One with `needs_critic = True`."""
+
+    def returns(self, groups: Groups, /) -> Sequence[Sequence[float | np.ndarray]]: ...
 
 
 class Sampler(Protocol):

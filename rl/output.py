@@ -38,5 +38,5 @@ class Output:
 def install_output() -> Output:
     """Put it in the place of standard output."""
     output = Output(sys.stdout)
-    sys.stdout = output  # type: ignore[assignment]
+    sys.stdout = output
     return output

@@ -115,6 +115,7 @@ class EngineHandle:
 
     def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack."""
+        assert self.config.max_seq_len is not None  # config.json's own limit is not known here
         return pack(
             samples,
             num_ranks=self.config.layout.data_parallel,

@@ -101,13 +101,14 @@ class GeneratorProcesses:
 
     async def check(self) -> None:
         """Raises ProcessDied: a rank is gone or does not answer, or requests wait and nothing is decoded."""
-        deadline = Deadline("progress", self._deadlines.progress)
+        limit = self._deadlines.progress
+        deadline = Deadline("progress", limit)
         answers = await self._caller.call(self._all.progress.call(), "progress", deadline, past=ProcessDied)
         progress, now = next(iter(answers.values())), time.monotonic()
         if progress.num_ticks != self._progress.num_ticks or not progress.num_requests or self._loading:
             self._progressed = now
         self._progress = progress
-        if (silent := now - self._progressed) > deadline.seconds:
+        if (silent := now - self._progressed) > limit:
             raise ProcessDied(
                 f"{self._caller.name} has {progress.num_requests} requests and decoded nothing for "
                 f"{silent:.0f} s; see logs/{self._caller.name}*.log of the run, or {deadline.remedy}"

@@ -32,7 +32,9 @@ class GeneratorPool(Pool[GeneratorReplica]):
         policy: the name under which what is sampled is published.
         """
         self._updates = Updates(store, policy)
-        self._homes: OrderedDict[tuple[int, ...], tuple[GeneratorReplica, PolicyVersion]] = OrderedDict()
+        self._homes: OrderedDict[tuple[int, ...], tuple[GeneratorReplica, PolicyVersion | None]] = (
+            OrderedDict()
+        )
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         changed = Signal()
@@ -42,7 +44,8 @@ class GeneratorPool(Pool[GeneratorReplica]):
     @property
     def served(self) -> PolicyVersion | None:
         """The newest version that a generator serves."""
-        return max((r.version for r in self.replicas if r.state == State.SERVING), default=None)
+        serving = (r.version for r in self.replicas if r.state == State.SERVING)
+        return max((version for version in serving if version is not None), default=None)
 
     async def wait_served(self, version: PolicyVersion) -> None:
         """Until a generator serves this version, or a newer one."""
@@ -58,12 +61,13 @@ class GeneratorPool(Pool[GeneratorReplica]):
 
     def at_least(self, version: PolicyVersion) -> Sampler:
         """A sampler that starts no completion with older weights."""
-        return _Routed(self, lambda replica: replica.version >= version)
+        return _Routed(self, lambda replica: replica.version is not None and replica.version >= version)
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[tuple[PolicyVersion, Sampler]]:
         """Within the context no generator goes beyond the newest version: all samples are of that one."""
         updates, manifest = self._updates, self._updates.newest
+        assert manifest is not None  # something is published before anything is evaluated
         async with updates.store.reading(manifest):
             updates.pinned = manifest
             try:

@@ -90,10 +90,13 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
                 self._enter(State.DRAINING)
                 await self._changed.wait_for(lambda: self.load == 0)
             manifest = self._updates.wanted
+            assert manifest is not None  # else nothing to be behind of
             async with self._updates.together(manifest.version):
                 if self.version is None and manifest.adapter is not None:
-                    await self._load(member, self._updates.store.newest(MODEL))
-                    manifest = self._updates.wanted  # the one before may be freed by now
+                    model = self._updates.store.newest(MODEL)
+                    assert model is not None  # published before any adapter
+                    await self._load(member, model)
+                    manifest = self._updates.wanted or manifest  # the one before may be freed by now
                 await self._load(member, manifest)
             self.version = manifest.version
             self._enter(State.SERVING)

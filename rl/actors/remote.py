@@ -107,7 +107,7 @@ class Caller:
                 _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
                 if pending:
                     await asyncio.wait(pending, timeout=_PATIENCE_SECONDS)
-                errors = [task.exception() for task in tasks if task.done() and task.exception()]
+                errors = [error for task in tasks if task.done() and (error := task.exception())]
                 for error in sorted(errors, key=lambda error: not isinstance(error, _RankDied)):
                     raise error
                 return [task.result() for task in tasks]

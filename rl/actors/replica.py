@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rl.actors.remote import ProcessDied
 from rl.errors import RunError
@@ -62,9 +62,10 @@ class Replica(Generic[M]):
             self._enter(State.STARTING)
             try:
                 member = await self._spawn()
-            except ProcessDied as death:
+            except ProcessDied as error:
                 if not self.num_restarts:
-                    raise RunError(f"{death}; it did not even start") from death
+                    raise RunError(f"{error}; it did not even start") from error
+                death = error
             else:
                 death = await self._live(member)
             if self.num_restarts == self._max_restarts:
@@ -77,10 +78,12 @@ class Replica(Generic[M]):
     async def ask(self, invoke: Callable[[M], Awaitable[T]], load: int = 1) -> T:
         """Only while SERVING. Raises ProcessDied if it dies or stops answering before the work is done."""
         member, lost = self._member, self._lost
+        assert member is not None and lost is not None  # it serves
         self.load += load
         work = asyncio.ensure_future(invoke(member))
         try:
-            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {work, lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise lost.result()
             return await work
@@ -96,20 +99,22 @@ class Replica(Generic[M]):
 
     async def _live(self, member: M) -> ProcessDied:
         """Serve until the processes die."""
-        self._member, self._lost = member, asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[ProcessDied] = asyncio.get_running_loop().create_future()
+        self._member, self._lost = member, lost
         helpers = [asyncio.create_task(part) for part in (self._watch(member), self.serve(member))]
         try:
-            await asyncio.wait({*helpers, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-            for helper in helpers:
-                if helper.done() and not isinstance(helper.exception(), ProcessDied):
+            ends: set[asyncio.Future[Any]] = {*helpers, lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for helper in filter(asyncio.Task.done, helpers):
+                if isinstance(error := helper.exception(), ProcessDied):
+                    self._report(lost, error)
+                else:
                     helper.result()  # not a death: the run's own error
-                elif helper.done():
-                    self._report(self._lost, helper.exception())
-            return self._lost.result()
+            return lost.result()
         finally:
             for helper in helpers:
                 helper.cancel()
-            self._report(self._lost, ProcessDied(f"{self.name} was ended"))
+            self._report(lost, ProcessDied(f"{self.name} was ended"))
             self._enter(State.STARTING)
             await asyncio.shield(member.kill())
 
@@ -123,7 +128,7 @@ class Replica(Generic[M]):
         self._enter(State.SERVING)
         await asyncio.Event().wait()
 
-    def _report(self, lost: asyncio.Future, death: BaseException) -> None:
+    def _report(self, lost: asyncio.Future[ProcessDied], death: ProcessDied) -> None:
         if not lost.done():
             lost.set_result(death)
 

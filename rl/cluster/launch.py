@@ -119,10 +119,10 @@ class _Launcher:
         specs, deadlines = self._specs, self._specs.deadlines
         transport = await self._transport()
         store = WeightStore(transport.release)
-        trainer = await self._engine("trainer", specs.trainer, transport)
+        trainer = await self._trainer(specs.trainer, transport)
         critic = await self._engine("critic", specs.critic) if specs.critic else None
         reference: Reference | None = ReferenceAdapter(trainer) if specs.reference_is_adapter else None
-        engines = [trainer] + ([critic] if critic else [])
+        engines: list[EngineHandle] = [trainer, *([critic] if critic else [])]
         if specs.reference:
             engine = await self._engine("reference", specs.reference)
             reference = ReferenceMesh(engine, trainer, self._run_dir / "reference")
@@ -152,15 +152,19 @@ class _Launcher:
         mesh = self._spawn("store", Place(1, None, 1))
         return await self._started("torchstore", TorchStore.create(mesh))
 
-    async def _engine(self, role: str, spec: EngineSpec, transport: Transport | None = None) -> EngineHandle:
-        """The trainer, which publishes, where a transport is given."""
+    async def _trainer(self, spec: EngineSpec, transport: Transport) -> TrainerHandle:
+        actors = await self._ranks("trainer", spec, PolicyTrainer, transport)
+        return TrainerHandle("trainer", actors, spec.config, self._specs.deadlines, self._timeline)
+
+    async def _engine(self, role: str, spec: EngineSpec) -> EngineHandle:
+        actors = await self._ranks(role, spec, EngineActor)
+        return EngineHandle(role, actors, spec.config, self._specs.deadlines, self._timeline)
+
+    async def _ranks(self, role: str, spec: EngineSpec, actor: type[EngineActor], *others: Any) -> Any:
+        """others: what such an actor takes beside the engine's own arguments."""
         mesh = self._spawn(role, self._places[role])
         await self._started(role, join_group(mesh, next(self._ports)))
-        arguments = (spec.kind, str(spec.model_dir), spec.config)
-        settings = (spec.config, self._specs.deadlines, self._timeline)
-        if transport is None:
-            return EngineHandle(role, mesh.spawn(role, EngineActor, *arguments), *settings)
-        return TrainerHandle(role, mesh.spawn(role, PolicyTrainer, *arguments, transport), *settings)
+        return mesh.spawn(role, actor, spec.kind, str(spec.model_dir), spec.config, *others)
 
     def _generators(self, store: WeightStore, transport: Transport, policy: str) -> GeneratorPool:
         specs = self._specs
@@ -179,6 +183,7 @@ class _Launcher:
         specs = self._specs
         config = replace(specs.generator, shared_prefix=self._shared.name)
         all_of_them = self._places["generator"]
+        assert all_of_them.first_device is not None  # only rewards have none
         first_device = all_of_them.first_device + number * config.tensor_parallel
         its_place = Place(config.tensor_parallel, first_device, all_of_them.num_threads)
         env = generator_environment(all_of_them.num_threads, config.compile)

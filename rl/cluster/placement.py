@@ -1,7 +1,7 @@
 """Placement: which role has how many processes, on which devices, with how many threads. Pure functions."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 ENGINE_ROLES = ("trainer", "critic", "reference")
@@ -37,7 +37,8 @@ def place(
             places[role] = Place(count, None, 1)
             continue
         # Trainer and critic learn at the same time; a reference's forward pass meets those of both.
-        beside = {"reference": ENGINE_ROLES, "generator": ("generator",)}.get(role, ("trainer", "critic"))
+        peers: dict[str, Collection[str]] = {"reference": ENGINE_ROLES, "generator": ("generator",)}
+        beside = peers.get(role, ("trainer", "critic"))
         if overlap:
             beside = {*beside, *(ENGINE_ROLES if role == "generator" else ("generator",))}
         at_work = sum(roles.get(other, 0) for other in beside)

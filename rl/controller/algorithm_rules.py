@@ -11,6 +11,7 @@ from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
+from rl.models.sources import ModelSource
 from rl.models.tokenizer import HFTokenizer
 
 
@@ -85,7 +86,7 @@ def check_algorithm(config: RunConfig) -> list[str]:
             "reference=ReferenceConfig(model=ModelDir(path))"
         )
     if config.reference.model is not None:
-        found += config.reference.model.validate() or _tokenizers(config)
+        found += config.reference.model.validate() or _tokenizers(config, config.reference.model)
     return found
 
 
@@ -112,14 +113,14 @@ def _streaming(config: RunConfig) -> list[str]:
     return found
 
 
-def _tokenizers(config: RunConfig) -> list[str]:
+def _tokenizers(config: RunConfig, teacher: ModelSource) -> list[str]:
     """A teacher scores the student's tokens: they must mean the same to it."""
     if config.model.validate():
         return []
     with tempfile.TemporaryDirectory() as directory:
         theirs, ours = (
             HFTokenizer(source.materialize(Path(directory) / name)).vocabulary
-            for name, source in (("teacher", config.reference.model), ("student", config.model))
+            for name, source in (("teacher", teacher), ("student", config.model))
         )
     return [
         "reference.model has another tokenizer than the model; use a teacher that reads the same tokens"

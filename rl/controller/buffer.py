@@ -47,7 +47,11 @@ class Taken:
 class _Prompt:
     index: int
     begun: PolicyVersion
-    group: Group | None = None  # once it is finished
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished(_Prompt):
+    group: Group
 
 
 class RolloutBuffer:
@@ -75,9 +79,9 @@ class RolloutBuffer:
         self._again = list(state["unfinished"]) if state else []
         self._running: dict[int, _Prompt] = {}
         self._running_since: Counter[PolicyVersion] = Counter()
-        self._finished: dict[int, _Prompt] = {}
+        self._finished: dict[int, _Finished] = {}
         self._in_step: list[int] = []  # what the step that was taken last consists of, filtered ones too
-        self._spare: list[_Prompt] = []  # finished since the batch before, and not worth a place
+        self._spare: list[_Finished] = []  # finished since the batch before, and not worth a place
         self._tasks: set[asyncio.Task] = set()
         self._failure: BaseException | None = None
         self._changed = Signal()
@@ -108,6 +112,7 @@ class RolloutBuffer:
         if self._failure is not None:
             raise self._failure
         chosen = self._choose(version, size)
+        assert chosen is not None  # as _can_take said
         if self._num_taken % self._pace.groups_per_step == 0:
             self._in_step = []
         kept, filtered = self._split_spare()
@@ -169,7 +174,7 @@ class RolloutBuffer:
         """Without those that were filtered."""
         return self._num_taken + len(self._running) + len(self._finished) + len(self._split_spare()[0])
 
-    def _split_spare(self) -> tuple[list[_Prompt], list[_Prompt]]:
+    def _split_spare(self) -> tuple[list[_Finished], list[_Finished]]:
         """Those that take a place after all, as the filter's bound is reached; and those that are filtered.
 
         The oldest are filtered: they made way for newer ones, and there would be no place for both in time.
@@ -187,7 +192,7 @@ class RolloutBuffer:
             return
         del self._running[prompt.index]
         self._running_since -= Counter([prompt.begun])  # keeps no zeros
-        finished = _Prompt(prompt.index, prompt.begun, group)
+        finished = _Finished(prompt.index, prompt.begun, group)
         if self._keep(group) or not self._pace.max_filtered_per_step:
             self._finished[prompt.index] = finished
         else:
@@ -198,7 +203,7 @@ class RolloutBuffer:
     def _can_take(self, version: PolicyVersion, size: int) -> bool:
         return self._choose(version, size) is not None
 
-    def _choose(self, version: PolicyVersion, size: int) -> list[_Prompt] | None:
+    def _choose(self, version: PolicyVersion, size: int) -> list[_Finished] | None:
         """The next part of the batch of the step at `version`, or None while it has to wait.
 
         For every later version u: those due by then and not chosen must fit into the steps until then, and

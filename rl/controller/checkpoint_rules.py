@@ -58,10 +58,10 @@ def check_resume(config: RunConfig) -> list[str]:
 
 def _another_run(config: RunConfig, path: Path, state: dict[str, Any], adapters: dict[str, Any]) -> list[str]:
     given, found = f"resume={str(path)!r}", []
-    ours = {"engine": config.trainer.engine, "model": _shape(config)}
-    if (theirs := state.get("engine", ours["engine"])) != ours["engine"]:
+    engine, model = config.trainer.engine, _shape(config)
+    if (theirs := state.get("engine", engine)) != engine:
         found.append(f"{given} was saved with trainer.engine={theirs}; set --trainer.engine {theirs}")
-    if differing := _differences(state.get("model", ours["model"]), ours["model"]):
+    if differing := _differences(state.get("model", model), model):
         found.append(f"{given} is of another model: {differing}; set model as it was")
     saved = LoRA.from_record(adapters[POLICY]) if POLICY in adapters else LoRA()
     if differing := _differences(vars(saved), vars(config.trainer.lora)):

@@ -59,6 +59,7 @@ def _go_on(run_dir: Path) -> str:
 
 async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     main = asyncio.current_task()
+    assert main is not None
     loop = asyncio.get_running_loop()
 
     came = []

@@ -258,8 +258,8 @@ def _unknown(config: RunConfig, name: str, known: Sequence[str]) -> str:
     here = next((k for k in same_leaf if k.startswith(("loss.", "advantages."))), None)
     theirs = FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(leaf)
     if section and theirs:
-        in_section = f"{section}.{theirs.split('.')[-1]}"
-        here = here or (in_section if in_section in known else None)
+        sibling = f"{section}.{theirs.split('.')[-1]}"
+        here = here or (sibling if sibling in known else None)
     ours = here or theirs
     if ours in known:
         a_number = ours == "minibatches" and "size" in name

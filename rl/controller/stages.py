@@ -103,21 +103,22 @@ class RunStages:
     async def next_batch(self, step: int) -> TrainingBatch:
         """Where groups are streamed, all parts but the last are in the gradient when this returns."""
         config, inputs = self._config, scorers(self._algorithm, self._actors)
-        if self.buffer is None:
+        buffer = self.buffer
+        if buffer is None:
             return await self._data.batch(step, config.prompts_per_step, self._algorithm, inputs)
-        batch = await self._next_part(step, inputs)
+        batch = await self._next_part(buffer, step, inputs)
         for _ in range(1, config.num_parts):
             try:
                 batch = await stream(batch, step, self._policy)
             except StepFailed as failure:
                 raise await self._give_up(step, failure) from failure
-            batch = batch.joined(await self._next_part(step, inputs))
+            batch = batch.joined(await self._next_part(buffer, step, inputs))
         if config.algorithm.reads_rewards:
             check_rewards(batch.sampled)
         return batch
 
-    async def _next_part(self, step: int, inputs: Scorers) -> TrainingBatch:
-        taken = await self.buffer.take(step - 1, self._config.groups_per_part)
+    async def _next_part(self, buffer: RolloutBuffer, step: int, inputs: Scorers) -> TrainingBatch:
+        taken = await buffer.take(step - 1, self._config.groups_per_part)
         self._taken = True
         part = await build_training_batch(taken.groups, self._algorithm, inputs)
         return replace(part, filtered=list(taken.filtered))
@@ -164,6 +165,7 @@ class RunStages:
         self._sync_blocking = time.monotonic() - began
 
     async def refresh_reference(self, step: int) -> None:
+        assert self._actors.reference is not None  # else the schedule has no refreshes
         await self._actors.reference.refresh(step)
 
     async def save(self, step: int) -> None:
@@ -218,7 +220,8 @@ class RunStages:
 
     def _generation_metrics(self) -> dict[str, float]:
         pool = self._actors.generators
-        metrics = {"generators/serving": pool.num_serving, "generators/alive": pool.num_alive}
+        metrics: dict[str, float] = {"generators/serving": pool.num_serving}
+        metrics["generators/alive"] = pool.num_alive
         metrics["time/sync_blocking"] = self._sync_blocking
         prompt_tokens, cached = pool.take_counts()
         if prompt_tokens:

@@ -9,6 +9,7 @@ usable -> (forward passes) -> rewards of tokens -> advantages -> without those t
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch
 from rl.batching import to_sample
 from rl.controller.algorithm import Algorithm
 from rl.errors import RunError
+from rl.interfaces import EstimatorWithCritic
 from rl.loss.advantages.base import Trajectory
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
@@ -150,7 +152,8 @@ async def with_loss_inputs(samples: Sequence[Sample], scorers: Scorers) -> list[
 
 def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[str, tuple[float, int]]]:
     """The verifier's reward where it belongs, shaped, less the KL penalty."""
-    rewarded, bonuses, kls = [], [], []
+    rewarded: _Groups = []
+    bonuses, kls = [], []
     for group in groups:
         lengths = [int(m.sample.target_mask.sum()) for m in group]
         added = algorithm.shaping([m.score.reward for m in group], lengths, algorithm.max_new_tokens)
@@ -208,9 +211,9 @@ def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
     _check("advantages", advantages, trajectories, estimator)
     returns = None
     if algorithm.needs_critic:
-        returns = estimator.returns(trajectories)
+        returns = cast(EstimatorWithCritic, estimator).returns(trajectories)
         _check("returns", returns, trajectories, estimator)
-    done = []
+    done: _Groups = []
     for g, group in enumerate(groups):
         done.append([])
         for i, member in enumerate(group):

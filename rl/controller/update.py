@@ -64,12 +64,14 @@ async def learn(
     if critic is not None:
         tasks.append(_updates(critic, [replace(part, samples_per_unit=1) for part in plan], step, algorithm))
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    for failure in results:
-        if isinstance(failure, BaseException):
-            raise failure
-    metrics = learning_metrics(results[0], sampled=algorithm.samples_rollouts)
+    learned: list[list[dict[str, float]]] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        learned.append(result)
+    metrics = learning_metrics(learned[0], sampled=algorithm.samples_rollouts)
     metrics["lr"] = policy.params(step, 1.0).lr
-    return metrics | (critic_metrics(results[1]) if critic is not None else {})
+    return metrics | (critic_metrics(learned[1]) if critic is not None else {})
 
 
 def minibatches(
@@ -118,7 +120,7 @@ async def _updates(
     updater: Updater, plan: Sequence[TrainingBatch], step: int, algorithm: Algorithm
 ) -> list[dict[str, float]]:
     """One dictionary of sums for each optimizer step, with `denominator` and `grad_norm`."""
-    updates = []
+    updates: list[dict[str, float]] = []
     for part in plan:
         total = denominator(part.all_groups, algorithm)
         params = updater.params(step, total)

@@ -49,14 +49,15 @@ class Verifier:
             self._child = self._start()
         try:
             request = cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop))
-            _write(self._child.stdin.fileno(), request)
-            return _check_parts(pickle.loads(_read(self._child.stdout.fileno(), self._limit)), rollout)
+            to_child, from_child = _pipes(self._child)
+            _write(to_child, request)
+            return _check_parts(pickle.loads(_read(from_child, self._limit)), rollout)
         except TimeoutError:
             self.close()
             return Score(0.0, f"the reward function took over {self._limit:g} s (reward.limit_seconds)")
         except (EOFError, BrokenPipeError):
             try:
-                code = self._child.wait(timeout=1)
+                code: int | str = self._child.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 code = "unknown: it closed its connection"
             self.close()
@@ -70,8 +71,9 @@ class Verifier:
             start_new_session=True,
         )
         try:
-            _write(child.stdin.fileno(), self._env)
-            failure = pickle.loads(_read(child.stdout.fileno(), START_SECONDS))
+            to_child, from_child = _pipes(child)
+            _write(to_child, self._env)
+            failure = pickle.loads(_read(from_child, START_SECONDS))
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             child.kill()
             raise RunError(
@@ -81,6 +83,11 @@ class Verifier:
             child.wait()
             raise RunError(f"prepare() of the environment failed: {failure}; fix it")
         return child
+
+
+def _pipes(child: subprocess.Popen) -> tuple[int, int]:
+    assert child.stdin is not None and child.stdout is not None
+    return child.stdin.fileno(), child.stdout.fileno()
 
 
 def _write(fd: int, payload: bytes) -> None:

@@ -51,7 +51,8 @@ class Correction:
     ) -> tuple[TokenInputs, dict[str, torch.Tensor]]:
         """The inputs with changed weights, and with what ratios are taken against as input `old_logprobs`."""
         trainers = inputs.loss_inputs.get("old_logprobs", logprobs.detach())
-        weights, metrics = inputs.weights, {}
+        weights = inputs.weights
+        metrics: dict[str, torch.Tensor] = {}
         if self.tis_clip or self.mask_low or self.mask_high:
             gap = self._gap(trainers, inputs)
         if self.tis_clip:

@@ -48,7 +48,7 @@ class DPO:
         if self.nll_coef:
             means = sequence_sums(logprobs, num, index) / sequence_sums(torch.ones_like(logprobs), num, index)
             loss = loss - self.nll_coef * means[::2].sum()
-        metrics = {
+        metrics: dict[str, torch.Tensor | float] = {
             "pairs:sum": len(margin),
             "preferred:sum": (margin > 0).sum(),
             "margin:sum": margin.detach().sum(),

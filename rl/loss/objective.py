@@ -25,7 +25,7 @@ class Objective:
     entropy_coef: float = 0.0
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
-        corrected, metrics = self.correction(logprobs, inputs)
+        corrected, of_correction = self.correction(logprobs, inputs)
         loss, own = self.loss(logprobs, corrected)
         for name in own:
             if not name.endswith((":sum", ":max")):
@@ -33,11 +33,12 @@ class Objective:
                     f"the loss's metric {name!r} does not say how tokens are combined; "
                     f"call it {name}:sum or {name}:max"
                 )
-        metrics |= own
+        metrics = {**of_correction, **own}
         if self.kl.in_loss:
             kl = estimate(logprobs, inputs.loss_input("ref_logprobs"), self.kl.estimator)
             loss = loss + self.kl.coef * (kl * corrected.weights).sum()
             metrics["kl:sum"] = kl.detach().sum()
         if self.entropy_coef:
+            assert inputs.entropy is not None  # the policy has one
             loss = loss - self.entropy_coef * (inputs.entropy * inputs.weights).sum()
         return LossOutput(loss, metrics)

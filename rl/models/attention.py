@@ -60,15 +60,15 @@ def pack_documents(
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
     local_at = np.full(len(positions), -1)
     local_at[pieces[rank]] = np.arange(len(pieces[rank]))
-    starts, lengths, fragments, order = [], [], [], []
+    firsts, sizes, fragments, order = [], [], [], []
     for first, last in _runs(pieces[rank], positions):
         if positions[first] == 0:
-            starts.append(first)
-            lengths.append(last - first)
+            firsts.append(first)
+            sizes.append(last - first)
         else:
             start = first - positions[first]
             fragments.append((np.arange(first, last), np.arange(start, last)))
-    starts, lengths = np.array(starts, int), np.array(lengths, int)
+    starts, lengths = np.array(firsts, int), np.array(sizes, int)
     bucket_of = -(-lengths // _LENGTH_STEP)
     queries, keys, valid = [], [], []
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,8 +67,11 @@ class Checkpoints:
             failure = error
         self._agree(failure)
         tensors = self._tensors() | rng_state(self._device)
-        written = dcp.async_save(tensors, storage_writer=FileSystemWriter(partial), process_group=self._group)
-        self._writing = finished = Future()
+        writer = FileSystemWriter(partial)
+        saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
+        written = cast(Future[Any], saving)  # else only with a stager of one's own
+        finished: Future[None] = Future()
+        self._writing = finished
         written.add_done_callback(lambda done: self._finish(done, partial, path, keep_last, finished))
 
     @staticmethod
@@ -90,7 +93,7 @@ class Checkpoints:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        failure = None
+        failure: BaseException | None = None
         try:
             writing.result(self._timeout)
         except TimeoutError as error:

@@ -61,13 +61,14 @@ def is_complete(path: str | Path) -> bool:
 
 def latest(directory: str | Path) -> Path | None:
     """The complete checkpoint with the highest number at the end of its name."""
-    complete = [path for path in Path(directory).glob("*") if _number(path) is not None and is_complete(path)]
+    complete = [path for path in Path(directory).glob("*") if _number(path) >= 0 and is_complete(path)]
     return max(complete, key=_number, default=None)
 
 
-def _number(path: Path) -> int | None:
+def _number(path: Path) -> int:
+    """At the end of its name; -1 where there is none."""
     match = re.fullmatch(r".*?(\d+)", path.name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else -1
 
 
 def rename(partial: Path, path: Path) -> None:
@@ -82,7 +83,7 @@ def rename(partial: Path, path: Path) -> None:
 
 def prune(path: Path, keep_last: int) -> None:
     """Keep `path` and the newest others of its kind, `keep_last` in all; 0 keeps all."""
-    if not keep_last or _number(path) is None:
+    if not keep_last or _number(path) < 0:
         return
     kind = path.name.rstrip("0123456789")
     same_kind = [p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit()]

@@ -12,7 +12,7 @@ permuted).
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +47,10 @@ class LogprobHead(Linear):
 
         In fp32 nats. The hidden state at a token predicts the next one. Without targets: the logits [M, V].
         """
-        mesh = h_BTD.device_mesh if isinstance(h_BTD, DTensor) else None
-        h_TD = (h_BTD.to_local(grad_placements=[Replicate()]) if mesh else h_BTD)[0]
-        h_MD = h_TD.index_select(0, predictors)
+        mesh = None
+        if isinstance(h_BTD, DTensor):
+            mesh, h_BTD = h_BTD.device_mesh, h_BTD.to_local(grad_placements=[Replicate()])
+        h_MD = h_BTD[0].index_select(0, predictors)
         return target_logprobs(partial(self._logits, mesh), self.out_features, h_MD, targets)
 
     def _logits(self, mesh: Any, h: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class LogprobHead(Linear):
         if mesh is None:
             return F.linear(h, self.weight)
         h = DTensor.from_local(h, mesh, [Replicate()], run_check=False)
-        logits = F.linear(h, self.weight).redistribute(placements=[Replicate()])
+        logits = cast(DTensor, F.linear(h, self.weight)).redistribute(placements=[Replicate()])
         return logits.to_local(grad_placements=[Replicate()])
 
 

@@ -28,7 +28,6 @@ from torch import nn
 from rl.batching import check_batch
 from rl.errors import ConfigError, RunError
 from rl.interfaces import Loss
-from rl.loss.base import TokenInputs
 from rl.models import hf
 from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints
@@ -37,7 +36,7 @@ from rl.models.export import shards, whole_tensors, write_directory
 from rl.models.learner import Learner
 from rl.models.load_weights import load_tensors
 from rl.models.lora import Site
-from rl.models.loss_metrics import LossMetrics, check_finite, measure
+from rl.models.loss_metrics import LossMetrics, check_finite, measure, token_inputs
 from rl.models.placement import Placement
 from rl.models.platform import init_process_group, reshard
 from rl.types import Batch, MicroBatch, OptimParams
@@ -134,9 +133,7 @@ class Engine(ABC):
             self._model.train()
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
-                columns = (micro.generator_logprobs, micro.advantages, micro.weights, micro.sample_ids)
-                others = {name: self._tensor(column) for name, column in micro.loss_inputs.items()}
-                inputs = TokenInputs(*map(self._tensor, columns), others, entropy if predicts else None)
+                inputs = token_inputs(micro, entropy if predicts else None, self.device)
                 output = loss(logprobs, inputs)
                 check_finite(output.loss)
                 output.loss.backward()

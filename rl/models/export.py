@@ -80,6 +80,7 @@ def _speaks_for(param: torch.Tensor, layout: Layout) -> bool:
     if not isinstance(param, DTensor):
         return dist.get_rank() == 0
     coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank is in its tensors' mesh
     first = all(coordinate[axis] == 0 for axis, p in enumerate(param.placements) if p.is_replicate())
     # An adapter's mesh is its tensor-parallel group; there is one for each data-parallel rank.
     only_mesh = param.device_mesh.size() == dist.get_world_size()

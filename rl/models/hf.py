@@ -33,7 +33,6 @@ _SHARD_BYTES = 4 << 30
 HEAD = "lm_head.weight"
 
 
-
 def hf_name(name: str) -> str:
     """torchtitan's parameter name -> Hugging Face's. The tensors are equal, row for row."""
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
@@ -121,7 +120,7 @@ class HFWeights:
 
     def __init__(self, model_dir: str | Path):
         self._model_dir = model_dir
-        self._files = {}
+        self._files: dict[str, Any] = {}  # tensor -> the open file that has it
         for path in weight_files(model_dir):
             file = _open(path)
             self._files |= dict.fromkeys(file.keys(), file)
@@ -183,12 +182,12 @@ def save_model(
         total += sum(t.nbytes for t in shard.values())
         shards.append(list(shard))
         save_file(shard, out_dir / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         (out_dir / f"part-{i}.safetensors").rename(out_dir / name)
         (out_dir / name).chmod(0o644)  # safetensors writes 0600
-        weight_map |= dict.fromkeys(shard, name)
+        weight_map |= dict.fromkeys(names, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

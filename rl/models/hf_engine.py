@@ -36,6 +36,8 @@ _CHECK_LENGTHS = (37, 14)
 class HFEngine(Engine):
     """See Engine for the contract. Layouts: replicate x shard."""
 
+    _model: HFModel
+
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
         if layout.procs_per_row > 1:
@@ -135,11 +137,12 @@ class HFEngine(Engine):
         else:
             tokens, positions, at = document_rows(tokens, positions)
             predictors = at[predictors]
-        given = (tokens, positions, predictors, targets)
-        tokens, positions, predictors, targets = (
-            None if array is None else torch.from_numpy(array).to(device) for array in given
-        )
-        return self._model(tokens, positions, documents, predictors, targets)
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        wanted = None if targets is None else tensor(targets)
+        return self._model(tensor(tokens), tensor(positions), documents, tensor(predictors), wanted)
 
     @torch.no_grad()
     def _check_against_transformers(self) -> None:

@@ -50,12 +50,13 @@ class Learner:
             raise RunError("optim_step without a gradient; call forward_backward first")
         for p in parameters:
             # A sum may still have to be made over tensor-parallel ranks.
-            if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
-        gradients = [local(p.grad) for p in parameters]
+        placed = [p.grad for p in parameters if p.grad is not None]
+        gradients = [local(gradient) for gradient in placed]
         if self._reduce_over is not None:
             _sum_over(gradients, self._reduce_over)
-        unscaled = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        unscaled = torch.nn.utils.get_total_norm(placed, foreach=True)
         norm = whole(unscaled) * params.grad_scale
         if not torch.isfinite(norm):
             self.clear()

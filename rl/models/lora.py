@@ -40,14 +40,14 @@ class Site:
         self.linear = linear
         self.active: tuple[nn.Parameter, nn.Parameter, float] | None = None  # A [r, I], B [O, r], scale
         self._base = linear.forward
-        linear.forward = self._forward
+        linear.forward = self._forward  # type: ignore[method-assign]
 
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._base(x)
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = self._base(input)
         if self.active is None:
             return out
         a_rI, b_Or, scale = self.active
-        return out + F.linear(F.linear(x, a_rI.to(x.dtype)), b_Or.to(x.dtype)) * scale
+        return out + F.linear(F.linear(input, a_rI.to(input.dtype)), b_Or.to(input.dtype)) * scale
 
 
 class Adapter:
@@ -81,7 +81,8 @@ class Adapter:
             site.active = (*self.pair(site.name), self.lora.scale)
 
     def pair(self, site_name: str) -> tuple[nn.Parameter, nn.Parameter]:
-        return tuple(self.parameters[f"{_PREFIX}{site_name}.{name}.weight"] for name in ("lora_A", "lora_B"))
+        a, b = (self.parameters[f"{_PREFIX}{site_name}.{name}.weight"] for name in ("lora_A", "lora_B"))
+        return a, b
 
     def delta(
         self, weight_name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
@@ -188,7 +189,10 @@ def _placements(weight: torch.Tensor, tp_mesh: Any) -> tuple[Any, Any]:
     """Of A and B over the tensor-parallel ranks, following the layer's weight [O, I]."""
     if tp_mesh is None:
         return None, None
-    placement = weight.placements[weight.device_mesh.mesh_dim_names.index("tp")]
+    assert isinstance(weight, DTensor), weight.shape
+    axes = weight.device_mesh.mesh_dim_names
+    assert axes is not None
+    placement = weight.placements[axes.index("tp")]
     assert isinstance(placement, Shard), (weight.shape, placement)
     return (Replicate(), Shard(0)) if placement.dim == 0 else (Shard(1), Replicate())
 

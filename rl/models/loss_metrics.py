@@ -1,13 +1,31 @@
-"""What `forward_backward` measures beside the gradient, and its check that the loss is finite."""
+"""What `forward_backward` gives a loss and measures beside the gradient, and its check for finite losses."""
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl.errors import NotFinite
 from rl.loss.base import LossOutput, TokenInputs
 from rl.models.platform import fail_together
+from rl.types import MicroBatch
+
+
+def token_inputs(micro: MicroBatch, entropy: torch.Tensor | None, device: torch.device) -> TokenInputs:
+    """A micro-batch as a loss sees it."""
+
+    def tensor(column: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(column).to(device)
+
+    return TokenInputs(
+        generator_logprobs=tensor(micro.generator_logprobs),
+        advantages=tensor(micro.advantages),
+        weights=tensor(micro.weights),
+        sample_ids=tensor(micro.sample_ids),
+        loss_inputs={name: tensor(column) for name, column in micro.loss_inputs.items()},
+        entropy=entropy,
+    )
 
 
 def check_finite(loss: torch.Tensor) -> None:

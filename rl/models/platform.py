@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 
 import torchtitan.tools.utils as titan_utils
@@ -34,13 +34,14 @@ class _GatherKeysAndValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: torch.Tensor, v: torch.Tensor, seq_dim: int, group_name: str
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, seq_dim: int, group_name: GroupName
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.group, ctx.seq_dim = _resolve_process_group(group_name), seq_dim
         local = torch.stack([k, v])
         parts = local.new_empty(ctx.group.size(), *local.shape)
         dist.all_gather(list(parts.unbind()), local, group=ctx.group)
-        return tuple(torch.cat(parts[:, i].unbind(), seq_dim) for i in range(2))
+        keys, values = (torch.cat(parts[:, i].unbind(), seq_dim) for i in range(2))
+        return keys, values
 
     @staticmethod
     def backward(
@@ -70,7 +71,9 @@ def init_process_group(timeout_seconds: float) -> torch.device:
         device = torch.device(DEVICE_TYPE, torch.accelerator.current_device_index())
     if not dist.is_initialized():
         backend = "gloo" if DEVICE_TYPE == "cpu" else f"{DEVICE_TYPE}:nccl,cpu:gloo"
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
     return device
 
@@ -106,7 +109,8 @@ def sum_gradients_over_ranks(model: torch.nn.Module, num_ranks: int) -> None:
         if not isinstance(module, FSDPModule):
             continue
         if num_ranks == 1:
-            module.set_gradient_divide_factor(None)  # dividing by 1 would copy every gradient once more
+            # None, torch's default: dividing by 1 would copy every gradient once more.
+            module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
         else:
             module.set_gradient_divide_factor(1.0)
             if DEVICE_TYPE == "cpu":

@@ -115,7 +115,7 @@ class TitanEngine(Engine):
             torch.manual_seed(seed)
             model = spec.build()
             model.init_states()
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for parameter, p in model.named_parameters():
             name = self._name(parameter)
             names = self._split(name, len(p))

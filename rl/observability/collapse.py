@@ -13,7 +13,7 @@ class CollapseWatch:
     """Says once when a policy collapses: for ten steps hardly any entropy, and groups of equal rewards."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)
+        self._recent: deque[tuple[float, ...]] = deque(maxlen=_STEPS)
         self._said = False
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:

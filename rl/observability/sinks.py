@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,7 +31,8 @@ class TrackingConfig:
         ]
         if self.project != TrackingConfig.project and not {"wandb", "mlflow"} & set(self.sinks):
             found.append(
-                f"tracking.project={self.project} has no effect without wandb or mlflow in tracking.sinks; add one"
+                f"tracking.project={self.project} has no effect without wandb or mlflow in tracking.sinks; "
+                f"add one"
             )
         return found
 
@@ -43,7 +44,7 @@ class Sink(Protocol):
 
 def open_sinks(tracking: TrackingConfig, run_dir: Path, settings: Mapping[str, Any]) -> "Sinks":
     """settings: the run's config, plain data."""
-    makers = {
+    makers: dict[Name, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoard(run_dir),
         "wandb": lambda: WandB(tracking.project, run_dir, settings),
         "mlflow": lambda: MLflow(tracking.project, run_dir, settings),

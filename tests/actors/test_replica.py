@@ -140,6 +140,17 @@ def test_one_that_cannot_even_start_ends_the_run():
     asyncio.run(asyncio.wait_for(main(), 2))
 
 
+def test_one_that_dies_as_it_starts_again_is_started_once_more():
+    async def main():
+        async with running(World(1, fails_at_start={1})) as world:
+            world.processes[0].dead = True
+            await world.serving(0)
+            await world.serving(1)
+            assert world.pool.replicas[0].num_restarts == 2 and len(world.processes) == 3
+
+    asyncio.run(main())
+
+
 def test_an_error_of_the_work_itself_is_the_callers_and_kills_nobody():
     async def main():
         async with running(World(1)) as world:

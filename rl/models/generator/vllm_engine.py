@@ -111,7 +111,7 @@ class VLLM:
                 str(command.id),
                 {"prompt_token_ids": list(command.prompt)},
                 _vllm_params(params),
-                lora_request=self._adapters.get(params.adapter),
+                lora_request=self._adapters.get(params.adapter) if params.adapter else None,
             )
         except Exception as error:  # vLLM's many ways to refuse a request
             raise RunError(f"vLLM refused a request: {error}") from error
