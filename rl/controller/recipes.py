@@ -139,6 +139,6 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else "?"
+        line = (error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None) or "?"
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{path} line {line}: {what}; fix the recipe") from error

@@ -58,12 +58,6 @@ def check_supported(config: dict[str, Any]) -> None:
         raise ConfigError(
             f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"]
-    needed += ["intermediate_size", "max_position_embeddings"]
-    if architecture == "Qwen3MoeForCausalLM":
-        needed += ["num_experts_per_tok", "moe_intermediate_size"]
-    if missing := [key for key in needed if config.get(key) is None]:
-        raise ConfigError(f"config.json has no {', '.join(missing)}; fetch the model again")
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
             raise ConfigError(
@@ -83,6 +77,12 @@ def check_supported(config: dict[str, Any]) -> None:
             f"config.json has rope_type={kind!r}, which is not supported; "
             f"use a model with 'default' or 'llama3'"
         )
+    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"]
+    needed += ["intermediate_size", "max_position_embeddings"]
+    if architecture == "Qwen3MoeForCausalLM":
+        needed += ["num_experts_per_tok", "moe_intermediate_size"]
+    if missing := [key for key in needed if config.get(key) is None]:
+        raise ConfigError(f"config.json has no {', '.join(missing)}; fetch the model again")
 
 
 def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:

@@ -59,15 +59,15 @@ class Sinks:
         self._sinks = dict(sinks)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Returns words about a sink that failed, or nothing."""
-        said = ""
+        """Returns words about the sinks that failed, or nothing."""
+        failed = []
         for name, sink in list(self._sinks.items()):
             try:
                 sink.log(step, metrics)
             except Exception as error:  # of another's library: a network, a disk
                 del self._sinks[name]
-                said = f"{name} gets no more metrics: {' '.join(str(error).split()):.200}"
-        return said
+                failed.append(f"{name} gets no more metrics: {' '.join(str(error).split()):.200}")
+        return "; ".join(failed)
 
     def close(self, failed: bool) -> None:
         for sink in self._sinks.values():

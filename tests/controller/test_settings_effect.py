@@ -212,6 +212,8 @@ ELSEWHERE = {
     "env.chat": "tests/envs/test_envs.py",
     "reference.model": "test_a_teacher_is_another_model, below",
     "resume": "tests/integration/test_runs.py",
+    "tracking.sinks": "tests/observability/test_sinks.py",
+    "tracking.project": "tests/observability/test_sinks.py",
     "run_dir": "tests/integration/test_runs.py",
 }
 

@@ -93,13 +93,17 @@ def test_architectures_whose_layers_mix_dtypes_compute_in_bf16(tmp_path, model_t
     assert 0 < engine.optim_step(OptimParams(lr=1e-3))["grad_norm"] < 1e3
 
 
-def test_an_architecture_that_does_not_compute_in_the_dtype_is_refused_when_it_is_built(tmp_path, monkeypatch):
+def test_an_architecture_that_does_not_compute_in_the_dtype_is_refused_when_it_is_built(
+    tmp_path, monkeypatch
+):
     from rl.models.hf_model import HFModel
 
     write_model(tmp_path, "mamba", state_size=8)
     monkeypatch.setattr(HFModel, "_logits", lambda self, h: self.lm.get_output_embeddings()(h))  # no cast
     HFEngine(tmp_path)
-    with pytest.raises(ConfigError, match="MambaForCausalLM does not compute in bfloat16 .*set dtype to float32"):
+    with pytest.raises(
+        ConfigError, match="MambaForCausalLM does not compute in bfloat16 .*set dtype to float32"
+    ):
         HFEngine(tmp_path, EngineConfig(dtype="bfloat16"))
 
 

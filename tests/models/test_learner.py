@@ -10,7 +10,9 @@ from rl.types import OptimParams
 def test_norms_biases_and_embeddings_can_be_spared_the_weight_decay():
     names = ("model.embed_tokens.weight", "model.norm.weight", "layers.0.mlp.up_proj.weight", "layers.0.bias")
     for decay_all in (True, False):
-        parameters = {name: nn.Parameter(torch.ones(2, 2) if "norm" not in name else torch.ones(2)) for name in names}
+        parameters = {
+            name: nn.Parameter(torch.ones(2, 2) if "norm" not in name else torch.ones(2)) for name in names
+        }
         parameters["layers.0.bias"] = nn.Parameter(torch.ones(2))
         learner = Learner(parameters)
         for parameter in parameters.values():

@@ -11,7 +11,18 @@ from tests.tiny import write_model
 
 SEEDS = 20
 TITAN = ("qwen3", "llama", "qwen3_moe")
-OTHERS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "granite", "cohere", "phimoe", "falcon", "mamba")
+OTHERS = (
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "mixtral",
+    "granite",
+    "cohere",
+    "phimoe",
+    "falcon",
+    "mamba",
+)
 
 
 def random_shape(model_type: str, rng: np.random.Generator) -> dict:
@@ -32,7 +43,11 @@ def random_shape(model_type: str, rng: np.random.Generator) -> dict:
     }
     experts = int(rng.integers(2, 7))
     if model_type in ("qwen3_moe", "mixtral", "phimoe", "gpt_oss"):  # grouped matmuls want rows of 16 bytes
-        shape |= {"head_dim": 16, "hidden_size": 16 * heads, "intermediate_size": 8 * int(rng.integers(1, 30))}
+        shape |= {
+            "head_dim": 16,
+            "hidden_size": 16 * heads,
+            "intermediate_size": 8 * int(rng.integers(1, 30)),
+        }
     elif model_type not in ("qwen3", "mamba"):  # transformers derives or checks head_dim
         shape |= {"hidden_size": heads * head_dim}
     if model_type == "falcon":
@@ -41,9 +56,15 @@ def random_shape(model_type: str, rng: np.random.Generator) -> dict:
         shape |= {"state_size": int(rng.integers(2, 17))}
     if model_type == "qwen3_moe":
         shape |= {"num_experts": experts, "num_experts_per_tok": int(rng.integers(1, experts + 1))}
-        shape |= {"moe_intermediate_size": 8 * int(rng.integers(1, 13)), "norm_topk_prob": bool(rng.random() < 0.5)}
+        shape |= {
+            "moe_intermediate_size": 8 * int(rng.integers(1, 13)),
+            "norm_topk_prob": bool(rng.random() < 0.5),
+        }
     elif model_type in ("mixtral", "phimoe", "gpt_oss"):
-        shape |= {"num_local_experts": experts, "num_experts_per_tok": int(rng.integers(1, min(experts, 2) + 1))}
+        shape |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": int(rng.integers(1, min(experts, 2) + 1)),
+        }
     if model_type in ("mistral", "gemma2", "gemma3_text", "gpt_oss"):
         shape |= {"sliding_window": int(rng.integers(4, 60))}
     return shape
