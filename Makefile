@@ -69,3 +69,4 @@ lock:
 	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --override requirements/overrides.txt \
 	  --no-emit-package torch --only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
 	  --no-annotate --no-header -o requirements/cpu.txt
+	sed -i '/^nvidia-/d; /^cuda-/d' requirements/cpu.txt  # what an index without CPU builds of torch brings
