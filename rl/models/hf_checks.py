@@ -1,0 +1,116 @@
+"""Which config.json files the engines and the generator can compute."""
+
+from pathlib import Path
+from typing import Any
+
+from rl.errors import ConfigError
+from rl.models.hf import rope_parameters
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+
+_COUNTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "n_positions",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
+_OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config")
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Raises ConfigError where a value of a config.json is of a wrong type, or a number is not positive."""
+
+    def wrong(key: str, expected: str) -> ConfigError:
+        return ConfigError(
+            f"config.json has {key}={config[key]!r:.40}, which is not {expected}; fetch the model again"
+        )
+
+    architectures = config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise wrong("architectures", "a list of names")
+    for key in (key for key in _COUNTS if config.get(key) is not None):
+        if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < 1:
+            raise wrong(key, "a whole number of at least 1")
+    for key in (key for key in _NUMBERS if config.get(key) is not None):
+        if not isinstance(config[key], int | float) or isinstance(config[key], bool) or config[key] <= 0:
+            raise wrong(key, "a number over 0")
+    for key in (key for key in _OBJECTS if config.get(key) is not None):
+        if not isinstance(config[key], dict):
+            raise wrong(key, "an object")
+
+
+def check_supported(config: dict[str, Any]) -> None:
+    """Raises ConfigError for a config.json that asks for what the decoders do not compute."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ConfigError(
+            f"architecture {architecture} is not supported; use one of {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"]
+    needed += ["intermediate_size", "max_position_embeddings"]
+    if architecture == "Qwen3MoeForCausalLM":
+        needed += ["num_experts_per_tok", "moe_intermediate_size"]
+    if missing := [key for key in needed if config.get(key) is None]:
+        raise ConfigError(f"config.json has no {', '.join(missing)}; fetch the model again")
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if config.get(key):
+            raise ConfigError(
+                f"config.json has {key}={config[key]}, which is not supported; use a model without it"
+            )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "config.json has a quantization_config, which is not supported; "
+            "use the model's unquantized weights"
+        )
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(
+            f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'"
+        )
+    if (kind := rope_parameters(config)["rope_type"]) not in ("default", "llama3"):
+        raise ConfigError(
+            f"config.json has rope_type={kind!r}, which is not supported; "
+            f"use a model with 'default' or 'llama3'"
+        )
+
+
+def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:
+    """Raises ConfigError where RoPE would depend on the batch, and differ between trainer and generator."""
+    text = config.get("text_config") or config
+    rope = rope_parameters(text)
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type
+    for kind in kinds:
+        name = str(kind.get("rope_type", "default"))
+        if "dynamic" in name:
+            raise ConfigError(
+                f"config.json has rope_type={name!r}, by which transformers and vLLM compute different "
+                f"positions; use a model with another rope_type"
+            )
+        short = kind.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        if name in ("longrope", "su") and short and max_tokens > short:
+            raise ConfigError(
+                f"config.json has rope_type={name!r}, whose factors change with the longest sequence of a "
+                f"batch from {short} tokens on; set trainer.max_tokens to at most {short}"
+            )
+
+
+def check_known(model_dir: str | Path) -> None:
+    """Raises ConfigError for a config.json that transformers, and so vLLM, cannot read."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(model_dir))
+    except Exception as error:  # its checks raise many kinds
+        what = f"transformers cannot read {model_dir}/config.json ({' '.join(str(error).split()):.200})"
+        raise ConfigError(f"{what}; fetch it again") from error
