@@ -31,7 +31,8 @@ class TrackingConfig:
         ]
         if self.project != TrackingConfig.project and not {"wandb", "mlflow"} & set(self.sinks):
             found.append(
-                f"tracking.project={self.project} has no effect without wandb or mlflow in tracking.sinks; add one"
+                f"tracking.project={self.project} has no effect without wandb or mlflow in tracking.sinks; "
+                f"add one"
             )
         return found
 
