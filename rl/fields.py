@@ -1,6 +1,7 @@
 """The fields of nested dataclasses against their annotations: types, bounds and paths."""
 
 import dataclasses
+import inspect
 import math
 import os
 import types
@@ -19,8 +20,9 @@ from typing import (
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rl.bounds import IsPath
+from rl.bounds import MOST, IsPath
 from rl.errors import ConfigError
+from rl.paths import why_no_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -77,14 +79,28 @@ def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str
 
 def _problem(name: str, value: Any, hint: Any) -> str | None:
     if not fits(value, hint):
-        return f"{name}={shown(value)} must be {_words(hint)}"
+        of_class = isinstance(value, type) and issubclass(value, _classes(hint))
+        remedy = f"; write {value.__name__}(...)" if of_class else ""
+        return f"{name}={shown(value)} must be {_words(hint)}{remedy}"
     numbers = value if isinstance(value, tuple) else (value,)
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"{name}={value} must be finite"
-    bounds = [bound for bound in getattr(hint, "__metadata__", ()) if type(bound) in _CHECKS]
-    if all(_CHECKS[type(bound)][0](value, bound) for bound in bounds):
+    marks = getattr(hint, "__metadata__", ())
+    if any(isinstance(mark, IsPath) for mark in marks) and (why := why_no_path(value)):
+        return f"{name}={shown(value)} {why}"
+    bounds = [bound for bound in marks if type(bound) in _CHECKS]
+    broken = [bound for bound in bounds if not _CHECKS[type(bound)][0](value, bound)]
+    if not broken:
         return None
-    return f"{name}={shown(value)} must be {' and '.join(_CHECKS[type(b)][1](b) for b in bounds)}"
+    said = broken if Le(MOST) in bounds else bounds  # MOST is worth words only where it is passed
+    return f"{name}={shown(value)} must be {' and '.join(_CHECKS[type(b)][1](b) for b in said)}"
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes that a hint names."""
+    if get_origin(hint) in (Annotated, Union, types.UnionType):
+        return tuple(kind for part in get_args(hint) for kind in _classes(part))
+    return (hint,) if isinstance(hint, type) else ()
 
 
 def expand_paths(config: T) -> T:
@@ -146,11 +162,27 @@ def fits(value: Any, hint: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A value in a message: short, and on one line."""
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = any(getattr(value, f.name) != f.default for f in dataclasses.fields(value))
         return f"{type(value).__name__}({'...' if changed else ''})"
-    text = " ".join(repr(value).split())
+    return short(repr(value))
+
+
+def short(text: str) -> str:
+    """Text in a message: at most 60 characters, and on one line."""
+    text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def kind(value: Any) -> str:
+    """Of what type a value is, in words: None, a str, an int."""
+    return "None" if value is None else _a(type(value).__name__)
+
+
+def _a(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiouAEIOU' else 'a'} {word}"
 
 
 def _words(hint: Any) -> str:
@@ -167,4 +199,4 @@ def _words(hint: Any) -> str:
         return f"a tuple of {number}, {several or 'each '}{_words(parts[0])}"
     if hint in _WORDS:
         return _WORDS[hint]
-    return f"a {hint.__name__}" if isinstance(hint, type) else "something else"
+    return _a(hint.__name__) if isinstance(hint, type) else "something else"

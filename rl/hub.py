@@ -1,4 +1,4 @@
-"""Models and data by their id on the Hugging Face Hub, through huggingface_hub: its cache, token and mode.
+"""Models and data by their id on the Hugging Face Hub, through huggingface_hub.
 
 What huggingface_hub reads from the environment holds here: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
 """
@@ -43,7 +43,7 @@ def _snapshot(name: str) -> str:
     try:
         return snapshot_download(repository, revision=revision or None, allow_patterns=_MODEL_FILES)
     except Exception as error:  # of the network, of access, of the cache
-        what = f"{name!r} is no directory here, and not on the Hub either"
+        what = f"{name!r} is no directory here, and could not be fetched from the Hub"
         remedy = "give a model directory (rl fetch smollm2 makes one), or an id with HF_TOKEN and a network"
         raise ConfigError(f"{what} ({_short(error)}); {remedy}") from error
 

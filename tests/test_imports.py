@@ -7,7 +7,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"rl.errors", "rl.bounds", "rl.fields", "rl.hub", "rl.output", "rl.waiting", "rl.types", "rl.processes"},
+    {
+        "rl.errors",
+        "rl.bounds",
+        "rl.fields",
+        "rl.hub",
+        "rl.paths",
+        "rl.output",
+        "rl.waiting",
+        "rl.types",
+        "rl.processes",
+    },
     {"rl.interfaces"},
     {"rl.batching", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
     {"rl.models"},

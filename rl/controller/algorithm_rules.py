@@ -1,9 +1,13 @@
 """What is wrong with the parts of an algorithm: parts that do not go together, settings nothing reads."""
 
 import dataclasses
+import inspect
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 from rl.controller.config import RunConfig
 from rl.fields import shown
@@ -18,13 +22,18 @@ from rl.models.tokenizer import HFTokenizer
 def check_algorithm(config: RunConfig) -> list[str]:
     """Parts of the algorithm that do not go together, and values out of range."""
     found = []
-    for part in ("loss", "advantages"):
+    for part, example, parameters in (
+        ("loss", "Clip()", ["logprobs", "inputs"]),
+        ("advantages", "GroupMean()", ["groups"]),
+    ):
         chosen = getattr(config, part)
         if not callable(chosen) or isinstance(chosen, type):
             found.append(
-                f"{part}={shown(chosen)} cannot be called; give one of rl/loss, as {part}=Clip(), or a "
+                f"{part}={shown(chosen)} cannot be called; give one of rl/loss, as {part}={example}, or a "
                 f"function"
             )
+        elif why := _does_not_suit(chosen, parameters):
+            found.append(f"{part}={shown(chosen)} {why}")
     if 0 < getattr(config.loss, "dual", 0) <= 1:
         found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
     if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
@@ -88,6 +97,21 @@ def check_algorithm(config: RunConfig) -> list[str]:
     if config.reference.model is not None:
         found += config.reference.model.validate() or _tokenizers(config, config.reference.model)
     return found
+
+
+def _does_not_suit(function: Callable, parameters: list[str]) -> str:
+    """What keeps a function of the user's from being called with these, in another process."""
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError:
+        return f"does not take ({', '.join(parameters)}); give it these parameters"
+    except ValueError:  # one that Python cannot look into
+        pass
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:  # whatever it holds
+        return f"cannot be sent to other processes ({error}); make there what it holds"
+    return ""
 
 
 def _streaming(config: RunConfig) -> list[str]:
@@ -168,7 +192,9 @@ def without_effect(config: RunConfig) -> list[str]:
         if leaf:
             default, value = getattr(default, leaf), getattr(value, leaf)
         if ineffective and value != default:
-            found += [f"{changed} has no effect with {reason}" for changed in _changes(name, default, value)]
+            remedy = "" if ";" in reason else "; leave it out"
+            changes = _changes(name, default, value)
+            found += [f"{changed} has no effect with {reason}{remedy}" for changed in changes]
     correction, shaping, trainer = config.correction, config.shaping, config.trainer
     if trainer.lr_min_ratio and trainer.lr_schedule == "constant":
         found.append(
@@ -205,7 +231,8 @@ def without_effect(config: RunConfig) -> list[str]:
         )
     if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
         found.append(
-            "shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards"
+            "shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards; "
+            "leave them out"
         )
     if (
         getattr(config.advantages, "baseline", "none") == "group_mean"

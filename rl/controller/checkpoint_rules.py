@@ -33,6 +33,20 @@ def _shape(config: RunConfig) -> dict[str, Any]:
     return {key: hf[key] for key in _SHAPE if hf.get(key) is not None}
 
 
+class _Saved:
+    """What a record.json says. Raises one of many errors where a run did not write it."""
+
+    def __init__(self, record: dict[str, Any]):
+        state, adapters = dict(record["state"]), dict(record["adapters"])
+        self.engine: str | None = state.get("engine")
+        if self.engine not in (None, "titan", "hf"):
+            raise ValueError(self.engine)
+        self.model: dict[str, Any] | None = dict(state["model"]) if "model" in state else None
+        self.lora = LoRA.from_record(adapters[POLICY]) if POLICY in adapters else LoRA()
+        self.reference, self.reference_weights = map(str, state.get("reference", ["none", ""]))
+        self.step = int(state["step"])
+
+
 def check_resume(config: RunConfig) -> list[str]:
     """What is wrong with resume, one line each."""
     given, path = f"resume={config.resume!r}", Path(config.resume)
@@ -43,30 +57,32 @@ def check_resume(config: RunConfig) -> list[str]:
     try:
         record = read_record(path)
         check_files(path)
-        saved = record["state"], record["adapters"]
+        saved = _Saved(record)
     except RunError as error:
         return [f"resume: {error}"]
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return [f"{given} has a record.json that no checkpoint of a run has; {example}"]
     if config.model.validate():  # listed already
         return []
-    found = _another_run(config, path, *saved)
-    if int(match[1]) >= config.steps:
+    found = _another_run(config, path, saved)
+    if int(match[1]) != saved.step:
+        found.append(f"{given} holds step {saved.step}; name it step-{saved.step}")
+    if saved.step >= config.steps:
         found.append(f"{given} has done all of steps={config.steps}; raise steps")
     return found
 
 
-def _another_run(config: RunConfig, path: Path, state: dict[str, Any], adapters: dict[str, Any]) -> list[str]:
+def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
     given, found = f"resume={str(path)!r}", []
-    engine, model = config.trainer.engine, _shape(config)
-    if (theirs := state.get("engine", engine)) != engine:
-        found.append(f"{given} was saved with trainer.engine={theirs}; set --trainer.engine {theirs}")
-    if differing := _differences(state.get("model", model), model):
+    if saved.engine not in (None, config.trainer.engine):
+        found.append(
+            f"{given} was saved with trainer.engine={saved.engine}; set --trainer.engine {saved.engine}"
+        )
+    if saved.model is not None and (differing := _differences(saved.model, _shape(config))):
         found.append(f"{given} is of another model: {differing}; set model as it was")
-    saved = LoRA.from_record(adapters[POLICY]) if POLICY in adapters else LoRA()
-    if differing := _differences(vars(saved), vars(config.trainer.lora)):
+    if differing := _differences(vars(saved.lora), vars(config.trainer.lora)):
         found.append(f"{given} was saved with another trainer.lora: {differing}; set it as it was")
-    kind, weights = state.get("reference", ["none", ""])
+    kind, weights = saved.reference, saved.reference_weights
     if config.algorithm.needs_reference and kind != config.reference_kind:
         found.append(
             f"{given} was saved with reference: {kind}, but the run has: {config.reference_kind}; "

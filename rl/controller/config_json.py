@@ -23,7 +23,7 @@ def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
 
 def is_config(name: str) -> bool:
     """Whether a recipe's name is that of a config.json, or of the directory of a run."""
-    return name.endswith(".json") or (os.sep in name and (Path(name) / _NAME).is_file())
+    return name.endswith(".json") or (os.sep in name and os.path.isfile(os.path.join(name, _NAME)))
 
 
 def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
@@ -31,9 +31,11 @@ def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
     file = Path(path) / _NAME if Path(path).is_dir() else Path(path)
     try:
         data = json.loads(file.read_text())
+        if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
+            raise ValueError("it names no recipe")
         return data["recipe"], {name: value for name, value in data.items() if name != "recipe"}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else error
+    except (OSError, ValueError, RecursionError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{file} is not the config.json of a run ({what}); give a recipe") from error
 
 
@@ -63,7 +65,7 @@ def from_json(data: Any, where: str = "config.json") -> Any:
         case {"type": str(name), **fields}:
             kind = _find(name, where)
             if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-                raise ConfigError(f"{where} names {name}, which is no dataclass; give a recipe")
+                raise ConfigError(f"{where} names {name!r}, which is no dataclass; give a recipe")
             known = {field.name for field in dataclasses.fields(kind)}
             if unknown := sorted(fields.keys() - known):
                 raise ConfigError(
@@ -93,5 +95,5 @@ def _find(name: str, where: str) -> Any:
         for part in path.split("."):
             found = getattr(found, part)
         return found
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where} names {name}, which is not there ({error}); give a recipe") from error
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(f"{where} names {name!r}, which is not there ({error}); give a recipe") from error

@@ -2,43 +2,64 @@
 
 import dataclasses
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 import cloudpickle
 
 from rl.controller.config import RunConfig
-from rl.envs.base import Env
+from rl.envs.base import Env, checked
 from rl.errors import ConfigError
-from rl.types import Problem
+from rl.fields import kind, shown
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def check_env(config: RunConfig) -> list[str]:
     """One line for each problem."""
-    return _not_an_env(config.env) or config.env.validate() or _at_work(config)
+    try:
+        return _not_an_env(config.env) or _own_checks(config.env) or _at_work(config)
+    except ConfigError as error:
+        return [str(error)]
+    except (Exception, SystemExit) as error:  # the user's own code: say so, rather than show our stack
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        ours = Path(last.filename).is_relative_to(_PACKAGE)  # where we call what is theirs
+        where = "" if ours else f"{last.filename} line {last.lineno}: "
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        name = type(config.env).__name__
+        return [f"env {name} failed to make a problem ({where}{what}); fix it, or its settings"]
+
+
+def _own_checks(env: Env) -> list[str]:
+    found = env.validate()
+    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+        raise ConfigError(
+            f"{type(env).__name__}.validate() returned {shown(found)}; return a list of strings, empty where "
+            f"nothing is wrong"
+        )
+    return found
 
 
 def _not_an_env(env: Env) -> list[str]:
     """What keeps it from being one: methods that are missing, fields that do not suit."""
-    kind, found = type(env), []
-    if kind.generate is Env.generate and kind.train_problem is Env.train_problem:
-        found.append(f"env {kind.__name__} has no generate(self, seed), which makes a problem; add it")
-    if kind.reward is Env.reward:
-        found.append(
-            f"env {kind.__name__} has no reward(self, problem, response, stop), which verifies; add it"
-        )
+    made_of, name, found = type(env), type(env).__name__, []
+    if made_of.generate is Env.generate and made_of.train_problem is Env.train_problem:
+        found.append(f"env {name} has no generate(self, seed), which makes a problem; add it")
+    if made_of.reward is Env.reward:
+        found.append(f"env {name} has no reward(self, problem, response, stop), which verifies; add it")
     try:
         hash(env)
-    except TypeError as error:
+    except Exception as error:  # whatever a field of the user's raises
         fields = [f.name for f in dataclasses.fields(env) if not _hashable(getattr(env, f.name))]
         where = (
             f"its field {fields[0]} is a {type(getattr(env, fields[0])).__name__}" if fields else str(error)
         )
-        found.append(f"env {kind.__name__} cannot be hashed: {where}; use frozen=True, and tuples")
+        found.append(f"env {name} cannot be hashed: {where}; use frozen=True, and tuples")
     try:
         cloudpickle.dumps(env)
     except Exception as error:  # whatever a field of the user's raises
         found.append(
-            f"env {kind.__name__} cannot be sent to other processes ({error}); open files and connections "
-            f"in prepare()"
+            f"env {name} cannot be sent to other processes ({error}); open files and connections in prepare()"
         )
     return found
 
@@ -46,7 +67,7 @@ def _not_an_env(env: Env) -> list[str]:
 def _hashable(value: object) -> bool:
     try:
         hash(value)
-    except TypeError:
+    except Exception:
         return False
     return True
 
@@ -54,39 +75,28 @@ def _hashable(value: object) -> bool:
 def _at_work(config: RunConfig) -> list[str]:
     """Ask it for problems, and for what is learned from them."""
     env = config.env
-    try:
-        held_out = env.eval_problems()
-        problem = env.train_problem(config.seed)
-        for made in [problem, *held_out]:
-            _check_problem(made)
-        if config.warmup.steps > 0 or config.data == "demonstrations":
-            env.demonstration(problem, config.seed)
-        if config.data == "preferences":
-            env.preference(problem, config.seed)
-        text = "".join(p.question + p.answer for p in [problem, *held_out])
-        if unknown := config.model.unknown_characters(text):
-            return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
-    except ConfigError as error:
-        return [str(error)]
-    except Exception as error:  # the user's own code: say so, rather than show our stack
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename} line {last.lineno}"
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        return [
-            f"env {type(env).__name__} failed to make a problem ({where}: {what}); fix it, or its settings"
-        ]
-    return []
-
-
-def _check_problem(problem: object) -> None:
-    if not isinstance(problem, Problem):
+    held_out = env.eval_problems()
+    if not isinstance(held_out, Sequence) or not held_out:
         raise ConfigError(
-            f"generate() returned a {type(problem).__name__}; return a Problem(id, question, answer)"
+            f"{type(env).__name__}.eval_problems() returned {shown(held_out)}; return a list of Problems"
         )
-    for name in ("id", "question", "answer"):
-        if not isinstance(value := getattr(problem, name), str):
+    problems = [checked(made) for made in [env.train_problem(config.seed), *held_out]]
+    if config.warmup.steps > 0 or config.data == "demonstrations":
+        text = env.demonstration(problems[0], config.seed)
+        if not isinstance(text, str):
+            raise ConfigError(f"{type(env).__name__}.demonstration() returned {kind(text)}; return a string")
+    if config.data == "preferences":
+        pair = env.preference(problems[0], config.seed)
+        if (
+            isinstance(pair, str)
+            or not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not all(isinstance(t, str) for t in pair)
+        ):
             raise ConfigError(
-                f"generate() made a Problem whose {name} is a {type(value).__name__}; make it a string"
+                f"{type(env).__name__}.preference() returned {shown(pair)}; return two strings, the better "
+                f"first"
             )
-    if not problem.question.strip():
-        raise ConfigError(f"generate() made the problem {problem.id!r} with an empty question; ask something")
+    if unknown := config.model.unknown_characters("".join(p.question + p.answer for p in problems)):
+        return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
+    return []

@@ -20,6 +20,7 @@ import configs
 from rl.controller.config import RunConfig
 from rl.controller.config_json import from_json, is_config, read_config
 from rl.errors import ConfigError
+from rl.fields import kind, short
 
 
 def load_recipe(name: str) -> tuple[str, RunConfig]:
@@ -33,11 +34,17 @@ def load_recipe(name: str) -> tuple[str, RunConfig]:
     if ".py" in name:
         return _from_file(name)
     recipes = _recipes()
+    if name.startswith("-"):
+        raise ConfigError(
+            f"{name!r} is no recipe; write rl train RECIPE {name} ..., with RECIPE one of "
+            f"{', '.join(recipes)}, or path/to/file.py:function"
+        )
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"unknown recipe {name!r}; {hint}recipes: {', '.join(recipes)}, or path/to/file.py:function"
+            f"unknown recipe {short(repr(name))}; {hint}recipes: {', '.join(recipes)}, or "
+            f"path/to/file.py:function"
         )
     return name, recipes[name]()
 
@@ -88,8 +95,9 @@ def _from_config(name: str) -> tuple[str, RunConfig]:
 def _from_file(name: str) -> tuple[str, RunConfig]:
     path, _, function = name.partition(":")
     path = os.path.abspath(os.path.expanduser(path))
-    if not Path(path).is_file():
-        raise ConfigError(f"recipe file {path} does not exist; give path/to/file.py:function")
+    if not os.path.isfile(path):
+        what = "is no file" if os.path.exists(path) else "does not exist"
+        raise ConfigError(f"recipe file {path} {what}; give path/to/file.py:function")
     module = _run_user_code(path, lambda: _import_file(path))
     functions = {
         n: f
@@ -99,12 +107,22 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     if not function and len(functions) == 1:
         (function,) = functions
     if function not in functions:
-        has = f"has no recipe function {function!r}" if function else "has several recipes, or none"
-        known = ", ".join(functions) or "(none)"
-        raise ConfigError(f"{path} {has}; use {path}:NAME with NAME one of {known}")
+        has = (
+            f"no recipe function {function!r}"
+            if function
+            else "several recipes"
+            if functions
+            else "no recipe"
+        )
+        remedy = f"use {path}:NAME with NAME one of {', '.join(functions)}"
+        if not functions:
+            remedy = "define a function without parameters that returns a RunConfig"
+        raise ConfigError(f"{path} has {has}; {remedy}")
     config = _run_user_code(path, functions[function])
+    if inspect.iscoroutine(config):
+        config.close()  # or Python warns that nobody awaited it
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"{name} returned a {type(config).__name__}; a recipe returns a RunConfig")
+        raise ConfigError(f"{name} returned {kind(config)}; a recipe returns a RunConfig")
     return function, config
 
 

@@ -5,6 +5,7 @@ import errno
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -25,21 +26,23 @@ from rl.observability.timeline import Timeline
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(recipe: str, config: RunConfig, source: str = "") -> int:
+def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] = ()) -> int:
     """Check, then train. Returns the exit code.
 
-    source: where the recipe is, as `rl train` was told; config.json names it. Raises ConfigError with every
-    problem before any process starts.
+    source: where the recipe is, as `rl train` was told; config.json names it. found: problems that are known
+    already. Raises ConfigError with every problem before any process starts.
     """
-    config = with_newest_checkpoint(recipe, config)
-    if found := validate(config):
+    config, missing = with_newest_checkpoint(recipe, config)
+    if found := validate(config, [*found, *missing]):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_config(run_dir, source or recipe, config)
     except OSError as error:
-        raise ConfigError(f"the run's directory {run_dir} cannot be made: {error}") from error
+        raise ConfigError(
+            f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"
+        ) from error
     try:
         asyncio.run(_main(recipe, config, run_dir))
     except KeyboardInterrupt:

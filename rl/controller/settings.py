@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import shlex
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -12,7 +13,7 @@ import tyro
 
 from rl.controller.config import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
-from rl.fields import expand_paths, expectation, shown
+from rl.fields import expand_paths, expectation, short, shown
 from rl.loss.kl import KL
 
 # What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
@@ -162,7 +163,7 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
         _parse(config, ["--help"], prog)
     flags, found = _flags(config, arguments)
     try:
-        changed = _parse(config, [word for flag in flags for word in flag], prog)
+        changed = _parse(config, [word for flag in flags for word in flag], prog) if flags else config
     except ConfigError:  # one by one, to find all that is wrong
         changed = config
         for flag in flags:
@@ -178,7 +179,7 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
     known, flags, found = setting_names(config), [], []
     groups: list[list[str]] = []
     for argument in arguments:
-        if argument.startswith("--"):
+        if argument.startswith("--") and argument.partition("=")[0].strip("-"):
             name, equals, value = argument[2:].partition("=")
             groups.append(["--" + name.replace("-", "_"), *([value] if equals else [])])
         elif groups:
@@ -205,9 +206,9 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
 
 
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
-    name = argument.lstrip("-").split("=")[0]
-    if "=" in argument and name in known:
-        return f"{argument!r} is no flag; write --{argument.lstrip('-')}"
+    flag = argument.lstrip("-+")
+    if "=" in argument and flag.split("=")[0] in known:
+        return f"{shown(argument)} is no flag; write --{short(flag)}"
     where = f"--{after} takes one value; {shown(argument)} after it" if after else shown(argument)
     return f"{where} belongs to no setting; settings are written --section.field VALUE"
 
@@ -229,7 +230,7 @@ def _parse(config: RunConfig, arguments: Sequence[str], prog: str) -> RunConfig:
             raise
         flag, *values = arguments
         expected = expectation(config, flag.removeprefix("--"))
-        raise ConfigError(f"{flag} {' '.join(values)} must be {expected}") from None
+        raise ConfigError(f"{flag} {short(shlex.join(values))} must be {expected}") from None
 
 
 def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> RunConfig:
@@ -266,7 +267,9 @@ def _unknown(config: RunConfig, name: str, known: Sequence[str]) -> str:
         note = ", and is a number of them, not their size" if a_number else ""
         return f"unknown setting --{name}; it is called --{ours} here{note}"
     in_section = [k for k in known if section and k.startswith(f"{section}.")]
-    near = difflib.get_close_matches(name, in_section, n=1, cutoff=0.6)
-    close = near or same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean --{close[0]}? " if close else ""
-    return f"unknown setting --{name}; {hint}(--help lists them)"
+    near = difflib.get_close_matches(leaf, [k.removeprefix(f"{section}.") for k in in_section], n=1)
+    close = [f"{section}.{k}" for k in near] or same_leaf
+    if not close and not in_section:
+        close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean --{close[0]}? (--help lists them)" if close else "--help lists them"
+    return f"unknown setting --{short(name)}; {hint}"

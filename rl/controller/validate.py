@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -14,25 +14,30 @@ from rl.controller.config import RunConfig
 from rl.controller.env_rules import check_env
 from rl.controller.specs import roles
 from rl.errors import ConfigError
-from rl.fields import check_fields, shown
+from rl.fields import check_fields
 from rl.models.hf import max_positions
 from rl.models.hf_checks import check_rope_is_fixed, check_supported
 from rl.models.layout import Layout
+from rl.paths import why_not_made
 from rl.types import LoRA
 
 MAX_LORA_RANK = 512
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
 _PROCESSES_PER_CORE = 4
-_LONGEST_PATH, _LONGEST_NAME = 3900, 255  # bytes; logs and checkpoints add to the path
 
 
-def validate(config: RunConfig) -> list[str]:
-    """Everything that keeps the run from starting, one line each; empty if none. Starts no process."""
+def validate(config: RunConfig, known: Sequence[str] = ()) -> list[str]:
+    """Everything that keeps the run from starting, one line each; empty if none. Starts no process.
+
+    known: problems that were found before, and come first.
+    """
     try:
-        config, found = check_fields(config)
+        config, wrong = check_fields(config)
     except ConfigError as error:
-        return str(error).splitlines()
-    found += check_env(config)
+        return [*known, *str(error).splitlines()]
+    found = [*known, *wrong]
+    if not any(line.startswith("env.") for line in found):  # with a default in its place it is another task
+        found += check_env(config)
     found += check_algorithm(config) + without_effect(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
@@ -41,8 +46,8 @@ def validate(config: RunConfig) -> list[str]:
     found += model_problems
     if not model_problems:
         found += _models_against_layouts(config) + _lora_targets(config)
-        if config.env.chat and not config.model.has_chat_template:
-            found.append("env.chat=True but the model's tokenizer has no chat template; set --env.chat False")
+        if config.env.chat and (why := config.model.why_no_chat()):
+            found.append(f"env.chat=True but the model's tokenizer {why}; set --env.chat False")
     found += _engine(config) + _machine(config)
     if config.resume:
         found += check_resume(config)
@@ -52,22 +57,8 @@ def validate(config: RunConfig) -> list[str]:
 
 def _run_dir(config: RunConfig) -> list[str]:
     """Why its directory cannot be made."""
-    path = Path(config.run_dir or "runs/new")
     given = f"run_dir={config.run_dir!r}" if config.run_dir else "the directory runs/"
-    if "\0" in str(path) or len(os.fsencode(path)) > _LONGEST_PATH or _longest_name(path) > _LONGEST_NAME:
-        return [f"run_dir={shown(config.run_dir)} is longer than a path may be; give a shorter one"]
-    if path.is_dir() and any(path.iterdir()):
-        return [f"{given} exists and is not empty; give another directory"]
-    there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-    if not there.is_dir():
-        return [f"{given} cannot be made: {there} is a file; give another directory"]
-    if not os.access(there, os.W_OK | os.X_OK):
-        return [f"{given} cannot be made: {there} may not be written to; give another directory"]
-    return []
-
-
-def _longest_name(path: Path) -> int:
-    return max((len(os.fsencode(part)) for part in path.parts), default=0)
+    return [f"{given} {why}"] if (why := why_not_made(config.run_dir or "runs/new")) else []
 
 
 def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
@@ -109,7 +100,7 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
             if heads % split:
                 found.append(
                     f"generator.tensor_parallel={split} does not divide the model's "
-                    f"num_key_value_heads={heads}"
+                    f"num_key_value_heads={heads}; use a divisor"
                 )
         limit = min(max_positions(hf), config.trainer.max_tokens)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
@@ -135,7 +126,7 @@ def _engine(config: RunConfig) -> list[str]:
     trainer, lora, found = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
         found += [
-            f"trainer.{name}=True needs trainer.engine=titan"
+            f"trainer.{name}=True needs trainer.engine=titan; set one of them"
             for name in ("float8", "compile")
             if getattr(trainer, name)
         ]
@@ -173,6 +164,15 @@ def _engine(config: RunConfig) -> list[str]:
     return found
 
 
+def _weights_gib(config: RunConfig) -> float:
+    """Less than what trainer and generator hold: the embeddings, and a matrix or two of each layer."""
+    if config.model.validate():  # listed already
+        return 0.0
+    hf = config.model.config()
+    width, layers, vocabulary = (hf.get(k) or 0 for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    return 2 * (vocabulary * width + layers * width**2) * (4 if config.dtype == "float32" else 2) / 2**30
+
+
 def _machine(config: RunConfig) -> list[str]:
     total = sum(roles(config).values())
     if torch.cuda.is_available():
@@ -194,6 +194,11 @@ def _machine(config: RunConfig) -> list[str]:
         return [
             f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has "
             f"to be"
+        ]
+    if (weights := _weights_gib(config)) > free:
+        return [
+            f"the model's weights alone need over {weights:.0f} GiB but {free:.0f} are free; use a smaller "
+            f"model"
         ]
     cache = config.generator.num_replicas * config.generator.kv_cache_gib
     if cache > free:

@@ -1,12 +1,14 @@
 """Env: a task. It makes problems and prompts, walks the policy through them and verifies its responses."""
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from rl.bounds import PositiveInt, Problems
 from rl.errors import ConfigError
+from rl.fields import kind
 from rl.interfaces import Sampler, Tokenizer
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason
 
@@ -15,6 +17,20 @@ def derive_seed(*parts: object) -> int:
     """A 63-bit seed that depends on nothing but `parts`: the same in every process and on every replay."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def checked(problem: object) -> Problem:
+    """What generate() made. Raises ConfigError where it is not a problem that can be asked."""
+    if inspect.iscoroutine(problem):
+        problem.close()  # or Python warns that nobody awaited it
+    if not isinstance(problem, Problem):
+        raise ConfigError(f"generate() returned {kind(problem)}; return a Problem(id, question, answer)")
+    for name in ("id", "question", "answer"):
+        if not isinstance(value := getattr(problem, name), str):
+            raise ConfigError(f"generate() made a Problem whose {name} is {kind(value)}; make it a string")
+    if not problem.question.strip():
+        raise ConfigError(f"generate() made the problem {problem.id!r} with an empty question; ask something")
+    return problem
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ class Env:
         """A problem that is not held out."""
         held_out = _held_out_questions(self)
         for attempt in range(1000):
-            problem = self.generate(derive_seed("train", seed, attempt))
+            problem = checked(self.generate(derive_seed("train", seed, attempt)))
             if problem.question not in held_out:
                 return problem
         raise ConfigError(
@@ -106,7 +122,7 @@ def _held_out(env: Env) -> tuple[Problem, ...]:
     for i in range(env.num_eval * 10):
         if len(problems) == env.num_eval:
             break
-        problem = env.generate(derive_seed("eval", i))
+        problem = checked(env.generate(derive_seed("eval", i)))
         problems.setdefault(problem.question, problem)
     if len(problems) < env.num_eval:
         raise ConfigError(

@@ -150,4 +150,10 @@ def _what_is_wrong(row: object) -> str:
         return "has an empty question"
     if isinstance(row["answer"], bool) or not isinstance(row["answer"], str | int | float):
         return f"has an answer that is neither a string nor a number ({row['answer']!r:.40})"
+    for name in (name for name in ("response", "chosen", "rejected") if name in row):
+        if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
+            return f"has a {name} that is neither a string nor a number ({row[name]!r:.40})"
+    texts = [text for text in row.values() if isinstance(text, str)]
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        return "holds half of a character (a lone surrogate, \\ud800 to \\udfff)"
     return ""

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 def read_record(path: Path) -> dict[str, Any]:
     """The plain data of a checkpoint. Raises RunError where there is none that is complete."""
     if not is_complete(path):
-        raise RunError(f"{path} is not a complete checkpoint; give a directory that save_checkpoint wrote")
+        raise RunError(f"{path} is not a complete checkpoint; give another, as runs/.../checkpoints/step-N")
     try:
         record = json.loads((path / RECORD).read_text())
     except (OSError, ValueError, RecursionError) as error:

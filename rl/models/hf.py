@@ -84,11 +84,15 @@ def check_weights(model_dir: str | Path) -> None:
     Raises ConfigError naming the directory or the file that is at fault.
     """
     found = {path.name: set(_open(path).keys()) for path in weight_files(model_dir)}
+    if not any(found.values()):
+        raise ConfigError(f"the weights in {model_dir} hold no tensor; fetch them again")
     index = Path(model_dir) / "model.safetensors.index.json"
     if not index.is_file():
         return
     try:
         places = dict(json.loads(index.read_text())["weight_map"])
+        if not all(isinstance(file, str) for file in places.values()):
+            raise TypeError("its weight_map does not map names to files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of weights ({error}); fetch it again") from error
     if missing := sorted(set(places.values()) - found.keys()):
@@ -101,8 +105,13 @@ def check_weights(model_dir: str | Path) -> None:
         raise ConfigError(f"{file} has no tensor {missing[0]}, which {index.name} names; fetch it again")
 
 
+def tensor_shapes(model_dir: str | Path) -> dict[str, list[int]]:
+    files = map(_open, weight_files(model_dir))
+    return {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
+
+
 def tensor_names(model_dir: str | Path) -> set[str]:
-    return {name for path in weight_files(model_dir) for name in _open(path).keys()}  # noqa: SIM118
+    return set(tensor_shapes(model_dir))
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
@@ -168,7 +177,7 @@ def no_place(model_dir: str | Path, names: Iterable[str]) -> str:
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
 
 

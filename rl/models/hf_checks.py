@@ -1,8 +1,11 @@
 """Which config.json files the engines and the generator can compute."""
 
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
+from rl.bounds import MOST
 from rl.errors import ConfigError
 from rl.models.hf import rope_parameters
 
@@ -23,6 +26,7 @@ _COUNTS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
+_MOST_LAYERS = 10_000  # transformers makes a list as long
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
 _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config")
 
@@ -30,9 +34,10 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_conf
 def check_config(config: dict[str, Any]) -> None:
     """Raises ConfigError where a value of a config.json is of a wrong type, or a number is not positive."""
 
-    def wrong(key: str, expected: str) -> ConfigError:
+    def wrong(key: str, expected: str, value: Any = None) -> ConfigError:
+        value = config[key] if value is None else value
         return ConfigError(
-            f"config.json has {key}={config[key]!r:.40}, which is not {expected}; fetch the model again"
+            f"config.json has {key}={value!r:.40}, which is not {expected}; fetch the model again"
         )
 
     architectures = config.get("architectures")
@@ -43,12 +48,21 @@ def check_config(config: dict[str, Any]) -> None:
     for key in (key for key in _COUNTS if config.get(key) is not None):
         if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < 1:
             raise wrong(key, "a whole number of at least 1")
-    for key in (key for key in _NUMBERS if config.get(key) is not None):
-        if not isinstance(config[key], int | float) or isinstance(config[key], bool) or config[key] <= 0:
-            raise wrong(key, "a number over 0")
+        if config[key] > (_MOST_LAYERS if key == "num_hidden_layers" else MOST):
+            raise wrong(key, "a size that a model has")
+    rope = config.get("rope_parameters")
+    theta = {"rope_theta": rope["rope_theta"]} if isinstance(rope, dict) and "rope_theta" in rope else {}
+    numbers = {**config, **theta}
+    for key in (key for key in _NUMBERS if numbers.get(key) is not None):
+        value = numbers[key]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise wrong(key, "a number over 0", value)
     for key in (key for key in _OBJECTS if config.get(key) is not None):
         if not isinstance(config[key], dict):
             raise wrong(key, "an object")
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and shared and heads % shared:
+        raise wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
 
 
 def check_supported(config: dict[str, Any]) -> None:
@@ -109,6 +123,7 @@ def check_known(model_dir: str | Path) -> None:
     """Raises ConfigError for a config.json that transformers, and so vLLM, cannot read."""
     from transformers import AutoConfig
 
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of what is an error here
     try:
         AutoConfig.from_pretrained(str(model_dir))
     except Exception as error:  # its checks raise many kinds

@@ -35,17 +35,22 @@ class ModelDir:
     def validate(self) -> list[str]:
         try:
             hf_checks.check_config(hf.read_config(self.directory))
+            hf_checks.check_known(self.directory)
             hf.check_weights(self.directory)
             HFTokenizer(self.directory)
-            hf_checks.check_known(self.directory)
         except ConfigError as error:
             return [str(error)]
         return []
 
     def linear_layers(self) -> set[str]:
-        """The last parts of its weights' names, among which adapters choose."""
-        names = [name.split(".") for name in hf.tensor_names(self.directory) if name.endswith(".weight")]
-        return {name[-2] for name in names if len(name) > 1}
+        """The last parts of its matrices' names, among which adapters choose: not the vocabulary's."""
+        shapes, vocabulary = hf.tensor_shapes(self.directory), self.config().get("vocab_size")
+        matrices = [
+            name.split(".")
+            for name, shape in shapes.items()
+            if name.endswith(".weight") and len(shape) == 2 and shape[0] != vocabulary
+        ]
+        return {parts[-2] for parts in matrices if len(parts) > 1}
 
     def config(self) -> dict:
         return hf.read_config(self.directory)
@@ -53,9 +58,9 @@ class ModelDir:
     def unknown_characters(self, text: str) -> str:
         return ""
 
-    @property
-    def has_chat_template(self) -> bool:
-        return HFTokenizer(self.directory).has_chat_template
+    def why_no_chat(self) -> str:
+        """What is wrong with its chat template."""
+        return HFTokenizer(self.directory).why_no_chat()
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,8 @@ class TinyQwen3:
             )
         return found
 
-    @property
-    def has_chat_template(self) -> bool:
-        return False
+    def why_no_chat(self) -> str:
+        return "has no chat template"
 
     def linear_layers(self) -> set[str]:
         return set(LoRA.targets)

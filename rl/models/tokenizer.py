@@ -25,16 +25,27 @@ class HFTokenizer:
             )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever a broken file makes of the libraries that read it
+            what = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                f"model directory {model_dir} has no readable tokenizer ({error}); copy tokenizer.json there"
+                f"model directory {model_dir} has no readable tokenizer ({what:.200}); "
+                f"copy tokenizer.json there"
             ) from error
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json"
             )
         self.eos_id: int = self._tokenizer.eos_token_id
-        self.has_chat_template = self._tokenizer.chat_template is not None
+
+    def why_no_chat(self) -> str:
+        """What is wrong with its chat template; empty where it works."""
+        if self._tokenizer.chat_template is None:
+            return "has no chat template"
+        try:
+            self.encode_chat("Hello")
+        except Exception as error:  # the template is a program
+            return f"has a chat template that fails ({' '.join(str(error).split()):.100})"
+        return ""
 
     @property
     def vocabulary(self) -> dict[str, int]:
