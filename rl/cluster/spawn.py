@@ -44,12 +44,15 @@ def _prepare_process(log: str, with_rank: bool) -> Callable[[], None]:
 
     def prepare() -> None:
         import os
+        from contextlib import suppress
 
         from monarch.actor import current_rank
 
         from rl.processes import end_with_parent
 
         end_with_parent()
+        with suppress(PermissionError):  # it leads a session already
+            os.setsid()  # Ctrl-C is for the controller, which needs this process to save a checkpoint
         name = f"{log}-{current_rank().rank}.log" if with_rank else f"{log}.log"
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)

@@ -24,6 +24,7 @@ from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SIGNAL_SECONDS = 1.0
 
 
 def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] = ()) -> int:
@@ -65,11 +66,16 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     assert main is not None
     loop = asyncio.get_running_loop()
 
-    came = []
+    came: list[tuple[int, float]] = []
 
     def interrupt(number: int) -> None:
-        """The first has the run save a checkpoint and end, the second has it end without; others nothing."""
-        came.append(number)
+        """The first has the run save a checkpoint and end, the second has it end without; others nothing.
+
+        Who starts a run may pass on a signal that the run got too: what comes at once is the same one.
+        """
+        if came and time.monotonic() - came[-1][1] < _SAME_SIGNAL_SECONDS:
+            return
+        came.append((number, time.monotonic()))
         if len(came) <= 2:
             main.cancel()
 
@@ -78,7 +84,7 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     try:
         await run_recipe(recipe, config, run_dir)
     except asyncio.CancelledError:
-        raise KeyboardInterrupt(*came[:1]) from None
+        raise KeyboardInterrupt(*(number for number, _ in came[:1])) from None
 
 
 async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:

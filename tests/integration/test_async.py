@@ -7,6 +7,7 @@ import time
 
 import psutil
 
+from rl.models.checkpoint_dir import latest
 from tests.integration.runs import (
     MAX_VERSIONS,
     SharedVersions,
@@ -79,6 +80,9 @@ def test_killed_generators_and_reward_workers_come_back_and_the_run_goes_on(tmp_
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
+    steps = [m["step"] for m in read_metrics(run_dir) if "updates" in m]
+    assert latest(run_dir / "checkpoints").name == f"step-{steps[-1]}", output
+    assert f"go on with --resume {run_dir}/checkpoints/step-{steps[-1]}" in output
     assert output.count("it is started again (1 of 3)") == 3, output
     assert max(m["offpolicy/max"] for m in read_metrics(run_dir) if "offpolicy/max" in m) <= 1
     _, alive = psutil.wait_procs(children, timeout=1)
