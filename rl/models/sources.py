@@ -15,6 +15,8 @@ from rl.models import hf, hf_checks
 from rl.models.tokenizer import HFTokenizer
 from rl.types import LoRA
 
+_OF_THE_VOCABULARY = {"embed_tokens", "embeddings", "word_embeddings", "wte", "wpe", "lm_head"}
+
 
 @dataclass(frozen=True)
 class ModelDir:
@@ -44,13 +46,11 @@ class ModelDir:
 
     def linear_layers(self) -> set[str]:
         """The last parts of its matrices' names, among which adapters choose: not the vocabulary's."""
-        shapes, vocabulary = hf.tensor_shapes(self.directory), self.config().get("vocab_size")
+        shapes = hf.tensor_shapes(self.directory)
         matrices = [
-            name.split(".")
-            for name, shape in shapes.items()
-            if name.endswith(".weight") and len(shape) == 2 and shape[0] != vocabulary
+            name.split(".") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2
         ]
-        return {parts[-2] for parts in matrices if len(parts) > 1}
+        return {parts[-2] for parts in matrices if len(parts) > 1} - _OF_THE_VOCABULARY
 
     def config(self) -> dict:
         return hf.read_config(self.directory)

@@ -623,7 +623,6 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TITAN = "or set --trainer.engine hf"
 _HF = "trainer=TrainerConfig(engine='hf')"
 MODELS = [
-    quick("missing", "--model.hidden_size 64 --reference.layout.shard 2", "reference.layout.shard=2 has no effect"),
     row("missing teacher", "train distillation --reference.model.path nowhere/at/all", "no config.json", "rl fetch smollm2"),
     row("teacher of an earlier run that was not made", "train distillation", "runs/sft/hf", "no config.json"),
     row("a Hub id offline", "train distillation --reference.model.path Qwen/no-such", "could not be fetched from the Hub", "HF_TOKEN"),
@@ -714,6 +713,7 @@ MODELS = [
     model("no chat template", nothing, "has no chat template; set --env.chat False", flags="--env.chat True"),
     model("an adapter for layers that are not there", nothing, "trainer.lora.targets names nowhere, which the model does not have; its layers: down_proj", flags="--trainer.lora.rank 8 --trainer.lora.targets q_proj nowhere"),
     model("adapters for the head's norm", nothing, "trainer.lora.targets", flags="--trainer.lora.rank 8 --trainer.lora.targets norm"),
+    model("adapters for the embeddings", nothing, "trainer.lora.targets names embed_tokens", flags="--trainer.lora.rank 8 --trainer.lora.targets embed_tokens"),
     teacher("a teacher without weights", put(_WEIGHTS, None), "teacher has no *.safetensors weights"),
     teacher("a teacher with a broken config.json", put("config.json", "what"), "teacher/config.json is not JSON"),
     teacher("a teacher without a tokenizer", put("tokenizer.json", None), "teacher has no tokenizer"),
