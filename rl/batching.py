@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,32 +41,79 @@ def pack(
     max_tokens: int = 8192,
     multiple_of: int = 1,
     samples_per_unit: int = 1,
+    share_prefixes: bool = False,
 ) -> Batch:
     """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
 
     Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same
     time, are alike. Every rank gets the same number of micro-batches, because they meet in collectives; one
     without a sequence holds only filler. Rows are filled up to `multiple_of` tokens. Each `samples_per_unit`
-    consecutive samples share a micro-batch.
+    consecutive samples share a micro-batch. share_prefixes: equal leading tokens stand in a row once (see
+    MicroBatch), for engines that compute such rows (EngineConfig.share_prefixes).
     """
     units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
-    lengths = [sum(len(samples[i]) for i in unit) for unit in units]
-    longest = max(lengths, default=0)
+    longest = max((sum(len(samples[i]) for i in unit) for unit in units), default=0)
     if longest > max_tokens:
         what = f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
         raise RunError(
             f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; "
             f"raise trainer.max_tokens, or make prompts and responses shorter"
         )
+    if share_prefixes and samples_per_unit == 1:
+        units = _families(samples, num_ranks, max_tokens)
+    lengths = [
+        sum(len(samples[i]) - shared for i, shared in _tree(samples, u, share_prefixes)) for u in units
+    ]
     rounds = max(1, math.ceil(sum(lengths) / (num_ranks * max_tokens)))
     while (bins := _fill(lengths, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
     bins.sort(key=lambda bin: -sum(lengths[u] for u in bin))
     names = set.intersection(*(set(s.loss_inputs) for s in samples)) if samples else set()
-    ids = [[i for u in bin for i in units[u]] for bin in bins]
-    rows = [_micro_batch(samples, row, multiple_of, sorted(names)) for row in ids]
+    trees = [_tree(samples, [i for u in bin for i in units[u]], share_prefixes) for bin in bins]
+    rows = [_micro_batch(samples, tree, multiple_of, sorted(names)) for tree in trees]
     longest = max(map(len, samples), default=0)
     return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), longest)
+
+
+_FAMILIES_PER_RANK = 8
+"""At least so many, where there are as many prompts, so that ranks can be balanced."""
+
+
+def _families(samples: Sequence[Sample], num_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Indices of samples that share leading tokens, which are packed together."""
+    tree = _tree(samples, range(len(samples)), share_prefixes=True)
+    most = sum(len(samples[i]) - shared for i, shared in tree) // (_FAMILIES_PER_RANK * num_ranks)
+    families: list[list[int]] = []
+    size = 0
+    for i, shared in tree:
+        added = len(samples[i]) - shared
+        # A new one computes again what it shares with the one before.
+        if not families or not shared or size + added > min(max_tokens, max(most, 2 * len(samples[i]))):
+            families.append([])
+            size, added = 0, len(samples[i])
+        families[-1].append(i)
+        size += added
+    return families
+
+
+_Tree = list[tuple[int, int]]
+"""Samples in the order of a row, each with how many leading tokens it shares with the one before."""
+
+
+def _tree(samples: Sequence[Sample], ids: Iterable[int], share_prefixes: bool) -> _Tree:
+    """In lexical order each sample shares more with the one before than with any earlier one."""
+    if not share_prefixes:
+        return [(i, 0) for i in ids]
+    order = sorted(ids, key=lambda i: samples[i].tokens.tolist())
+    shared = [_num_equal(samples[a].tokens, samples[b].tokens) for a, b in pairwise(order)]
+    return list(zip(order, [0, *shared], strict=False))
+
+
+def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens are the same."""
+    size = min(len(a), len(b))
+    differ = np.flatnonzero(a[:size] != b[:size])
+    return int(differ[0]) if len(differ) else size
 
 
 def check_batch(batch: Batch, num_ranks: int, max_seq_len: int) -> None:
@@ -96,25 +144,34 @@ def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[i
 
 
 def _micro_batch(
-    samples: Sequence[Sample], ids: list[int], multiple_of: int, names: Sequence[str]
+    samples: Sequence[Sample], tree: _Tree, multiple_of: int, names: Sequence[str]
 ) -> MicroBatch:
-    lengths = [len(samples[i]) for i in ids]
-    filler = max(-sum(lengths) % multiple_of, 0 if ids else multiple_of)
-    starts = np.cumsum([0, *lengths])[:-1]
+    places: list[np.ndarray] = []  # of each sample's tokens in the row
+    num_tokens = 0
+    for i, shared in tree:
+        own = np.arange(num_tokens, num_tokens + len(samples[i]) - shared)
+        places.append(np.concatenate([places[-1][:shared], own]) if shared else own)
+        num_tokens += len(own)
+    filler = max(-num_tokens % multiple_of, 0 if tree else multiple_of)
 
     def join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
 
-    masks = [samples[i].target_mask for i in ids]
+    ids = [i for i, _ in tree]
+    targets = [np.flatnonzero(samples[i].target_mask) for i in ids]
 
     def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
-        return join([array[mask] for array, mask in zip(arrays, masks, strict=True)], np.float32)
+        return join([array[at] for array, at in zip(arrays, targets, strict=True)], np.float32)
+
+    def place(offset: int) -> np.ndarray:
+        return join([there[at + offset] for there, at in zip(places, targets, strict=True)], np.int64)
 
     return MicroBatch(
-        tokens=join([*(samples[i].tokens for i in ids), np.zeros(filler)], np.int64),
-        positions=join([*(np.arange(n) for n in lengths), np.arange(filler)], np.int64),
-        targets=join([start + np.flatnonzero(m) for start, m in zip(starts, masks, strict=True)], np.int64),
-        sample_ids=join([np.full(m.sum(), i) for i, m in zip(ids, masks, strict=True)], np.int64),
+        tokens=join([*(samples[i].tokens[shared:] for i, shared in tree), np.zeros(filler)], np.int64),
+        positions=join([*(np.arange(k, len(samples[i])) for i, k in tree), np.arange(filler)], np.int64),
+        targets=place(0),
+        predictors=place(-1),
+        sample_ids=join([np.full(len(at), i) for i, at in zip(ids, targets, strict=True)], np.int64),
         generator_logprobs=column(samples[i].generator_logprobs for i in ids),
         advantages=column(samples[i].advantages for i in ids),
         weights=column(samples[i].weights for i in ids),

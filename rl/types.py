@@ -188,15 +188,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences packed without padding into one row; the [M] arrays hold only its target tokens.
+    """Sequences packed without padding into one row; the [M] arrays hold only their target tokens.
 
-    `positions` restarts at 0 with each sequence. Trailing filler tokens form a sequence of their own and are
-    never targets.
+    Sequences may share leading tokens, which then stand in the row once: a sequence whose first token has
+    position p > 0 goes on after the first p tokens of the sequence before it. So a row is trees, depth first.
+    Trailing filler tokens form a sequence of their own and are never targets.
     """
 
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
-    targets: np.ndarray  # [M] int64, indices into T; the hidden state at targets - 1 predicts the token
+    targets: np.ndarray  # [M] int64, indices into T; one that sequences share is there for each of them
+    predictors: np.ndarray  # [M] int64, indices into T: the hidden state there predicts the target
     sample_ids: np.ndarray  # [M] int64, indices into the samples that were packed
     generator_logprobs: np.ndarray  # [M] float32
     advantages: np.ndarray  # [M] float32

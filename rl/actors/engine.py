@@ -122,6 +122,7 @@ class EngineHandle:
             max_tokens=self.config.max_seq_len,
             multiple_of=self.config.row_multiple,
             samples_per_unit=samples_per_unit,
+            share_prefixes=self.config.share_prefixes,
         )
 
     async def ready(self) -> None:

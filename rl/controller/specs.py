@@ -3,11 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from rl.cluster.launch import ActorSpecs, EngineSpec
 from rl.controller.config import RunConfig
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.hf import max_positions
+from rl.models.layout import Layout
 
 
 def roles(config: RunConfig) -> dict[str, int]:
@@ -56,10 +59,13 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
     )
 
 
-def trainer_config(config: RunConfig) -> EngineConfig:
+def trainer_config(config: RunConfig, layout: Layout | None = None) -> EngineConfig:
     trainer = config.trainer
+    layout = layout or trainer.layout
+    on_sdpa = config.dtype == "float32" or not torch.cuda.is_available()
     return EngineConfig(
-        layout=trainer.layout,
+        layout=layout,
+        share_prefixes=trainer.engine == "titan" and on_sdpa and layout.context_parallel == 1,
         dtype=config.dtype,
         activation_checkpointing=trainer.activation_checkpointing,
         max_seq_len=trainer.max_tokens,
@@ -74,14 +80,14 @@ def trainer_config(config: RunConfig) -> EngineConfig:
 
 def critic_config(config: RunConfig) -> EngineConfig:
     """All of it learns, also where the policy is an adapter."""
-    return replace(trainer_config(config), layout=config.critic.layout, adapters=False, head="value")
+    return replace(trainer_config(config, config.critic.layout), adapters=False, head="value")
 
 
 def reference_config(config: RunConfig) -> EngineConfig:
     """With `adapters`, of which it gets none, nothing learns: weights are there once, in compute dtype."""
     source = config.reference.model or config.model
     seed = config.seed if source.random_weights else None
-    return replace(trainer_config(config), layout=config.reference.layout, adapters=True, seed=seed)
+    return replace(trainer_config(config, config.reference.layout), adapters=True, seed=seed)
 
 
 def generator_config(config: RunConfig, model_dir: Path) -> VLLMConfig:

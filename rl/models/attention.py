@@ -55,20 +55,26 @@ def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
 def pack_documents(
     positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0
 ) -> PackedDocuments:
-    """positions: [L], 0 at the first token of each document. pieces: `row_pieces` of the group, if any."""
+    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the group, if any; then nothing is shared.
+
+    A document that shares leading tokens with the one before is computed whole, and only what follows them
+    is kept.
+    """
     pieces = pieces or row_pieces(len(positions), 1)
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
     local_at = np.full(len(positions), -1)
     local_at[pieces[rank]] = np.arange(len(pieces[rank]))
-    firsts, sizes, fragments, order = [], [], [], []
+    whole, shared, fragments, order = [], [], [], []
+    path = np.arange(0)  # where the tokens of the document before lie
     for first, last in _runs(pieces[rank], positions):
-        if positions[first] == 0:
-            firsts.append(first)
-            sizes.append(last - first)
+        here, before = np.arange(first, last), int(positions[first])
+        if before == 0 or len(pieces) == 1:
+            path = np.concatenate([path[:before], here])
+            whole.append(path)
+            shared.append(before)
         else:
-            start = first - positions[first]
-            fragments.append((np.arange(first, last), np.arange(start, last)))
-    starts, lengths = np.array(firsts, int), np.array(sizes, int)
+            fragments.append((here, np.arange(first - before, last)))
+    lengths = np.array([len(document) for document in whole], int)
     bucket_of = -(-lengths // _LENGTH_STEP)
     queries, keys, valid = [], [], []
 
@@ -77,9 +83,11 @@ def pack_documents(
 
     for bucket in np.unique(bucket_of):
         chosen = np.flatnonzero(bucket_of == bucket)
-        offsets = np.arange(lengths[chosen].max())[None, :]
-        is_valid = offsets < lengths[chosen, None]
-        tokens = starts[chosen, None] + np.minimum(offsets, lengths[chosen, None] - 1)
+        longest = int(lengths[chosen].max())
+        offsets = np.arange(longest)[None, :]
+        first_kept = np.array([shared[d] for d in chosen])[:, None]
+        is_valid = (offsets >= first_kept) & (offsets < lengths[chosen, None])
+        tokens = np.stack([np.pad(whole[d], (0, longest - len(whole[d])), "edge") for d in chosen])
         queries.append(indices(local_at[tokens]))
         keys.append(indices(gathered_at[tokens]))
         valid.append(indices(is_valid.ravel()))
@@ -109,7 +117,9 @@ def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray
 
 def _runs(tokens: np.ndarray, positions: np.ndarray) -> list[tuple[int, int]]:
     """Longest ranges [first, last) of adjacent tokens of one document, in a sorted subset of a row."""
-    breaks = np.flatnonzero((np.diff(tokens, prepend=tokens[0] - 2) != 1) | (positions[tokens] == 0))
+    at = positions[tokens]
+    apart = (np.diff(tokens, prepend=tokens[0] - 2) != 1) | (np.diff(at, prepend=at[0] - 2) != 1)
+    breaks = np.flatnonzero(apart)
     ends = [*breaks[1:], len(tokens)]
     return [(int(tokens[a]), int(tokens[b - 1]) + 1) for a, b in zip(breaks, ends, strict=True)]
 

@@ -45,7 +45,7 @@ class HFEngine(Engine):
                 f"HFEngine has only replicate and shard, not {layout}; "
                 f"use TitanEngine, or more of layout.shard"
             )
-        for name in ("float8", "compile"):
+        for name in ("float8", "compile", "share_prefixes"):
             if getattr(config, name):
                 raise ConfigError(f"HFEngine has no {name}; use TitanEngine, or set {name} to False")
         hf_checks.check_rope_is_fixed(self._hf_config, self.max_seq_len)
@@ -124,7 +124,7 @@ class HFEngine(Engine):
 
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
         targets = micro.tokens[micro.targets] if with_targets else None
-        return self._forward(micro.tokens, micro.positions, micro.targets - 1, targets)
+        return self._forward(micro.tokens, micro.positions, micro.predictors, targets)
 
     def _forward(
         self, tokens: np.ndarray, positions: np.ndarray, predictors: np.ndarray, targets: np.ndarray | None

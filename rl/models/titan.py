@@ -36,6 +36,10 @@ class TitanEngine(Engine):
         self._hf_config["max_position_embeddings"] = self.max_seq_len
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
         self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
+        if config.share_prefixes and (not self._packed_sdpa or layout.context_parallel > 1):
+            raise ConfigError(
+                "share_prefixes needs a CPU or float32, and no context parallelism; set it to False"
+            )
         if config.compile and self._packed_sdpa:
             raise ConfigError(
                 "compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False"
@@ -131,12 +135,13 @@ class TitanEngine(Engine):
         if self._context_group is not None:
             return self._run_context_parallel(micro, with_targets)
         tokens, positions, index = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.targets))
+        predictors = self._tensor(micro.predictors)
         if self._packed_sdpa:
             documents = pack_documents(micro.positions, self.device)
         else:
             documents = create_varlen_metadata_for_document(positions[None])
         targets = tokens[index] if with_targets else None
-        return self._model(tokens[None], positions[None], documents, index - 1, targets)
+        return self._model(tokens[None], positions[None], documents, predictors, targets)
 
     def _run_context_parallel(self, micro: MicroBatch, with_targets: bool) -> Any:
         """Each rank holds pieces of the row, and computes for the targets whose predecessor it holds.
@@ -147,8 +152,8 @@ class TitanEngine(Engine):
         layout = self.config.layout
         pieces = row_pieces(len(micro.tokens), layout.context_parallel)
         here = pieces[self._context_rank]
-        mine = np.flatnonzero(np.isin(micro.targets - 1, here))  # which of the target tokens
-        predictors = np.searchsorted(here, micro.targets[mine] - 1)
+        mine = np.flatnonzero(np.isin(micro.predictors, here))  # which of the target tokens
+        predictors = np.searchsorted(here, micro.predictors[mine])
         targets = self._tensor(micro.tokens[micro.targets[mine]]) if with_targets else None
         documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
         tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]

@@ -1,0 +1,137 @@
+"""Rows in which equal leading tokens stand once, against the same sequences side by side."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl.batching import pack
+from rl.errors import ConfigError
+from rl.loss.clip import Clip
+from rl.models.engine_config import EngineConfig
+from rl.models.hf_engine import HFEngine
+from rl.models.learner import local
+from rl.models.titan import TitanEngine
+from rl.types import Batch, OptimParams, Sample
+from tests.tiny import write_model
+
+
+def sample(tokens, first_target, rng, name=""):
+    """From its token `first_target` on it was sampled; some in between were given, as a tool's answer is."""
+    size = len(tokens)
+    mask = (np.arange(size) >= first_target) & (rng.random(size) < 0.8)
+    on = lambda values: np.where(mask, values, 0).astype(np.float32)  # noqa: E731
+    noise = rng.normal(-3, 0.5, size), rng.normal(0, 1, size)
+    return Sample(np.asarray(tokens, np.int64), mask, on(noise[0]), on(noise[1]), on(1.0), id=name)
+
+
+def groups(rng):
+    """Prompts with a common beginning, each with answers that share tokens; an agent's turns; duplicates."""
+    made, system = [], rng.integers(0, 128, 9).tolist()
+    for _ in range(4):
+        prompt = system + rng.integers(0, 128, rng.integers(3, 40)).tolist()
+        for _ in range(5):
+            made.append(sample(prompt + rng.integers(0, 3, rng.integers(1, 30)).tolist(), len(prompt), rng))
+    history = rng.integers(0, 128, 20).tolist()
+    for _ in range(4):  # each turn goes on after the one before
+        history = history + rng.integers(0, 128, 7).tolist()
+        made.append(sample(history, len(history) - 7, rng))
+    twice = rng.integers(0, 128, 12).tolist()
+    made += [sample(twice, 6, rng), sample(twice, 6, rng), sample([5], 0, rng), sample([5, 6], 0, rng)]
+    return [made[i] for i in rng.permutation(len(made))]
+
+
+def num_tokens(batch: Batch) -> int:
+    return sum(len(micro.tokens) for rank in batch.ranks for micro in rank)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_row_of_trees_holds_every_sample_whole(seed):
+    rng = np.random.default_rng(seed)
+    samples = groups(rng)
+    batch = pack(samples, num_ranks=2, max_tokens=300, multiple_of=4, share_prefixes=True)
+    assert num_tokens(batch) < 0.7 * sum(map(len, samples))
+    seen = []
+    for micro in (m for rank in batch.ranks for m in rank):
+        assert len(micro.tokens) <= 300 and len(micro.tokens) % 4 == 0
+        path: list[int] = []
+        paths = []  # of each token: its ancestors and itself
+        for place, position in enumerate(micro.positions):
+            assert position <= len(path)
+            path = [*path[:position], place]
+            paths.append(path)
+        for i in np.unique(micro.sample_ids):
+            mine = micro.sample_ids == i
+            last = paths[micro.targets[mine][-1]]
+            targets = np.flatnonzero(samples[i].target_mask)
+            assert micro.tokens[last].tolist() == samples[i].tokens[: len(last)].tolist()
+            assert micro.targets[mine].tolist() == [last[t] for t in targets]
+            assert micro.predictors[mine].tolist() == [last[t - 1] for t in targets]
+            assert micro.advantages[mine].tolist() == samples[i].advantages[targets].tolist()
+            seen.append(int(i))
+    assert sorted(seen) == [i for i, s in enumerate(samples) if s.target_mask.any()]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("head", ["tokens", "value"])
+def test_outputs_and_gradients_are_those_of_the_sequences_side_by_side(tmp_path, model_type, head):
+    write_model(tmp_path, model_type)
+    samples = groups(np.random.default_rng(0))
+    results = []
+    for share in (False, True):
+        engine = TitanEngine(tmp_path, EngineConfig(share_prefixes=share, head=head))
+        if head == "value":
+            weight = local(engine._model.lm_head.weight.data)
+            weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+        batch = pack(samples, max_tokens=500, share_prefixes=share)
+        outputs = engine.forward(batch)
+        measured = engine.forward_backward(batch, _squared if head == "value" else Clip())
+        gradients = {name: p.grad.clone() for name, p in engine._tensors.items() if p.grad is not None}
+        engine.optim_step(OptimParams(lr=1e-3))
+        results.append((num_tokens(batch), outputs, measured, gradients))
+    (many, plain, before, expected), (few, shared, after, got) = results
+    assert few < 0.7 * many
+    assert plain.keys() == shared.keys()
+    assert all(np.allclose(plain[i], shared[i], atol=2e-5) for i in plain)
+    assert before == pytest.approx(after, rel=1e-4, abs=1e-4)
+    assert expected.keys() == got.keys()
+    for name in expected:
+        scale = max(1.0, expected[name].abs().max().item())
+        assert (expected[name] - got[name]).abs().max() < 2e-5 * scale, name
+
+
+def _squared(values, inputs):
+    from rl.loss.base import LossOutput
+
+    return LossOutput(((values - inputs.advantages).square() * inputs.weights).sum(), {})
+
+
+def test_pairs_stay_in_one_micro_batch_and_share_their_prompt():
+    rng = np.random.default_rng(0)
+    samples = []
+    for _ in range(10):
+        prompt = rng.integers(0, 128, 30).tolist()
+        samples += [sample(prompt + rng.integers(0, 128, 5).tolist(), 30, rng) for _ in range(2)]
+    batch = pack(samples, max_tokens=100, samples_per_unit=2, share_prefixes=True)
+    assert 10 * (30 + 2) < num_tokens(batch) <= 10 * (30 + 5 + 5)
+    for micro in batch.ranks[0]:
+        ids = set(micro.sample_ids.tolist())
+        assert all(i ^ 1 in ids for i in ids)
+
+
+def test_ranks_stay_balanced():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 128, rng.integers(10, 60)).tolist() for _ in range(32)]
+    samples = [
+        sample(p + rng.integers(0, 128, rng.integers(1, 30)).tolist(), len(p), rng)
+        for p in prompts
+        for _ in range(8)
+    ]
+    batch = pack(samples, num_ranks=4, max_tokens=2048, share_prefixes=True)
+    loads = [sum(len(m.tokens) for m in rank) for rank in batch.ranks]
+    assert max(loads) <= 1.1 * sum(loads) / 4
+
+
+def test_engines_that_cannot_compute_trees_say_so(tmp_path):
+    write_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="HFEngine has no share_prefixes"):
+        HFEngine(tmp_path, EngineConfig(share_prefixes=True))
