@@ -111,6 +111,7 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
 MAY_DIFFER = ("time/", "idle/", "generators/", "tokens/prompt_computed")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fsdp_run, tmp_path):
     """Bit for bit: so two runs of the same settings do."""
     run_dir, _ = fsdp_run
@@ -160,6 +161,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_pat
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
 
+@pytest.mark.slow
 def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
     run_dir = tmp_path / "run"
     done = rl("train", "tests/recipes.py:tp2_and_torchstore", "--run_dir", run_dir)
