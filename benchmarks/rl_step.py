@@ -16,6 +16,18 @@ from benchmarks.runs import median, run, write_table
 
 SAMPLES = 16 * 8
 KINDS = ("generate", "reward", "train", "sync", "checkpoint", "controller")
+TASK = (
+    "--env.chat",
+    True,
+    "--env.max_new_tokens",
+    24,
+    "--prompts_per_step",
+    16,
+    "--group_size",
+    8,
+    "--minibatches",
+    1,
+)
 SKIPPED = 2  # the first steps: caches and pages are cold
 
 
@@ -24,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trl", default="")
     options = parser.parse_args()
-    once = ("--steps", options.steps, "--eval_every", 10**6, "--env.num_eval", 4)
+    once = (*TASK, "--steps", options.steps, "--eval_every", 10**6, "--env.num_eval", 4)
     threads = ("--trainer.num_threads", 1, "--generator.num_threads", 1)
     pinned = {"trainer": 0, "generator-0": 1}
     variants = {

@@ -1,10 +1,11 @@
 """The run's directory in shared memory: owned by a lock, gone with its owner."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
+
+import psutil
 
 from rl.cluster.shared_directory import remove_unowned, shared_directory
 
@@ -66,11 +67,8 @@ def test_a_killed_run_leaves_nothing(tmp_path):
 
 def test_the_next_run_removes_what_was_left_where_everything_was_killed(tmp_path):
     process = hold(tmp_path)
-    janitors = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-    ).stdout.split()
-    for pid in janitors:
-        os.kill(int(pid), signal.SIGKILL)
+    for janitor in psutil.Process(process.pid).children():
+        janitor.kill()
     end(process)
     time.sleep(0.1)
     assert list(tmp_path.iterdir())
