@@ -6,7 +6,7 @@ Formulas, papers, and where other frameworks differ: docs/algorithms.md.
 
 from dataclasses import replace
 
-from configs.quickstart import quickstart
+from rl.configs.quickstart import quickstart
 from rl.controller.config import CriticConfig, ReferenceConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.sort_letters import SortLetters
 from rl.loss.advantages.gae import GAE

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from configs.quickstart import quickstart
+from rl.configs.quickstart import quickstart
 from rl.controller.config import RunConfig
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
 

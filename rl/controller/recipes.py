@@ -16,7 +16,6 @@ from typing import Any
 
 import cloudpickle
 
-import configs
 from rl.controller.config import RunConfig
 from rl.controller.config_json import from_json, is_config, read_config
 from rl.errors import ConfigError
@@ -29,6 +28,7 @@ def load_recipe(name: str) -> tuple[str, RunConfig]:
 
     Returns its short name and its config.
     """
+    _configs()  # which a file's recipes may import
     if is_config(name):
         return _from_config(name)
     if ".py" in name:
@@ -62,10 +62,25 @@ def recipe_names() -> dict[str, str]:
 
 
 def _recipes() -> dict[str, Callable[[], RunConfig]]:
-    modules = [
-        importlib.import_module(f"configs.{info.name}") for info in pkgutil.iter_modules(configs.__path__)
-    ]
+    package = _configs()
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     return {name: function for module in modules for name, function in _functions(module).items()}
+
+
+def _configs() -> ModuleType:
+    """The package of recipes: `rl.configs` where the project is installed, else the folder beside rl/."""
+    name = "rl.configs"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        path = Path(__file__).parents[2] / "configs"
+        spec = importlib.util.spec_from_file_location(name, path / "__init__.py")
+        assert spec is not None and spec.loader is not None  # it is a file
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[name] = package
+        spec.loader.exec_module(package)
+        return package
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:

@@ -69,7 +69,7 @@ def test_what_cannot_be_read_back_is_named():
     assert from_json(data) == TrainerConfig()
     with pytest.raises(ConfigError, match=r"has the setting lrr of rl.controller.config:TrainerConfig"):
         from_json(data | {"lrr": 1})
-    with pytest.raises(ConfigError, match="names rl.nowhere:X, which is not there"):
+    with pytest.raises(ConfigError, match="names 'rl.nowhere:X', which is not there"):
         from_json({"type": "rl.nowhere:X"})
     with pytest.raises(ConfigError, match="cannot be read back"):
         from_json(to_json(object()))
