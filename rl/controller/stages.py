@@ -48,6 +48,7 @@ class RunStages:
         self._done = 0  # the last step whose update is complete
         self._taken = False  # prompts of the next one have been taken from the buffer
         self._updating = False
+        self._refreshed = 0  # the step after which the reference last became the policy
         self._sync_blocking = 0.0  # seconds for which the last publication held up the loop
 
     async def start(self) -> Schedule:
@@ -167,6 +168,7 @@ class RunStages:
     async def refresh_reference(self, step: int) -> None:
         assert self._actors.reference is not None  # else the schedule has no refreshes
         await self._actors.reference.refresh(step)
+        self._refreshed = step
 
     async def save(self, step: int) -> None:
         await self._save(step, self.buffer.state if self.buffer else {})
@@ -189,6 +191,8 @@ class RunStages:
         print(
             f"interrupted: saving a checkpoint of step {self._done}; once more to end without it", flush=True
         )
+        if self._schedule.refreshes(self._done) and self._refreshed != self._done:
+            await self.refresh_reference(self._done)
         buffer = self.buffer
         prompts = {} if buffer is None else buffer.state_before_step if self._taken else buffer.state
         await self._save(self._done, prompts)

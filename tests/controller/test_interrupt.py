@@ -1,22 +1,25 @@
 """A run that is interrupted, at any moment, saves whole steps; what resumes does the rest, once."""
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import WarmupConfig
+from rl.controller.config import ReferenceConfig, WarmupConfig
 from rl.controller.resume import with_newest_checkpoint
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
 from rl.loss.entropy import EntropyBonus
+from rl.loss.kl import KL
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from tests.controller.fakes import QuietRecorder, fake_actors, run_fakes
 
 STEPS, PROMPTS = 4, 4
+REFRESHED = {"kl": KL(coef=0.1), "reference": ReferenceConfig(refresh_every=1)}
 
 
 def config(**changes):
@@ -55,7 +58,7 @@ def learned(calls):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"max_offpolicy_steps": 1}, {"stream_groups": 2}, {"minibatches": 2}]
+    "changes", [{}, {"max_offpolicy_steps": 1}, {"stream_groups": 2}, {"minibatches": 2}, REFRESHED]
 )
 def test_at_any_moment(changes, tmp_path):
     settings = config(save_every=0, **changes)
@@ -72,6 +75,9 @@ def test_at_any_moment(changes, tmp_path):
         if checkpoint is None:
             continue
         done = max(recorder.steps)
+        if settings.reference.refresh_every:  # it is due after the step, before its checkpoint
+            record = json.loads((checkpoint / "record.json").read_text())
+            assert record["state"]["reference"][1].endswith(f"step-{done}")
         assert checkpoint.name == f"step-{done}" and set(recorder.steps) == set(range(1, done + 1))
         if done in seen or done == STEPS:
             continue
