@@ -32,7 +32,8 @@ def test_a_loss_and_an_estimator_of_your_own_run(tmp_path):
     assert [m["updates"] for m in steps] == [2, 2]
     assert all(m["grad_norm"] > 0 and m["ratio"] > 0.5 for m in steps)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["loss"].endswith("squared_ratio") and config["advantages"].endswith("only_the_best")
+    assert config["loss"]["python"].endswith(":squared_ratio")
+    assert config["advantages"]["python"].endswith(":only_the_best")
 
 
 def test_the_estimator_of_the_example_worked_by_hand():
