@@ -3,7 +3,7 @@
 import sys
 
 from rl.cluster.environment import prepare_environment
-from rl.output import install_output
+from rl.output import forgiving_output
 
 _USAGE = """usage: rl COMMAND ...
 
@@ -20,13 +20,13 @@ def main() -> None:
     prepare_environment()
     from rl.errors import ConfigError, RunError
 
-    arguments, output = sys.argv[1:], install_output()
     try:
-        try:
-            code: str | int | None = _dispatch(arguments)
-        except SystemExit as exit:  # --help
-            code = exit.code
-        output.flush()
+        with forgiving_output() as output:
+            try:
+                code: str | int | None = _dispatch(sys.argv[1:])
+            except SystemExit as exit:  # --help
+                code = exit.code
+            output.flush()
         if output.failure is not None and not isinstance(output.failure, BrokenPipeError):
             print(f"rl: error: standard output could not be written ({output.failure})", file=sys.stderr)
             code = code or 2

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 
@@ -35,8 +37,11 @@ class Output:
             return None
 
 
-def install_output() -> Output:
-    """Put it in the place of standard output."""
-    output = Output(sys.stdout)
-    sys.stdout = output
-    return output
+@contextmanager
+def forgiving_output() -> Iterator[Output]:
+    """It takes the place of standard output within the context."""
+    stream, sys.stdout = sys.stdout, Output(sys.stdout)
+    try:
+        yield sys.stdout
+    finally:
+        sys.stdout = stream

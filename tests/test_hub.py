@@ -122,7 +122,7 @@ def test_a_model_and_data_by_id_with_a_token_and_then_offline(hub, tmp_path):
 
 def test_what_is_not_there_is_named(hub, tmp_path):
     answer = ask(tmp_path, "me/none", "hf://datasets/me/none/train.jsonl", HF_ENDPOINT=hub[0])
-    assert "'me/none' is no directory here, and not on the Hub either" in answer["model"][0]
+    assert "'me/none' is no directory here, and could not be fetched from the Hub" in answer["model"][0]
     assert "hf://datasets/me/none/train.jsonl could not be fetched" in answer["env"][0]
     answer = ask(tmp_path, "me/none", "hf://datasets/me/none", HF_ENDPOINT=hub[0])
     assert "names no file" in answer["env"][0]

@@ -6,10 +6,10 @@ import sys
 HELP = [sys.executable, "-m", "rl.cli", "train", "quickstart", "--help"]
 GO_ON = """
 import sys
-from rl.output import install_output
-output = install_output()
-for _ in range(10000):
-    print("a line of a run", flush=True)
+from rl.output import forgiving_output
+with forgiving_output():
+    for _ in range(10000):
+        print("a line of a run", flush=True)
 print("done", file=sys.stderr)
 """
 

@@ -96,7 +96,7 @@ class FakeEngine(EngineHandle):
             totals["entropy:sum"] += -logprobs.sum().item()
             for name, value in output.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-            self.note("learn", micro.tokens.tolist(), output.loss.item(), gradient.tolist())
+            self.note("learn", micro.tokens[micro.targets].tolist(), output.loss.item(), gradient.tolist())
         return totals
 
     async def optim_step(self, params, adapter=None):
