@@ -104,7 +104,7 @@ def _tree(samples: Sequence[Sample], ids: Iterable[int], share_prefixes: bool) -
     """In lexical order each sample shares more with the one before than with any earlier one."""
     if not share_prefixes:
         return [(i, 0) for i in ids]
-    order = sorted(ids, key=lambda i: samples[i].tokens.tolist())
+    order = sorted(ids, key=lambda i: samples[i].tokens.astype(">i8").tobytes())
     shared = [_num_equal(samples[a].tokens, samples[b].tokens) for a, b in pairwise(order)]
     return list(zip(order, [0, *shared], strict=False))
 

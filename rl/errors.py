@@ -21,3 +21,8 @@ class NotFinite(RunError):
     @property
     def metric(self) -> str:
         return self.args[1]
+
+
+def one_line(error: BaseException) -> str:
+    """`KeyError: 'x'`: another's error within a message of ours."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

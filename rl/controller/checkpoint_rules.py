@@ -104,6 +104,6 @@ def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """ "rank 8, here 4; ..." for each key whose values differ."""
+    """As `rank 8 there and 4 here`, for each key whose values differ."""
     keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     return ", ".join(f"{key} {theirs.get(key)} there and {ours.get(key)} here" for key in keys)

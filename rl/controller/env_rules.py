@@ -9,7 +9,7 @@ import cloudpickle
 
 from rl.controller.config import RunConfig
 from rl.envs.base import Env, checked
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 from rl.fields import kind, shown
 
 _PACKAGE = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ def check_env(config: RunConfig) -> list[str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         ours = Path(last.filename).is_relative_to(_PACKAGE)  # where we call what is theirs
         where = "" if ours else f"{last.filename} line {last.lineno}: "
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        what = one_line(error)
         name = type(config.env).__name__
         return [f"env {name} failed to make a problem ({where}{what}); fix it, or its settings"]
 

@@ -18,7 +18,7 @@ import cloudpickle
 
 from rl.controller.config import RunConfig
 from rl.controller.config_json import from_json, is_config, read_config
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 from rl.fields import kind, short
 
 
@@ -122,16 +122,12 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     if not function and len(functions) == 1:
         (function,) = functions
     if function not in functions:
-        has = (
-            f"no recipe function {function!r}"
-            if function
-            else "several recipes"
-            if functions
-            else "no recipe"
-        )
         remedy = f"use {path}:NAME with NAME one of {', '.join(functions)}"
         if not functions:
             remedy = "define a function without parameters that returns a RunConfig"
+        has = "several recipes" if functions else "no recipe"
+        if function:
+            has = f"no recipe function {function!r}"
         raise ConfigError(f"{path} has {has}; {remedy}")
     config = _run_user_code(path, functions[function])
     if inspect.iscoroutine(config):
@@ -173,5 +169,5 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
         line = (error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None) or "?"
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        what = one_line(error)
         raise ConfigError(f"{path} line {line}: {what}; fix the recipe") from error

@@ -29,7 +29,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Step (from 1) -> share of the learning rate. Step 1 after a warm-up, or without one, has all of it."""
+    """Step (from 1) -> share of the learning rate. The first step after the warm-up has all of it."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
     num_steps: int

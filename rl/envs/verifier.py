@@ -20,7 +20,7 @@ from pathlib import Path
 import cloudpickle
 
 from rl.envs.base import Env
-from rl.errors import RunError
+from rl.errors import RunError, one_line
 from rl.processes import end_with_parent
 from rl.types import Rewards, Rollout, Score
 
@@ -165,7 +165,7 @@ def _serve() -> None:
 def _described(error: Exception) -> str:
     """On one line, with its place."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    what = " ".join(f"{type(error).__name__}: {error}".split())
+    what = one_line(error)
     return f"{what} ({Path(where.filename).name} line {where.lineno})"
 
 

@@ -26,9 +26,7 @@ class TokenInputs:
     weights: torch.Tensor  # the token's share in the loss: 1 for token means
     sample_ids: torch.Tensor  # which sequence the token belongs to
     loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else samples carry, by name
-    entropy: torch.Tensor | None = (
-        None  # nats, of the trainer's distribution, with gradient; a critic has none
-    )
+    entropy: torch.Tensor | None = None  # nats, of the trainer's policy; a critic has none
 
     def loss_input(self, name: str) -> torch.Tensor:
         """Raises RunError where the samples do not carry it; a batch without samples has them all, empty."""

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from rl.errors import RunError
+from rl.errors import RunError, one_line
 from rl.models.adapters import Adapters
 from rl.models.checkpoint_dir import RECORD, prune, read_record, rename, tensor_names
 from rl.models.learner import Learner
@@ -147,7 +147,7 @@ def _words(failure: BaseException, directory: Path) -> str:
     free = shutil.disk_usage(there).free >> 20
     if getattr(failure, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _FULL_MIB:
         return f"the disk of {directory} is full ({free} MiB free); make room"
-    return " ".join(f"{type(failure).__name__}: {failure}".split())
+    return one_line(failure)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

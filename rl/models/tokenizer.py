@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -26,7 +26,7 @@ class HFTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         except Exception as error:  # whatever a broken file makes of the libraries that read it
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+            what = one_line(error)
             raise ConfigError(
                 f"model directory {model_dir} has no readable tokenizer ({what:.200}); "
                 f"copy tokenizer.json there"
