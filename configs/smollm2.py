@@ -16,6 +16,10 @@ def smollm2() -> RunConfig:
         env=ReasoningGym(
             dataset="chain_sum",
             options=(("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 2)),
+            # An example of 32 tokens with what follows up to the numbers: one block of the generator's
+            # cache, which all samples of all prompts share.
+            prompt_prefix="State the final answer to the following arithmetic problem: 23 - 58 = -35\n",
+            stop=("\n",),
             chat=False,
             max_new_tokens=8,
             num_eval=256,

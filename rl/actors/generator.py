@@ -1,8 +1,8 @@
 """A vLLM engine's rank as an actor, and the ranks of one generator as one."""
 
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -33,16 +33,18 @@ class Generator(Actor):
         from rl.models.generator.lockstep import Lockstep
         from rl.models.generator.vllm_engine import VLLM
 
-        self._lockstep = Lockstep(VLLM(config, transport), config.tensor_parallel)
-        self._engine = GeneratorEngine(self._lockstep.tick)
+        # All of vLLM in one thread: CUDA's streams, and OpenMP's threads, belong to the one that made them.
+        self._thread = ThreadPoolExecutor(1, "vllm")
+        make = partial(copy_context().run, VLLM, config, transport)
+        self._lockstep = Lockstep(self._thread.submit(make).result(), config.tensor_parallel)
+        self._engine = GeneratorEngine(self._lockstep.tick, self._thread)
 
     @concurrent_endpoint
     async def ready(self) -> ProcessInfo:
         """Called once: the ranks that follow begin to."""
         if current_rank().rank > 0:
             # Transports may call actors, for which they need the context of this one.
-            follow = partial(copy_context().run, self._lockstep.follow)
-            threading.Thread(target=follow, daemon=True).start()
+            self._thread.submit(copy_context().run, self._lockstep.follow)
         return process_info()
 
     @concurrent_endpoint

@@ -14,6 +14,15 @@ _DEFAULTS = {
 }
 
 
+def engine_environment(num_threads: int) -> dict[str, str]:
+    """Of a process that trains. torch reads it as it is imported."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        # Micro-batches are of many lengths: blocks of fixed sizes would leave a GPU's memory in pieces.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+
+
 def prepare_environment() -> None:
     """What is set already stays as it is."""
     for name, value in _DEFAULTS.items():

@@ -19,9 +19,10 @@ from rl.actors.remote import Caller, Deadline
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.cluster.environment import engine_environment
 from rl.cluster.placement import ENGINE_ROLES, Place, place
 from rl.cluster.shared_directory import shared_directory
-from rl.cluster.spawn import free_ports, join_group, kill_children, spawn_procs
+from rl.cluster.spawn import free_ports, join_group, kill_children, spawn_procs, visible_devices
 from rl.envs.base import Env
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
@@ -58,6 +59,7 @@ class ActorSpecs:
     env: Env
     threads: dict[str, int] = field(default_factory=dict)  # role -> of each process; others share the cores
     overlap: bool = False  # generators work at the same time as the engines
+    share_devices: bool = False  # processes of several roles may have the same GPU
     num_generators: int = 1
     in_flight_updates: bool = True
     num_reward_procs: int = 1
@@ -111,7 +113,10 @@ class _Launcher:
         self._run_dir = run_dir
         self._shared = shared
         self._timeline = timeline
-        self._places = place(specs.roles, specs.threads, specs.overlap)
+        num_devices = len(visible_devices())
+        self._places = place(
+            specs.roles, specs.threads, specs.overlap, num_devices=num_devices, shared=specs.share_devices
+        )
         self._ports = iter(free_ports(len(ENGINE_ROLES)))
 
     async def start(self) -> tuple[Actors, list[EngineHandle]]:
@@ -149,7 +154,7 @@ class _Launcher:
             return SharedMemory(str(self._shared))
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
-        mesh = self._spawn("store", Place(1, None, 1))
+        mesh = self._spawn("store", Place(1, (), 1))
         return await self._started("torchstore", TorchStore.create(mesh))
 
     async def _trainer(self, spec: EngineSpec, transport: Transport) -> TrainerHandle:
@@ -183,10 +188,10 @@ class _Launcher:
         specs = self._specs
         config = replace(specs.generator, shared_prefix=self._shared.name)
         all_of_them = self._places["generator"]
-        assert all_of_them.first_device is not None  # only rewards have none
-        first_device = all_of_them.first_device + number * config.tensor_parallel
-        its_place = Place(config.tensor_parallel, first_device, all_of_them.num_threads)
-        env = generator_environment(all_of_them.num_threads, config.compile)
+        first = number * config.tensor_parallel
+        devices = all_of_them.devices[first : first + config.tensor_parallel]
+        its_place = Place(config.tensor_parallel, devices, all_of_them.num_threads)
+        env = generator_environment(all_of_them.num_threads, config.compile, config.dtype)
 
         async def spawn() -> GeneratorProcesses:
             mesh = self._spawn(name, its_place, env, keep=False)
@@ -202,7 +207,7 @@ class _Launcher:
 
         def spawner(name: str) -> Callable[[], Awaitable[RewardProcess]]:
             async def spawn() -> RewardProcess:
-                mesh = self._spawn(name, Place(1, None, 1), keep=False)
+                mesh = self._spawn(name, Place(1, (), 1), keep=False)
                 actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(
                     procs=0
                 )
@@ -220,8 +225,8 @@ class _Launcher:
 
     def _spawn(self, name: str, where: Place, env: dict[str, str] | None = None, keep: bool = True) -> Any:
         """keep: end it at the end of the run; else its owner does."""
-        env = {"OMP_NUM_THREADS": str(where.num_threads)} if env is None else env
-        mesh = spawn_procs(name, where.num_procs, env, where.first_device, self._logs / name)
+        env = engine_environment(where.num_threads) if env is None else env
+        mesh = spawn_procs(name, where.num_procs, env, where.devices, self._logs / name)
         if keep:
             self.meshes.append(mesh)
         return mesh

@@ -12,9 +12,7 @@ class Place:
     """Where the processes of a role run, on this host."""
 
     num_procs: int
-    first_device: (
-        int | None
-    )  # of as many consecutive ones, where there are GPUs; None for a role that needs none
+    devices: tuple[int, ...]  # of each process, where there are GPUs; empty for a role that needs none
     num_threads: int  # of each process
 
 
@@ -23,18 +21,21 @@ def place(
     threads: Mapping[str, int] | None = None,
     overlap: bool = False,
     num_cores: int | None = None,
+    num_devices: int = 0,
+    shared: bool = False,
 ) -> dict[str, Place]:
     """Where the processes of each role run.
 
     roles: role -> number of its processes, in the order in which devices are dealt out; "reward" gets none.
     threads: role -> threads of each process; others share the cores with those that work at the same time.
     overlap: generators work at the same time as all others.
+    shared: GPUs are dealt out in turn, so that processes of several roles may have the same.
     """
     places: dict[str, Place] = {}
     first_device = 0
     for role, count in roles.items():
         if role == "reward":
-            places[role] = Place(count, None, 1)
+            places[role] = Place(count, (), 1)
             continue
         # Trainer and critic learn at the same time; a reference's forward pass meets those of both.
         peers: dict[str, Collection[str]] = {"reference": ENGINE_ROLES, "generator": ("generator",)}
@@ -43,6 +44,9 @@ def place(
             beside = {*beside, *(ENGINE_ROLES if role == "generator" else ("generator",))}
         at_work = sum(roles.get(other, 0) for other in beside)
         shared_out = max(1, (num_cores or os.cpu_count() or 1) // at_work)
-        places[role] = Place(count, first_device, (threads or {}).get(role) or shared_out)
+        devices = tuple(range(first_device, first_device + count))
+        if shared and num_devices:
+            devices = tuple(device % num_devices for device in devices)
+        places[role] = Place(count, devices, (threads or {}).get(role) or shared_out)
         first_device += count
     return places

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,19 @@ import psutil
 import torch
 
 
-def spawn_procs(
-    name: str, num_procs: int, env: Mapping[str, str], first_device: int | None, log: Path
-) -> Any:
-    """A mesh with the one dimension `procs`, each process with one GPU, if any.
+def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequence[int], log: Path) -> Any:
+    """A mesh with the one dimension `procs`, each process with one GPU, if any: its number among the visible.
 
     A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`.
     """
     from monarch.actor import default_bootstrap_cmd, this_host
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    names = visible_devices()
 
     def command(point: Any) -> Any:
         device = {}
-        if torch.cuda.is_available():
-            device["CUDA_VISIBLE_DEVICES"] = (
-                "" if first_device is None else visible[first_device + point.rank]
-            )
+        if names:
+            device["CUDA_VISIBLE_DEVICES"] = names[devices[point.rank]] if devices else ""
         return default_bootstrap_cmd().with_env(dict(env) | device)
 
     return this_host().spawn_procs(
@@ -37,6 +32,15 @@ def spawn_procs(
         bootstrap=_prepare_process(str(log.resolve()), num_procs > 1),
         bootstrap_command=command,
     )
+
+
+def visible_devices() -> list[str]:
+    """What each GPU of this process is called in CUDA_VISIBLE_DEVICES: its number, or its UUID."""
+    if not torch.cuda.is_available():
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return [name.strip() for name in given.split(",")][:count] if given else [str(i) for i in range(count)]
 
 
 def _prepare_process(log: str, with_rank: bool) -> Callable[[], None]:

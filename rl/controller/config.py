@@ -77,13 +77,16 @@ class GeneratorConfig:
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_num_seqs: PositiveInt = 256
     """Most sequences an engine runs at a time."""
-    kv_cache_gib: PositiveFloat = 0.25
-    """Memory of each engine's key-value cache."""
+    kv_cache_gib: NonNegativeFloat = 0.0
+    """Memory of each process's key-value cache. 0: 0.25 on a CPU; on a GPU what is free, or what other roles
+    leave."""
     block_size: PositiveInt = 32
     """Tokens of a block of that cache; samples of a prompt share its whole blocks. On a CPU a
     multiple of 32."""
     compile: bool = False
-    """Compile and capture graphs: faster tokens after a slow start (40 s on a CPU)."""
+    """Compile the model: faster tokens after a slow start (40 s on a CPU)."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Decode by CUDA graphs. auto: on a GPU."""
     updates: Literal["in_flight", "drain"] = "in_flight"
     """New weights while samples are under way. in_flight: these go on with the new weights. drain: they
     finish first."""
@@ -198,9 +201,12 @@ class RunConfig:
     resampling_rounds: NonNegativeInt = 0
     """Dynamic sampling (DAPO): groups whose rewards are all the same make way for new prompts, at most so
     many times prompts_per_step of them in a step."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which trainer and generator compute. Master weights, gradient reduction and optimizer state are
-    always fp32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """In which trainer and generator compute. auto: float32 on a CPU, bfloat16 on GPUs. Master weights,
+    gradient reduction and optimizer state are always fp32."""
+    placement: Literal["auto", "separate", "shared"] = "auto"
+    """GPUs of the processes of trainer, generators, critic and reference. separate: one for each. shared:
+    dealt out in turn, so that roles share them. auto: shared where there are too few."""
     seed: Seed = 0
     """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the
     step."""

@@ -97,6 +97,7 @@ def _at_work(config: RunConfig) -> list[str]:
                 f"{type(env).__name__}.preference() returned {shown(pair)}; return two strings, the better "
                 f"first"
             )
-    if unknown := config.model.unknown_characters("".join(p.question + p.answer for p in problems)):
+    texts = [env.prompt_prefix, *(p.question + p.answer for p in problems)]
+    if unknown := config.model.unknown_characters("".join(texts)):
         return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
     return []

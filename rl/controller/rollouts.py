@@ -47,7 +47,8 @@ class Rollouts:
     async def _group(
         self, index: int, prompt: Prompt, sampler: Sampler, size: int, temperature: float, seed: int
     ) -> Group:
-        stop = (self.tokenizer.eos_id,)
+        ends = (self.tokenizer.encode_plain(text)[0] for text in self.env.stop)
+        stop = (self.tokenizer.eos_id, *ends)
         params = SamplingParams(self.env.max_new_tokens, temperature, seed, stop, self.adapter)
         rollouts = await self.env.drive(prompt, size, params, sampler, self.tokenizer)
         return Group(index, tuple(rollouts), tuple(await self.score(rollouts)))

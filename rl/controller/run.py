@@ -10,8 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 from rl.cluster.launch import launch
+from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
+from rl.controller.device_defaults import by_device
+from rl.controller.memory_plan import with_budgets
 from rl.controller.resume import with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
 from rl.controller.stages import RunStages
@@ -96,7 +99,10 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
     timeline = Timeline(run_dir / "trace.json" if config.trace else None)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
     with closing(timeline), Recorder(run_dir, config.steps, timeline, sinks) as recorder:
-        async with launch(actor_specs(config, model_dir, run_dir), run_dir, timeline) as actors:
+        machine = this_machine()
+        settled = by_device(config, machine)
+        specs = with_budgets(actor_specs(settled, model_dir, run_dir), settled, machine)
+        async with launch(specs, run_dir, timeline) as actors:
             await RunStages(config, actors, tokenizer, recorder).run()
             await actors.trainer.finish_checkpoint()
             await actors.trainer.save_hf(str(run_dir / "hf"), actors.adapter)

@@ -27,7 +27,10 @@ def roles(config: RunConfig) -> dict[str, int]:
 
 
 def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs:
-    """model_dir: what `config.model.materialize` gave. A teacher is put into run_dir if need be."""
+    """The config's settings by device are known (by_device).
+
+    model_dir: what `config.model.materialize` gave. A teacher is put into run_dir if need be.
+    """
     kind, algorithm = config.trainer.engine, config.algorithm
     critic = reference = None
     if algorithm.needs_critic:
@@ -42,6 +45,7 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
         generator=generator_config(config, model_dir),
         env=config.env,
         threads={"trainer": config.trainer.num_threads, "generator": config.generator.num_threads},
+        share_devices=config.placement == "shared",
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
         num_generators=config.generator.num_replicas,
         in_flight_updates=config.generator.updates == "in_flight",
@@ -62,6 +66,7 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
 def trainer_config(config: RunConfig, layout: Layout | None = None) -> EngineConfig:
     trainer = config.trainer
     layout = layout or trainer.layout
+    assert config.dtype != "auto"  # by_device
     on_sdpa = config.dtype == "float32" or not torch.cuda.is_available()
     return EngineConfig(
         layout=layout,
@@ -90,14 +95,16 @@ def reference_config(config: RunConfig) -> EngineConfig:
     return replace(trainer_config(config, config.reference.layout), adapters=True, seed=seed)
 
 
-def generator_config(config: RunConfig, model_dir: Path) -> VLLMConfig:
+def generator_config(config: RunConfig, model_dir: Path = Path()) -> VLLMConfig:
     generator = config.generator
+    assert config.dtype != "auto"  # by_device
     return VLLMConfig(
         model_dir=str(model_dir),
         dtype=config.dtype,
         max_model_len=min(max_positions(config.model.config()), config.trainer.max_tokens),
         max_num_seqs=generator.max_num_seqs,
-        kv_cache_gib=generator.kv_cache_gib,
+        kv_cache_gib=generator.kv_cache_gib or None,
+        cuda_graphs=generator.cuda_graphs == "on",
         block_size=generator.block_size,
         compile=generator.compile,
         tensor_parallel=generator.tensor_parallel,

@@ -1,16 +1,15 @@
 """What keeps a run from starting: what is wrong with its settings, or what this machine cannot do."""
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-import torch
-
+from rl.cluster.machine import Machine, this_machine
 from rl.controller.algorithm_rules import check_algorithm, without_effect
 from rl.controller.checkpoint_rules import check_resume
 from rl.controller.config import RunConfig
+from rl.controller.device_defaults import by_device
+from rl.controller.device_rules import check_devices
 from rl.controller.env_rules import check_env
 from rl.controller.specs import roles
 from rl.errors import ConfigError
@@ -22,20 +21,19 @@ from rl.paths import why_not_made
 from rl.types import LoRA
 
 MAX_LORA_RANK = 512
-_GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
-_PROCESSES_PER_CORE = 4
 
 
-def validate(config: RunConfig, known: Sequence[str] = ()) -> list[str]:
+def validate(config: RunConfig, known: Sequence[str] = (), machine: Machine | None = None) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty if none. Starts no process.
 
-    known: problems that were found before, and come first.
+    known: problems that were found before, and come first. machine: where it would run; None: here.
     """
     try:
         config, wrong = check_fields(config)
     except ConfigError as error:
         return [*known, *str(error).splitlines()]
     found = [*known, *wrong]
+    machine = machine or this_machine()
     if not any(line.startswith("env.") for line in found):  # with a default in its place it is another task
         found += check_env(config)
     found += check_algorithm(config) + without_effect(config)
@@ -48,7 +46,13 @@ def validate(config: RunConfig, known: Sequence[str] = ()) -> list[str]:
         found += _models_against_layouts(config) + _lora_targets(config)
         if config.env.chat and (why := config.model.why_no_chat()):
             found.append(f"env.chat=True but the model's tokenizer {why}; set --env.chat False")
-    found += _engine(config) + _machine(config)
+        found += [
+            f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
+            for text in config.model.not_one_token(config.env.stop)
+        ]
+    if not model_problems:
+        config = by_device(config, machine)
+    found += _engine(config, machine) + check_devices(config, machine, model_known=not model_problems)
     if config.resume:
         found += check_resume(config)
     found += _run_dir(config) + config.tracking.validate()
@@ -121,7 +125,7 @@ def _lora_targets(config: RunConfig) -> list[str]:
     ]
 
 
-def _engine(config: RunConfig) -> list[str]:
+def _engine(config: RunConfig, machine: Machine) -> list[str]:
     """What the chosen engine, or the machine, does not have; and settings that would be without effect."""
     trainer, lora, found = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
@@ -138,7 +142,7 @@ def _engine(config: RunConfig) -> list[str]:
     elif trainer.dropout:
         found.append("trainer.dropout=True needs trainer.engine=hf; torchtitan's models have no dropout")
     context_parallel = max(layout.context_parallel for layout, _ in _layouts(config).values())
-    if trainer.compile and not torch.cuda.is_available():
+    if trainer.compile and not machine.gpus:
         found.append("trainer.compile=True needs a GPU; set it to False")
     elif trainer.compile and (config.dtype != "bfloat16" or context_parallel > 1):
         found.append("trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False")
@@ -162,48 +166,3 @@ def _engine(config: RunConfig) -> list[str]:
             f"last step alone; set save_every"
         )
     return found
-
-
-def _weights_gib(config: RunConfig) -> float:
-    """Less than what trainer and generator hold: the embeddings, and a matrix or two of each layer."""
-    if config.model.validate():  # listed already
-        return 0.0
-    hf = config.model.config()
-    width, layers, vocabulary = (hf.get(k) or 0 for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    return 2 * (vocabulary * width + layers * width**2) * (4 if config.dtype == "float32" else 2) / 2**30
-
-
-def _machine(config: RunConfig) -> list[str]:
-    total = sum(roles(config).values())
-    if torch.cuda.is_available():
-        if (model_procs := total - config.reward.num_procs) > (gpus := torch.cuda.device_count()):
-            parts = " + ".join(f"{role} {count}" for role, count in roles(config).items() if role != "reward")
-            return [
-                f"{model_procs} processes ({parts}) need a GPU each but the machine has {gpus}; use fewer"
-            ]
-        return []
-    cores = os.cpu_count() or 1
-    free = psutil.virtual_memory().available / 2**30
-    most = min(int(free / _GIB_PER_PROCESS), cores * _PROCESSES_PER_CORE)
-    if total > most:
-        return [
-            f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at "
-            f"most {most}); use fewer"
-        ]
-    if config.generator.block_size % 32:
-        return [
-            f"generator.block_size={config.generator.block_size} is not a multiple of 32, as on a CPU it has "
-            f"to be"
-        ]
-    if (weights := _weights_gib(config)) > free:
-        return [
-            f"the model's weights alone need over {weights:.0f} GiB but {free:.0f} are free; use a smaller "
-            f"model"
-        ]
-    cache = config.generator.num_replicas * config.generator.kv_cache_gib
-    if cache > free:
-        return [
-            f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} needs {cache:g} GiB but {free:.0f} "
-            f"are free; use less"
-        ]
-    return []

@@ -50,6 +50,12 @@ class Env:
     chat: bool = False
     """Put the question through the tokenizer's chat template, as a user's turn."""
 
+    prompt_prefix: str = ""
+    """Text before every question: instructions, or worked examples. With chat, the system's turn."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, as EOS does; each has to be one token of the tokenizer."""
+
     def generate(self, seed: int) -> Problem:
         """A problem that depends only on `seed`."""
         raise NotImplementedError
@@ -95,8 +101,9 @@ class Env:
         )
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
-        tokens = tokenizer.encode_chat(problem.question) if self.chat else tokenizer.encode(problem.question)
-        return Prompt(problem, tuple(tokens))
+        if self.chat:
+            return Prompt(problem, tuple(tokenizer.encode_chat(problem.question, self.prompt_prefix)))
+        return Prompt(problem, tuple(tokenizer.encode(self.prompt_prefix + problem.question)))
 
     async def drive(
         self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer

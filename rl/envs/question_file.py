@@ -1,4 +1,4 @@
-"""Questions and answers from a JSON-lines file: a task of your own, without code."""
+"""Questions and answers from a JSON-lines or parquet file: a task of your own, without code."""
 
 import codecs
 import json
@@ -11,24 +11,25 @@ from typing import Literal
 
 from rl.bounds import FilePath
 from rl.envs.base import Env
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 from rl.hub import data_file
 from rl.types import Problem, StopReason
 
+_FINAL = "####"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class QuestionFile(Env):
-    """Each line is an object with `question` and `answer`.
+    """Each line, or row, has `question` and `answer`; of an answer with ####, as GSM8K's, what follows it.
 
     The first `num_eval` lines are held out, the others train. Supervised learning reads `response`, or else
-    the answer, as the demonstration, and `chosen` and `rejected` as a preference.
+    the whole answer, as the demonstration, and `chosen` and `rejected` as a preference.
     """
 
     chat: bool = True
     path: FilePath = ""
-    """The JSON-lines file, or hf://datasets/owner/name/file.jsonl for one on the Hugging Face Hub."""
+    """The JSON-lines or parquet file, or hf://datasets/owner/name/file for one on the Hugging Face Hub."""
     match: Literal["number", "exact"] = "number"
     """Reward 1 where the response's last number equals the answer, or where the whole response does."""
 
@@ -47,7 +48,8 @@ class QuestionFile(Env):
         return float(bool(found) and found[-1] == _number(problem.answer))
 
     def demonstration(self, problem: Problem, seed: int) -> str:
-        return str(self._row(problem).get("response", problem.answer))
+        row = self._row(problem)
+        return str(row.get("response", row["answer"]))
 
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
         row = self._row(problem)
@@ -114,12 +116,19 @@ def _train_problems(path: str, modified: int, num_eval: int) -> list[Problem]:
 @lru_cache(maxsize=8)
 def _parse(path: str, modified: int) -> list[Problem]:
     name, rows = Path(path).name, _rows(path, modified)
-    return [Problem(f"{name}:{i}", str(row["question"]), str(row["answer"])) for i, row in rows.items()]
+    return [Problem(f"{name}:{i}", row["question"], _final(str(row["answer"]))) for i, row in rows.items()]
+
+
+def _final(answer: str) -> str:
+    """What follows GSM8K's ####, which ends its worked solutions."""
+    return answer.rpartition(_FINAL)[2].strip() if _FINAL in answer else answer
 
 
 @lru_cache(maxsize=8)
 def _rows(path: str, modified: int) -> dict[int, dict]:
     """Line number -> object. modified: the file's time, so that a changed file is read again."""
+    if Path(path).suffix == ".parquet":
+        return _parquet_rows(path)
     rows = {}
     for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not line.strip():
@@ -136,6 +145,21 @@ def _rows(path: str, modified: int) -> dict[int, dict]:
                 f"{path} line {number} {wrong}; each line is an object as "
                 f'{{"question": "What is 2 + 2?", "answer": "4"}}'
             )
+    return rows
+
+
+def _parquet_rows(path: str) -> dict[int, dict]:
+    from pyarrow import ArrowException, parquet  # not needed for JSON-lines
+
+    try:
+        rows = dict(enumerate(parquet.read_table(path).to_pylist(), 1))
+    except (ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{path} is not a readable parquet file ({one_line(error)}); fetch it again"
+        ) from error
+    for number, row in rows.items():
+        if wrong := _what_is_wrong(row):
+            raise ConfigError(f"{path} row {number} {wrong}; each row has a question and an answer")
     return rows
 
 

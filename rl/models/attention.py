@@ -5,9 +5,10 @@ kernel, computes only in bf16 and has no context parallelism; its flex attention
 B batch (1), L tokens of a row, l tokens of this process, N heads, H head size, n documents of a bucket.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,11 +16,16 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
+from rl.models.cuda import activate_flash_attention, expands_heads
 
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.protocols.module import Module
 
+T = TypeVar("T")
 _LENGTH_STEP = 32
 """Documents are padded to the longest of their bucket; a bucket holds lengths of one multiple of this."""
+_BRANCH_STEP = 8
+"""The same of branches' own tokens."""
 
 
 class Fragment(NamedTuple):
@@ -29,15 +35,25 @@ class Fragment(NamedTuple):
     keys: torch.Tensor  # [k] indices into L as it was gathered: the document up to the last query
 
 
+class Branches(NamedTuple):
+    """Documents that go on after leading tokens of others: n of similar lengths, of which q are their own."""
+
+    queries: torch.Tensor  # [n, q] indices into l
+    keys: torch.Tensor  # [n, k] indices into L: the whole path
+    mask: torch.Tensor  # [n, 1, q, k] bool: which keys a query sees
+
+
 class PackedDocuments(NamedTuple):
-    """Where the documents of a row lie: those that start here, by similar length, and the fragments."""
+    """Where the documents of a row lie: those that start here, by similar length, branches and fragments."""
 
     # One [n, longest] index into l for each bucket; padding repeats the last token.
     queries: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]  # the same tokens as indices into L as it was gathered
-    valid: tuple[torch.Tensor, ...]  # one [n * longest] bool for each bucket
+    branches: tuple[Branches, ...]
     fragments: tuple[Fragment, ...]
-    restore: torch.Tensor  # [l] index into the concatenated valid tokens of all buckets and fragments
+    restore: (
+        torch.Tensor
+    )  # [l] index into the tokens, with padding, of all that is above, one after the other
 
 
 def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
@@ -55,51 +71,64 @@ def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
 def pack_documents(
     positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0
 ) -> PackedDocuments:
-    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the group, if any; then nothing is shared.
-
-    A document that shares leading tokens with the one before is computed whole, and only what follows them
-    is kept.
-    """
+    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the group, if any; then nothing is shared."""
     pieces = pieces or row_pieces(len(positions), 1)
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
     local_at = np.full(len(positions), -1)
     local_at[pieces[rank]] = np.arange(len(pieces[rank]))
-    whole, shared, fragments, order = [], [], [], []
+    whole, branches, fragments = [], [], []
     path = np.arange(0)  # where the tokens of the document before lie
     for first, last in _runs(pieces[rank], positions):
         here, before = np.arange(first, last), int(positions[first])
-        if before == 0 or len(pieces) == 1:
+        if before == 0:
+            path = here
+            whole.append(here)
+        elif len(pieces) == 1:
             path = np.concatenate([path[:before], here])
-            whole.append(path)
-            shared.append(before)
+            branches.append((here, path))
         else:
             fragments.append((here, np.arange(first - before, last)))
-    lengths = np.array([len(document) for document in whole], int)
-    bucket_of = -(-lengths // _LENGTH_STEP)
-    queries, keys, valid = [], [], []
+    queries, keys, of_branches = [], [], []
+    restore = np.zeros(len(pieces[rank]), int)
+    num_computed = 0  # tokens of the buckets so far, with padding
 
     def indices(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    for bucket in np.unique(bucket_of):
-        chosen = np.flatnonzero(bucket_of == bucket)
-        longest = int(lengths[chosen].max())
-        offsets = np.arange(longest)[None, :]
-        first_kept = np.array([shared[d] for d in chosen])[:, None]
-        is_valid = (offsets >= first_kept) & (offsets < lengths[chosen, None])
-        tokens = np.stack([np.pad(whole[d], (0, longest - len(whole[d])), "edge") for d in chosen])
+    for those in _buckets(whole, lambda document: -(-len(document) // _LENGTH_STEP)):
+        tokens, is_there = _padded(those)
         queries.append(indices(local_at[tokens]))
         keys.append(indices(gathered_at[tokens]))
-        valid.append(indices(is_valid.ravel()))
-        order.append(local_at[tokens[is_valid]])
-    order += [local_at[tokens] for tokens, _ in fragments]
+        restore[local_at[tokens[is_there]]] = num_computed + np.flatnonzero(is_there)
+        num_computed += tokens.size
+    for pairs in _buckets(branches, lambda b: (-(-len(b[0]) // _BRANCH_STEP), -(-len(b[1]) // _LENGTH_STEP))):
+        (own, is_there), (paths, _) = _padded([own for own, _ in pairs]), _padded([path for _, path in pairs])
+        mask = np.arange(paths.shape[1]) <= positions[own][:, None, :, None]
+        of_branches.append(Branches(indices(local_at[own]), indices(gathered_at[paths]), indices(mask)))
+        restore[local_at[own[is_there]]] = num_computed + np.flatnonzero(is_there)
+        num_computed += own.size
+    for tokens, _ in fragments:
+        restore[local_at[tokens]] = num_computed + np.arange(len(tokens))
+        num_computed += len(tokens)
     return PackedDocuments(
         tuple(queries),
         tuple(keys),
-        tuple(valid),
+        tuple(of_branches),
         tuple(Fragment(indices(local_at[q]), indices(gathered_at[k])) for q, k in fragments),
-        indices(np.argsort(np.concatenate(order))),
+        indices(restore),
     )
+
+
+def _buckets(items: Sequence[T], size_of: Callable[[T], Any]) -> list[list[T]]:
+    """Those of one size together, smaller ones first."""
+    return [list(those) for _, those in groupby(sorted(items, key=size_of), key=size_of)]
+
+
+def _padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """[n, longest], each row filled up with its last element; and where that was not."""
+    lengths = np.array([len(row) for row in rows])
+    offsets = np.arange(lengths.max())
+    return np.stack([row[np.minimum(offsets, len(row) - 1)] for row in rows]), offsets < lengths[:, None]
 
 
 def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -132,17 +161,25 @@ def packed_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """[l, N, H] and keys, values [L, N', H], where N' divides N -> [l, N, H]."""
-    gqa = q_lNH.shape[1] != k_LNH.shape[1]
+    groups = q_lNH.shape[1] // k_LNH.shape[1]
+    expand = groups > 1 and expands_heads(q_lNH.device.type, q_lNH.dtype)
     outputs = []
-    for queries, keys, valid in zip(documents.queries, documents.keys, documents.valid, strict=True):
+    for queries, keys in zip(documents.queries, documents.keys, strict=True):
         # Padding needs no mask: it follows a document's tokens, which attend only backwards.
         q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
+        if expand:
+            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        outputs.append(out.transpose(1, 2).flatten(0, 1)[valid])
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    for queries, keys, mask in documents.branches:
+        q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v)) if groups > 1 else (k, v)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     for queries, keys in documents.fragments:
         q, k, v = (_rows(t, index[None]) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        if gqa:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v)) if groups > 1 else (k, v)
         mask = causal_lower_right(q.shape[2], k.shape[2])  # the last query sees the last key
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
@@ -172,3 +209,19 @@ class PackedSDPA(FlexAttention):
         **kwargs: object,
     ) -> torch.Tensor:
         return packed_attention(q_BLNH[0], k_BLNH[0], v_BLNH[0], attention_masks, scale).unsqueeze(0)
+
+
+class Varlen(VarlenAttention):
+    """torchtitan's varlen attention, with the fastest kernels that are there.
+
+    torchtitan's own fails where those that it asks for are not installed.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: VarlenAttention.Config):
+        Module.__init__(self)
+        self.window_size = config.window_size
+        self.kernels = activate_flash_attention()

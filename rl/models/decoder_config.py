@@ -6,13 +6,12 @@ from typing import Any, Literal
 from torch import nn
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
-from rl.models.attention import PackedSDPA
+from rl.models.attention import PackedSDPA, Varlen
 from rl.models.decoder import Experts, Llama3Policy, Llama3RoPE, LogprobHead, Qwen3Policy, ValueHead
 from rl.models.hf import rope_parameters
 from rl.models.hf_checks import check_supported
 
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
-from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
     make_gqa_config,
@@ -39,7 +38,7 @@ def model_spec(
     """
     check_supported(hf)
     is_llama = hf["architectures"][0] == "LlamaForCausalLM"
-    attention = PackedSDPA.Config() if packed_sdpa else VarlenAttention.Config()
+    attention = PackedSDPA.Config() if packed_sdpa else Varlen.Config()
     return ModelSpec(
         name="llama3" if is_llama else "qwen3",
         flavor="from_hf",

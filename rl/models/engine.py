@@ -31,6 +31,7 @@ from rl.interfaces import Loss
 from rl.models import hf
 from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints
+from rl.models.cuda import limit_memory
 from rl.models.engine_config import EngineConfig
 from rl.models.export import shards, whole_tensors, write_directory
 from rl.models.learner import Learner
@@ -53,6 +54,8 @@ class Engine(ABC):
         """
         self.config = config
         self.device = init_process_group(config.timeout_seconds)
+        if config.device_memory_gib is not None and self.device.type == "cuda":
+            limit_memory(config.device_memory_gib)
         if config.layout.num_procs != dist.get_world_size():
             raise ConfigError(
                 f"{config.layout} needs {config.layout.num_procs} processes but {dist.get_world_size()} run; "
@@ -129,15 +132,17 @@ class Engine(ABC):
             raise RunError("forward_backward inside eval_mode; use train_mode")
         learner = self._learner(adapter)
         metrics, predicts = LossMetrics(self.device), self.config.head == "tokens"
+        losses: list[torch.Tensor] = []
         with self._computing(adapter, learner):
             self._model.train()
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
                 inputs = token_inputs(micro, entropy if predicts else None, self.device)
                 output = loss(logprobs, inputs)
-                check_finite(output.loss)
                 output.loss.backward()
+                losses.append(output.loss.detach())
                 metrics.add(measure(output, logprobs.detach(), inputs))
+            check_finite(losses, self.device)
         return metrics.totals()
 
     def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:

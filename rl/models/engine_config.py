@@ -45,6 +45,9 @@ class EngineConfig:
     seed: int | None = None
     """Draw random weights instead of loading the directory's: the same ones under every layout."""
 
+    device_memory_gib: float | None = None
+    """On a GPU that others share: what this process may take of it. More raises torch's OutOfMemoryError."""
+
     timeout_seconds: float = 600
     """Longest that a collective may wait for another rank."""
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl.errors import ConfigError, RunError
 from rl.models import hf, hf_checks
@@ -26,7 +28,7 @@ from rl.models.attention import document_rows, pack_documents
 from rl.models.engine import Engine
 from rl.models.hf_model import HFModel
 from rl.models.lora import Site, freeze
-from rl.models.platform import DEVICE_TYPE, reshard, sum_gradients_over_ranks
+from rl.models.platform import DEVICE_TYPE, fail_together, reshard, sum_gradients_over_ranks
 from rl.types import MicroBatch
 from rl.weight_sync.manifest import LocalShard
 
@@ -49,13 +51,7 @@ class HFEngine(Engine):
             if getattr(config, name):
                 raise ConfigError(f"HFEngine has no {name}; use TitanEngine, or set {name} to False")
         hf_checks.check_rope_is_fixed(self._hf_config, self.max_seq_len)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed or 0)
-            model = HFModel(self._causal_lm(), with_value_head=config.head == "value")
-        if not config.dropout:
-            model.remove_dropout()
-        self._model = model
-        self._check_against_transformers()
+        self._model = model = self._read_on_first_rank()
         if config.adapters:
             freeze(model, self._dtype)
             layers = [(n, m) for n, layer in model.layers().items() for n, m in _named_linears(n, layer)]
@@ -68,13 +64,57 @@ class HFEngine(Engine):
         precision = MixedPrecisionPolicy(
             param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+        whole = [t.detach() for t in (*model.parameters(), *model.buffers())]
         for layer in model.layers().values():
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layout.shard > 1)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         sum_gradients_over_ranks(model, layout.data_parallel)
-        model.to(self.device)
+        if dist.get_world_size() == 1:
+            model.to(self.device)
+        else:
+            self._take_from_first_rank(model, whole)
         self._check_dtype()
         return model
+
+    def _read_on_first_rank(self) -> HFModel:
+        """The whole model, on the host and checked; on other ranks its shapes alone. A collective."""
+        model, failure = None, None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed or 0)
+            try:
+                if dist.get_rank() == 0:
+                    model = self._model = self._hf_model(self._causal_lm())
+                    self._check_against_transformers()
+                else:
+                    with torch.device("meta"):
+                        model = self._hf_model(self._random_lm())
+            except Exception as error:  # whatever transformers makes of a broken directory
+                failure = error
+        fail_together(failure)
+        assert model is not None
+        chosen = [model.packed]
+        dist.broadcast_object_list(chosen, src=0)
+        model.use(chosen[0])
+        return model
+
+    def _hf_model(self, lm: transformers.PreTrainedModel) -> HFModel:
+        model = HFModel(lm, with_value_head=self.config.head == "value")
+        if not self.config.dropout:
+            model.remove_dropout()
+        return model
+
+    @torch.no_grad()
+    def _take_from_first_rank(self, model: HFModel, whole: list[torch.Tensor]) -> None:
+        """One tensor at a time, to the device. `whole`: what rank 0 read."""
+        model.to_empty(device=self.device)
+        for tensor, full in zip((*model.parameters(), *model.buffers()), whole, strict=True):
+            full = (
+                full.to(self.device) if dist.get_rank() == 0 else torch.empty_like(full, device=self.device)
+            )
+            dist.broadcast(full, src=0)
+            if isinstance(tensor, DTensor):
+                full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.copy_(full)
 
     @torch.no_grad()
     def _check_dtype(self) -> None:
@@ -91,11 +131,10 @@ class HFEngine(Engine):
         reshard(self._model)
 
     def _causal_lm(self) -> transformers.PreTrainedModel:
-        """On the host, in fp32. Every rank holds the whole model until it is sharded."""
+        """On the host, in fp32."""
         try:
             if self.config.seed is not None:
-                hf_config = transformers.AutoConfig.from_pretrained(self._model_dir)
-                return transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+                return self._random_lm()
             hf.check_weights(self._model_dir)
             model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
                 self._model_dir, dtype=torch.float32, output_loading_info=True
@@ -105,6 +144,10 @@ class HFEngine(Engine):
         except (ValueError, KeyError) as error:
             message = f"transformers has no causal language model for {self._model_dir}: {error}"
             raise ConfigError(message) from error
+
+    def _random_lm(self) -> transformers.PreTrainedModel:
+        hf_config = transformers.AutoConfig.from_pretrained(self._model_dir)
+        return transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
 
     def _check_loaded(self, model: transformers.PreTrainedModel, loaded: dict[str, Any]) -> None:
         """Raises ConfigError where transformers made a tensor up, or left one out."""

@@ -16,6 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from rl.errors import ConfigError
 from rl.models.attention import PackedDocuments, pack_documents
+from rl.models.cuda import expands_heads
 from rl.models.target_logprobs import target_logprobs, target_values
 
 _PACKED = "rl_packed"
@@ -160,7 +161,8 @@ def _packed_attention(
     if packed_windows is not None:
         packed_windows.append(sliding_window)
     outputs = []
-    for index, valid in zip(packed_documents.queries, packed_documents.valid, strict=True):
+    groups = query.shape[1] // key.shape[1]
+    for index in packed_documents.queries:
         q, k, v = (
             t[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
             for t in (query, key, value)
@@ -169,8 +171,8 @@ def _packed_attention(
         if sliding_window is not None and index.shape[1] > sliding_window:
             ones = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=q.device)
             mask = ones.tril() & ~ones.tril(-sliding_window)
-        if mask is not None and q.shape[1] != k.shape[1]:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        if groups > 1 and (mask is not None or expands_heads(q.device.type, q.dtype)):
+            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -181,7 +183,7 @@ def _packed_attention(
             dropout_p=dropout,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(out.transpose(1, 2).flatten(0, 1)[valid])
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packed_documents.restore).unsqueeze(0), None
 
 

@@ -1,5 +1,6 @@
 """What `forward_backward` gives a loss and measures beside the gradient, and its check for finite losses."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,19 +29,20 @@ def token_inputs(micro: MicroBatch, entropy: torch.Tensor | None, device: torch.
     )
 
 
-def check_finite(loss: torch.Tensor) -> None:
-    """Raises NotFinite on every rank where the loss is not finite on one. A collective."""
-    failure = None
-    if not (finite := torch.isfinite(loss.detach())):
-        failure = NotFinite(f"the loss is {loss.item()}", "loss")
+def check_finite(losses: list[torch.Tensor], device: torch.device) -> None:
+    """Raises NotFinite on every rank where a loss, a scalar, is not finite on one. A collective.
+
+    Called once for all micro-batches: it waits for the device.
+    """
+    worst = sum(losses, torch.zeros((), device=device))  # not finite where one of them is not
+    good = torch.isfinite(worst).float()
     if dist.get_world_size() > 1:
-        good = finite.float()
         dist.all_reduce(good, op=dist.ReduceOp.MIN)
-        if good:
-            return
-        fail_together(failure)
-    elif failure:
-        raise failure
+    if good:
+        return
+    bad = [value for value in torch.stack(losses).tolist() if not math.isfinite(value)] if losses else []
+    failure = NotFinite(f"the loss is {bad[0]}", "loss") if bad else None
+    fail_together(failure)
 
 
 def measure(output: LossOutput, logprobs: torch.Tensor, inputs: TokenInputs) -> dict[str, Any]:

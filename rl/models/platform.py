@@ -14,6 +14,8 @@ import torch.testing._internal.distributed.fake_pg
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 
+from rl.models.cuda import prepare_gpu
+
 import torchtitan.tools.utils as titan_utils
 
 if not torch.accelerator.is_available():
@@ -64,6 +66,8 @@ def init_process_group(timeout_seconds: float) -> torch.device:
     """
     titan_dist.set_spmd_backend("partial_dtensor")  # the default, spmd_types, needs a newer torch than 2.13
     device = torch.device("cpu")
+    if DEVICE_TYPE == "cuda":
+        prepare_gpu()
     if DEVICE_TYPE != "cpu":
         # Under torchrun every process sees all devices; the launcher shows each process only its own.
         local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -4,13 +4,14 @@ Both sources end in a Hugging Face directory; the rest of the code knows only th
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from rl.bounds import FilePath
 from rl.errors import ConfigError
-from rl.hub import model_directory
+from rl.hub import config_directory, model_directory
 from rl.models import hf, hf_checks
 from rl.models.tokenizer import HFTokenizer
 from rl.types import LoRA
@@ -53,10 +54,15 @@ class ModelDir:
         return {parts[-2] for parts in matrices if len(parts) > 1} - _OF_THE_VOCABULARY
 
     def config(self) -> dict:
-        return hf.read_config(self.directory)
+        return hf.read_config(config_directory(self.path))
 
     def unknown_characters(self, text: str) -> str:
         return ""
+
+    def not_one_token(self, texts: Iterable[str]) -> list[str]:
+        """Those that its tokenizer does not make one token of."""
+        tokenizer = HFTokenizer(self.directory)
+        return [text for text in texts if len(tokenizer.encode_plain(text)) != 1]
 
     def why_no_chat(self) -> str:
         """What is wrong with its chat template."""
@@ -103,6 +109,9 @@ class TinyQwen3:
                 f"use a divisor"
             )
         return found
+
+    def not_one_token(self, texts: Iterable[str]) -> list[str]:
+        return [text for text in texts if len(text) != 1 or text not in self.alphabet]
 
     def why_no_chat(self) -> str:
         return "has no chat template"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl.loss.logprobs import logprobs_and_entropy
 
-_CHUNK_ELEMENTS = 1 << 27
+CHUNK_ELEMENTS = 1 << 27
 """Logits held at a time, in elements (half a GiB in fp32); beyond it, backward recomputes them in chunks."""
 
 
@@ -28,7 +28,7 @@ def target_logprobs(
     """
     if targets is None:
         return logits_of(h_MD)
-    num_chunks = max(1, math.ceil(len(targets) * vocab_size / _CHUNK_ELEMENTS))
+    num_chunks = max(1, math.ceil(len(targets) * vocab_size / CHUNK_ELEMENTS))
     if num_chunks == 1:
         return logprobs_and_entropy(logits_of(h_MD), targets)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError, RunError, one_line
 from rl.models import hf
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import pack_documents, row_pieces
@@ -102,8 +102,12 @@ class TitanEngine(Engine):
                 model_compile_enabled=self.config.compile,
             )
             return [settings.build()]
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"float8=True: {error} (torchao: pip install torchao==0.18.0)") from error
+        except ImportError as error:
+            raise ConfigError(
+                f"float8=True needs torchao ({one_line(error)}); install it: pip install torchao==0.18.0"
+            ) from error
+        except ValueError as error:  # this GPU has no float8
+            raise ConfigError(f"float8=True: {one_line(error)}; set float8 to False") from error
 
     def _name(self, parameter: str) -> str:
         name = hf.hf_name(super()._name(parameter))

@@ -60,9 +60,10 @@ class HFTokenizer:
         """Without special tokens: what continues a prompt."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def encode_chat(self, user: str) -> list[int]:
+    def encode_chat(self, user: str, system: str = "") -> list[int]:
         """One user's turn in the model's chat template, ready for the assistant's answer."""
-        messages = [{"role": "user", "content": user}]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": user})
         settings = {"add_generation_prompt": True, "return_dict": False}
         return list(self._tokenizer.apply_chat_template(messages, **settings))
 

@@ -24,11 +24,33 @@ def write_shards(
     published = []
     for shard, offset in zip(shards, offsets, strict=False):
         shape = tuple(shard.data.shape)
-        _view(buffer, offset, shard.dtype, shape).copy_(shard.data)
+        _copy_to_host(_view(buffer, offset, shard.dtype, shape), shard.data)
         published.append(
             Shard(shard.name, shard.dtype, shard.global_shape, shard.offsets, shape, f"{key}:{offset}")
         )
     return published
+
+
+_staging = torch.empty(0, dtype=torch.uint8)
+"""Pinned memory of this process, as large as its largest shard: a GPU writes there several times as fast."""
+
+
+def _copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """With a cast. One shard at a time, so that the device holds one in both dtypes at most."""
+    if _is_on_host(source):
+        target.copy_(source)
+        return
+    global _staging
+    num_bytes = target.numel() * target.dtype.itemsize
+    if len(_staging) < num_bytes:
+        _staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    staged = _view(_staging, 0, target.dtype, tuple(target.shape))
+    staged.copy_(source.to(target.dtype))
+    target.copy_(staged)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def keys(manifest: Manifest) -> Sequence[str]:

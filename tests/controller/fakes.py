@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from rl.actors.actors import Actors
 from rl.actors.engine import EngineHandle
 from rl.actors.reference import ReferenceAdapter, ReferenceMesh
+from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
+from rl.controller.device_defaults import by_device
 from rl.controller.specs import trainer_config
 from rl.controller.stages import RunStages
 from rl.controller.training_batch import TrainingBatch, build_training_batch
@@ -202,7 +204,7 @@ async def nothing(manifest):
 def fake_actors(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Actors, list]:
     """The actors, and the list to which everything asked of them is appended."""
     calls: list = []
-    engine = trainer_config(config)
+    engine = trainer_config(by_device(config, this_machine()))
     trainer = FakeEngine("trainer", calls, engine, fail_on)
     reference = None
     if config.reference_is_adapter:

@@ -7,6 +7,7 @@ from operator import attrgetter
 import pytest
 
 from configs.quickstart import quickstart
+from rl.cluster.machine import this_machine
 from rl.controller.config import (
     CriticConfig,
     ReferenceConfig,
@@ -15,6 +16,7 @@ from rl.controller.config import (
     TrainerConfig,
     WarmupConfig,
 )
+from rl.controller.device_defaults import by_device
 from rl.controller.settings import override, setting_names
 from rl.controller.specs import actor_specs, roles
 from rl.controller.validate import validate
@@ -210,6 +212,10 @@ ELSEWHERE = {
     "trace": "tests/integration/test_async.py",
     "model.alphabet": "tests/models/test_hf.py",
     "env.chat": "tests/envs/test_envs.py",
+    "env.prompt_prefix": "tests/envs/test_envs.py",
+    "env.stop": "tests/envs/test_envs.py",
+    "placement": "tests/controller/test_device_rules.py",
+    "generator.cuda_graphs": "tests/models/test_cuda.py",
     "reference.model": "test_a_teacher_is_another_model, below",
     "resume": "tests/integration/test_runs.py",
     "tracking.sinks": "tests/observability/test_sinks.py",
@@ -258,7 +264,7 @@ def test_a_setting_of_the_processes_arrives_where_they_are_started(case, tmp_pat
     section, _, role = where.partition(".")
 
     def arrives(config):
-        specs = actor_specs(config, tmp_path, tmp_path)
+        specs = actor_specs(by_device(config, this_machine()), tmp_path, tmp_path)
         return specs.threads[role] if section == "threads" else attrgetter(where)(specs)
 
     assert arrives(before) != value == arrives(after)

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from rl.controller.rollouts import Rollouts
 from rl.envs.base import Env, derive_seed
 from rl.envs.question_file import QuestionFile
 from rl.envs.sort_letters import SortLetters
@@ -16,7 +20,17 @@ from rl.envs.verifier import Verifier
 from rl.errors import ConfigError
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
-from rl.types import Completion, Problem, Rewards, Rollout, SamplingParams, Segment, StopReason, VersionRange
+from rl.types import (
+    Completion,
+    Problem,
+    Rewards,
+    Rollout,
+    SamplingParams,
+    Score,
+    Segment,
+    StopReason,
+    VersionRange,
+)
 
 
 def test_sorting_is_rewarded_only_when_exact_and_ended():
@@ -64,7 +78,7 @@ def test_a_question_file_never_trains_on_what_it_holds_out_and_names_answers_it_
     file.write_text("".join(f'{{"question": "{q}", "answer": "{a}"}}\n' for q, a in rows))
     env = QuestionFile(path=str(file), num_eval=1)
     assert {env.train_problem(i).question for i in range(20)} == {"b"}
-    file.write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "so #### 42"}\n')
+    file.write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "so 42 apples"}\n')
     assert "1 answers of" in env.validate()[0] and "data.jsonl:2" in env.validate()[0]
 
 
@@ -231,3 +245,76 @@ def test_a_question_file_is_split_at_line_feeds_alone(tmp_path):
     env = QuestionFile(path=str(file), num_eval=1)
     assert env.validate() == [] and env.eval_problems()[0].question == "one\u2028line"
     assert env.train_problem(0).answer == "2.5"
+
+
+class Spelled:
+    """A tokenizer of characters, which writes turns out as <role>text."""
+
+    eos_id = 0
+
+    def encode(self, text):
+        return [1, *map(ord, text)]
+
+    def encode_plain(self, text):
+        return [*map(ord, text)]
+
+    def encode_chat(self, user, system=""):
+        return self.encode(f"<system>{system}" * bool(system) + f"<user>{user}")
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({}, "ba>"),
+        ({"prompt_prefix": "dc>cd\n"}, "dc>cd\nba>"),
+        ({"chat": True}, "<user>ba>"),
+        ({"chat": True, "prompt_prefix": "Sort."}, "<system>Sort.<user>ba>"),
+    ],
+)
+def test_a_prompt_is_prefix_and_question_or_turns_of_them(settings, text):
+    prompt = SortLetters(**settings).encode(Problem("1", "ba>", "ab"), Spelled())
+    assert prompt.tokens == (1, *map(ord, text))
+
+
+def test_a_completion_ends_at_eos_or_at_a_text_of_the_env():
+    asked = []
+
+    class Sampler:
+        async def sample(self, prompt, n, params):
+            asked.append(params)
+            return [Completion([97], [-1.0], VersionRange(0, 0), StopReason.STOP)] * n
+
+    async def score(rollouts):
+        return [Score(1.0) for _ in rollouts]
+
+    for stop in ((), ("\n", ".")):
+        rollouts = Rollouts(SortLetters(num_eval=8, stop=stop), Spelled(), score, group_size=2, seed=0)
+        asyncio.run(rollouts.train_group(0, Sampler()))
+    assert [params.stop_token_ids for params in asked] == [(0,), (0, 10, 46)]
+
+
+GSM8K = {"question": "How many?", "answer": "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_gsm8k_s_answers_are_read_from_either_kind_of_file(tmp_path, suffix):
+    path, rows = tmp_path / f"train.{suffix}", [{**GSM8K, "question": f"How many? {i}"} for i in range(3)]
+    if suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = QuestionFile(path=str(path), num_eval=1)
+    assert env.validate() == []
+    problem = env.train_problem(0)
+    assert problem.answer == "7" and env.demonstration(problem, 0) == GSM8K["answer"]
+    assert env.reward(problem, "so 4 + 3, that is 7.0", StopReason.STOP) == 1
+    assert env.reward(problem, "7 or 8", StopReason.STOP) == 0
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 and nothing else")
+    (line,) = QuestionFile(path=str(tmp_path / "train.parquet")).validate()
+    assert "train.parquet is not a readable parquet file" in line and "fetch it again" in line

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.devices import with_all
+
 ROOT = Path(__file__).parent.parent.parent
 MAX_VERSIONS = 3
 
@@ -52,7 +54,9 @@ def rl(*arguments, timeout=400):
 
 def start(*arguments, stderr=subprocess.STDOUT):
     command = [sys.executable, "-m", "rl.cli", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=with_all(), stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
 
 
 def wait_for_line(process, beginning):

@@ -16,7 +16,10 @@ import torch
 from configs.quickstart import quickstart
 from rl.envs.base import derive_seed
 from rl.models.checkpoint_dir import is_complete
+from tests.devices import limit, needs
 from tests.integration.runs import ROOT, pid_of, read_metrics, rl, shared_leftovers, start, wait_for_line
+
+pytestmark = needs(2)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,7 @@ def test_fsdp2_with_two_generators_trains_and_measures_parity_on_every_step(fsdp
     assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
     for step in metrics[1:]:
         assert step["tokens/trained"] > 0
-        assert step["logprob_diff/mean"] < 1e-3 and step["logprob_diff/max"] < 1e-3
+        assert max(step["logprob_diff/mean"], step["logprob_diff/max"]) < limit("generator against trainer")
         assert step["logprob_diff/ratio_outside"] == 0
         assert {
             "loss",
@@ -167,7 +170,7 @@ def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
     done = rl("train", "tests/recipes.py:tp2_and_torchstore", "--run_dir", run_dir)
     assert done.returncode == 0, done.stderr[-3000:]
     for step in read_metrics(run_dir)[1:]:
-        assert step["logprob_diff/max"] < 1e-3 and step["grad_norm"] > 0
+        assert step["logprob_diff/max"] < limit("generator against trainer") and step["grad_norm"] > 0
 
 
 def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_path):
@@ -178,7 +181,10 @@ def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_pa
     )  # the reference is a second adapter in the trainer
     metrics = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
-        assert metrics[step]["logprob_diff/max"] < 1e-3 and metrics[step]["grad_norm"] > 0
+        assert (
+            metrics[step]["logprob_diff/max"] < limit("generator against trainer")
+            and metrics[step]["grad_norm"] > 0
+        )
         assert metrics[step]["kl"] == pytest.approx(0, abs=1e-6)  # it follows the policy after every step
     assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-4"}
     assert (tmp_path / "run" / "hf-adapter" / "adapter_config.json").exists()
@@ -193,7 +199,10 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
     assert "starting processes: 1 trainer, 1 generator, 1 critic, 1 reference, 1 reward" in done.stdout
     before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
-        assert before[step]["logprob_diff/max"] < 1e-3 and before[step]["updates"] == 4
+        assert (
+            before[step]["logprob_diff/max"] < limit("generator against trainer")
+            and before[step]["updates"] == 4
+        )
         assert before[step]["critic/grad_norm"] > 0 and before[step]["tis/weight"] == pytest.approx(
             1, abs=1e-3
         )
@@ -235,7 +244,9 @@ def test_supervised_learning_then_distillation_by_the_transformers_engine(tmp_pa
     first, *_, last = learn(tmp_path, "teacher")
     assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last
     steps = learn(tmp_path, "student", "--reference.model.path", tmp_path / "teacher" / "hf")
-    assert all(m["logprob_diff/max"] < 1e-3 and m["grad_norm"] > 0 for m in steps)
+    assert all(
+        m["logprob_diff/max"] < limit("generator against trainer") and m["grad_norm"] > 0 for m in steps
+    )
     assert fmean(m["reverse_kl"] for m in steps[-10:]) < 0.8 * fmean(m["reverse_kl"] for m in steps[:3])
 
 
@@ -290,7 +301,7 @@ def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert all(largest < 1e-3 for _, largest in result["synced"]), result
+    assert all(largest < limit("generator against trainer") for _, largest in result["synced"]), result
     assert result["left_out"][0] > 0.03, result  # thirty times the bound, in the mean
     assert result["versions"] == [[[0, 0]], [[1, 1]], [[2, 2]], [[2, 2]]]
     assert result["reproducible"] and result["distinct"] > 1

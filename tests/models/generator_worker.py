@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from rl.models.generator.engine import GeneratorEngine
 from rl.models.generator.lockstep import Lockstep
@@ -61,8 +62,10 @@ if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
         job = pickle.load(file)
     config = job["config"]
-    lockstep = Lockstep(VLLM(config, job["transport"]), config.tensor_parallel)
+    thread = ThreadPoolExecutor(1)
+    lockstep = Lockstep(thread.submit(VLLM, config, job["transport"]).result(), config.tensor_parallel)
     if int(os.environ.get("RANK", 0)):
         lockstep.follow()
-    print(json.dumps(asyncio.run(main(job, GeneratorEngine(lockstep.tick)))), flush=True)
+    engine = GeneratorEngine(lockstep.tick, thread)
+    print(json.dumps(asyncio.run(main(job, engine))), flush=True)
     os._exit(0)  # not by vLLM's own way out, which waits for the other ranks

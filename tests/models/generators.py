@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import pickle
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import sys
 
 from rl.models.generator.environment import generator_environment
 from rl.weight_sync.manifest import Manifest
+from tests.devices import with_all
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 0.0625}
 
@@ -39,7 +39,7 @@ def ask(directory, config, transport, prompt, loads, **more):
 
 
 def _start(job, rank, num_ranks, port):
-    env = os.environ | generator_environment(max(1, 2 // num_ranks))
+    env = with_all() | generator_environment(max(1, 2 // num_ranks))
     if num_ranks > 1:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

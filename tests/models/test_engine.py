@@ -85,7 +85,7 @@ def test_several_calls_equal_one_call_on_the_joined_batch(make, dtype, parts):
 def test_chunking_the_head_changes_nothing(make, monkeypatch):
     whole, chunked = make(), make()
     whole_metrics = whole.forward_backward(pack(samples()), CrossEntropy())
-    monkeypatch.setattr(target_logprobs, "_CHUNK_ELEMENTS", 128 * 7)
+    monkeypatch.setattr(target_logprobs, "CHUNK_ELEMENTS", 128 * 7)
     chunked_metrics = chunked.forward_backward(pack(samples()), CrossEntropy())
     assert chunked_metrics == pytest.approx(whole_metrics, abs=1e-4)
     assert worst(gradients(whole), gradients(chunked)) < 1e-5

@@ -1,6 +1,7 @@
 """The generator's scheduling over an engine that is made up: waves, weights between steps, failures."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,7 +48,8 @@ class Fake:
 
 def run(main, **options):
     fake = Fake(**options)
-    asyncio.run(asyncio.wait_for(main(GeneratorEngine(fake.tick)), 10))
+    with ThreadPoolExecutor(1) as thread:
+        asyncio.run(asyncio.wait_for(main(GeneratorEngine(fake.tick, thread)), 10))
     return fake
 
 

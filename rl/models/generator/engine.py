@@ -6,7 +6,10 @@ That is continuous batching. It knows nothing of Monarch and nothing of vLLM's A
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from rl.errors import RunError
@@ -19,10 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 class GeneratorEngine:
-    """`tick` runs commands and decodes one step, in a thread. All coroutines belong to one event loop."""
+    """`tick` runs commands and decodes one step. All coroutines belong to one event loop."""
 
-    def __init__(self, tick: Callable[[Sequence[Command]], Tick]):
+    def __init__(self, tick: Callable[[Sequence[Command]], Tick], thread: Executor):
+        """thread: of one worker, the one that made what `tick` drives."""
         self._tick = tick
+        self._thread = thread
         self._numbers = count()
         self._commands: list[Command] = []
         self._waves: dict[int, dict[int, list[Admit]]] = {}  # those that are not complete yet
@@ -92,7 +97,9 @@ class GeneratorEngine:
         try:
             while self._commands or num_running:
                 commands, self._commands = self._commands, []
-                tick = await asyncio.to_thread(self._tick, commands)
+                # Transports may call actors, for which they need the context of this one.
+                step = partial(copy_context().run, self._tick, commands)
+                tick = await asyncio.get_running_loop().run_in_executor(self._thread, step)
                 num_running = tick.num_running
                 self._num_ticks += 1
                 for number, answer in tick.answers.items():

@@ -3,9 +3,11 @@
 import torch
 
 
-def generator_environment(num_threads: int, compile: bool = False) -> dict[str, str]:
+def generator_environment(num_threads: int, compile: bool = False, dtype: str = "float32") -> dict[str, str]:
     helpers_alone = not compile and not torch.accelerator.is_available()
-    return {
+    # Triton's matrix products in fp32 are tf32 by default, 10 bits of mantissa, vLLM's attention among them.
+    exact = {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
+    return exact | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: less memory, faster start
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1" if helpers_alone else "0",  # else 10 s of g++ at the first token

@@ -12,9 +12,10 @@ class VLLMConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int = 2048
     max_num_seqs: int = 256
-    kv_cache_gib: float = 0.25
+    kv_cache_gib: float | None = 0.25  # None: on a GPU, what vLLM finds free
     block_size: int = 32  # tokens; prompts share whole blocks of their prefixes
     compile: bool = False
+    cuda_graphs: bool = False
     tensor_parallel: int = (
         1  # ranks, under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     )

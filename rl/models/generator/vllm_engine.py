@@ -23,6 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from rl.errors import RunError
 from rl.interfaces import Transport
 from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
+from rl.models.generator.vllm_arguments import graph_args, memory_args
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
 from rl.models.hf import max_positions, read_config
@@ -211,15 +212,17 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype=config.dtype,
-        enforce_eager=not config.compile,
+        enforce_eager=not (config.compile or config.cuda_graphs),
+        **graph_args(config),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         # vLLM rewinds the seeded generator of a prompt that it cuts in two; torch's CPU generator cannot.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(config.max_model_len, 4096),
-        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+        **memory_args(config),
         block_size=config.block_size,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        async_scheduling=False,  # vLLM's default on GPUs: its queue of batches was not tested with updates in flight
         disable_log_stats=True,
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if config.tensor_parallel > 1 else None,

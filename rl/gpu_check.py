@@ -1,0 +1,137 @@
+"""`rl gpu-check`: what only a GPU can decide, in one table, for its first hour. Each check under two minutes.
+
+Each check is a process of its own, so that what fails, hangs or crashes costs one row. On a CPU those run that
+can, and the others say what they need.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.cluster.machine import Machine, this_machine
+from rl.errors import ConfigError
+from rl.gpu_checks import (
+    attention,
+    compile_,
+    context_parallel,
+    imports,
+    moe,
+    move,
+    self_check,
+    stack,
+    with_weights,
+)
+
+_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """`run(model_dir)` returns figures, and raises where something is wrong. `needs`: GPUs, at least."""
+
+    name: str
+    question: str
+    run: Callable[[Path], dict[str, Any]]
+    needs: int = 0
+    num_procs: int = 1  # that need a GPU each, where there is one
+    own_model: bool = False  # means something for a model of the user's alone
+
+
+CHECKS = (
+    Check("imports", "Monarch, torchstore and vLLM beside this torch", imports),
+    Check("fp32", "trainer against generator in float32, three versions", stack("float32", 1e-3)),
+    Check("bf16", "the same in bfloat16", stack("bfloat16", 0.05)),
+    Check(
+        "bf16_no_graphs", "the same without CUDA graphs", stack("bfloat16", 0.05, cuda_graphs="off"), needs=1
+    ),
+    Check("moe", "the same with experts", moe),
+    Check("attention", "TitanEngine's attention against HFEngine's in bfloat16", attention),
+    Check(
+        "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
+    ),
+    Check("move", "Engine.to('cpu') and back", move, needs=1),
+    Check(
+        "context_parallel", "two processes that share each row, against one", context_parallel, num_procs=2
+    ),
+    Check("self_check", "HFEngine's check of a model of yours", self_check, own_model=True),
+)
+
+
+def gpu_check(arguments: Sequence[str]) -> int:
+    """Print a row for each check. Returns 0 where all that can run here passed."""
+    if len(arguments) == 3 and arguments[0] == "--worker":
+        return _work(arguments[1], Path(arguments[2]))
+    if arguments and (arguments[0] != "--model" or len(arguments) != 2):
+        raise ConfigError(f"rl gpu-check takes --model DIRECTORY or nothing, not {' '.join(arguments)!r}")
+    machine, failed = this_machine(), []
+    print(f"{_describe(machine)}\n")
+    with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
+        own = Path(arguments[1]).resolve() if arguments else None
+        model = own or _tiny_model(Path(scratch))
+        for check in CHECKS:
+            if reason := _why_not(check, machine, own):
+                print(f"-     {check.name:17} {check.question}: {reason}", flush=True)
+                continue
+            began = time.monotonic()
+            wrong, figures = _run(check, model)
+            seconds = f"{time.monotonic() - began:.0f} s"
+            print(f"{'FAIL' if wrong else 'ok':5} {check.name:17} {check.question}: ", end="")
+            print(f"{wrong or _words(figures)} ({seconds})", flush=True)
+            failed += [check.name] * bool(wrong)
+    print(f"\n{'failed: ' + ', '.join(failed) if failed else 'all that could run passed'}")
+    if machine.gpus:
+        print("please report this table, with the model and the output of rl doctor")
+    return 1 if failed else 0
+
+
+def _why_not(check: Check, machine: Machine, own: Path | None) -> str:
+    needs = max(check.needs, check.num_procs) if machine.gpus else check.needs
+    if len(machine.gpus) < needs:
+        return f"needs {needs} GPU{'s' * (needs > 1)}"
+    return "needs --model DIRECTORY" if check.own_model and own is None else ""
+
+
+def _run(check: Check, model: Path) -> tuple[str, dict[str, Any]]:
+    """What went wrong, if anything, and the figures."""
+    command = [sys.executable, "-m", "rl.cli", "gpu-check", "--worker", check.name, str(model)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {_SECONDS:.0f} s", {}
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return (lines[-1] if lines else f"ended with code {done.returncode}")[:300], {}
+    return "", json.loads(done.stdout.splitlines()[-1])
+
+
+def _work(name: str, model: Path) -> int:
+    (check,) = [check for check in CHECKS if check.name == name]
+    print(json.dumps(check.run(model)), flush=True)
+    return 0
+
+
+def _words(figures: dict[str, Any]) -> str:
+    shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in figures.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _describe(machine: Machine) -> str:
+    if not machine.gpus:
+        return f"no GPU: {machine.num_cores} cores"
+    return "\n".join(
+        f"GPU {i}: {g.name}, {g.gib:.1f} GiB, {g.capability}" for i, g in enumerate(machine.gpus)
+    )
+
+
+def _tiny_model(scratch: Path) -> Path:
+    """A Qwen3 of random weights, in 64-wide heads as flash attention knows them."""
+    from rl.envs.sort_letters import ALPHABET
+    from rl.models.sources import TinyQwen3
+
+    return with_weights(TinyQwen3(ALPHABET, num_kv_heads=2, max_length=512).materialize(scratch), scratch)

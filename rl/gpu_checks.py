@@ -1,0 +1,256 @@
+"""The checks of `rl gpu-check`: each takes a model's directory, returns figures, and raises where something is wrong.
+
+Imports are inside: each check runs in a process of its own.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl.cluster.machine import this_machine
+
+_NUM_PROMPTS = 64
+
+
+def with_weights(config_dir: Path, scratch: Path) -> Path:
+    """What is in the directory, with random weights."""
+    code = (
+        "import sys; from rl.models.titan import TitanEngine as E; from rl.models.engine_config import "
+        "EngineConfig as C; E(sys.argv[1], C(seed=0, max_seq_len=512)).save_hf(sys.argv[2])"
+    )
+    out = scratch / "weights"
+    subprocess.run([sys.executable, "-c", code, str(config_dir), str(out)], check=True, capture_output=True)
+    return out
+
+
+def imports(model: Path) -> dict[str, Any]:
+    import monarch.actor  # noqa: F401
+    import torch
+    import torchstore  # noqa: F401
+    import vllm
+
+    found: dict[str, Any] = {"torch": torch.__version__, "vllm": vllm.__version__}
+    if torch.cuda.is_available():
+        from rl.models.cuda import activate_flash_attention
+
+        found |= {"CUDA": torch.version.cuda, "varlen attention by": activate_flash_attention()}
+    return found
+
+
+def _batches(vocab_size: int, count: int = 20, multiple_of: int = 1) -> list[Any]:
+    """Micro-batches of varied lengths, always the same ones."""
+    import numpy as np
+
+    from rl.batching import pack, supervised_sample
+
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(count):
+        lengths = rng.integers(8, 120, rng.integers(1, 5)).tolist()
+        rows = [rng.integers(3, vocab_size, 4 + length).tolist() for length in lengths]
+        samples = [supervised_sample(row[:4], row[4:]) for row in rows]
+        made.append(pack(samples, num_ranks=1, max_tokens=512, multiple_of=multiple_of))
+    return made
+
+
+def _engine(model: Path, **settings: Any) -> Any:
+    from rl.models.build import ENGINES
+    from rl.models.engine_config import EngineConfig
+
+    kind = settings.pop("kind", "titan")
+    return ENGINES[kind](model, EngineConfig(max_seq_len=512, **settings))
+
+
+def _gap(one: Any, other: Any, batches: list[Any], adapter: str | None = None) -> dict[str, float]:
+    """Between the logprobs of two engines."""
+    import numpy as np
+
+    gaps = [
+        np.abs(a - b)
+        for batch in batches
+        for a, b in zip(
+            one.forward(batch, adapter).values(), other.forward(batch, adapter).values(), strict=True
+        )
+    ]
+    joined = np.concatenate(gaps)
+    return {"gap mean": float(joined.mean()), "gap max": float(joined.max())}
+
+
+def compile_(model: Path) -> dict[str, Any]:
+    """fullgraph=True, and a limit of recompilations: varied lengths must not pass it."""
+    from rl.loss.cross_entropy import CrossEntropy
+    from rl.models.hf import read_config
+    from rl.types import LoRA, OptimParams
+
+    batches = _batches(read_config(model)["vocab_size"])
+    found: dict[str, float] = {}
+    for adapter in (None, "lora"):
+        one, other = (
+            _engine(model, dtype="bfloat16", adapters=bool(adapter), compile=c) for c in (True, False)
+        )
+        for engine in (one, other):
+            if adapter:
+                engine.adapters.add(adapter, LoRA(rank=8), seed=0)
+            for batch in batches:
+                engine.forward_backward(batch, CrossEntropy(), adapter)
+            engine.optim_step(OptimParams(lr=1e-4), adapter)
+        gaps = _gap(one, other, batches, adapter)
+        found |= {f"{adapter or 'model'}: {name}": value for name, value in gaps.items()}
+        _hold(gaps["gap mean"], 0.05)
+    return found
+
+
+def attention(model: Path) -> dict[str, Any]:
+    """torchtitan's attention of this device against transformers', in bfloat16."""
+    from rl.models.hf import read_config
+
+    batches = _batches(read_config(model)["vocab_size"], 5)
+    one, other = (_engine(model, kind=kind, dtype="bfloat16") for kind in ("titan", "hf"))
+    gaps = _gap(one, other, batches)
+    _hold(gaps["gap mean"], 0.05)
+    return gaps
+
+
+def move(model: Path) -> dict[str, Any]:
+    import torch
+
+    from rl.models.hf import read_config
+
+    engine = _engine(model, dtype="bfloat16")
+    (batch,) = _batches(read_config(model)["vocab_size"], 1)
+    before, held = engine.forward(batch), torch.cuda.memory_allocated()
+    engine.to("cpu")
+    left = torch.cuda.memory_allocated()
+    engine.to("cuda")
+    after = engine.forward(batch)
+    if any((before[i] != after[i]).any() for i in before):
+        raise RuntimeError("logprobs differ after to('cpu') and back")
+    return {"MiB on the device": held / 2**20, "after to('cpu')": left / 2**20}
+
+
+def self_check(model: Path) -> dict[str, Any]:
+    began = time.monotonic()
+    engine = _engine(model, kind="hf", dtype="bfloat16")
+    return {"packed": engine._model.packed, "seconds": time.monotonic() - began}
+
+
+def context_parallel(model: Path) -> dict[str, Any]:
+    """Two processes of this same check, each with half of every row."""
+    from rl.models.hf import read_config
+
+    vocab_size = read_config(model)["vocab_size"]
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "rl.cli", "gpu-check", "--worker", "context_parallel", str(model)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-300:])
+        two = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"logprobs"')))
+        one = _engine(model).forward(_batches(vocab_size, 1)[0])
+        gap = max(
+            abs(a - b) for i, row in one.items() for a, b in zip(row, two["logprobs"][str(i)], strict=True)
+        )
+        _hold(float(gap), 1e-3)
+        return {"gap max": float(gap)}
+    from rl.models.layout import Layout
+
+    engine = _engine(model, layout=Layout(context_parallel=2))
+    (batch,) = _batches(vocab_size, 1, engine.config.row_multiple)
+    return {"logprobs": {i: row.tolist() for i, row in engine.forward(batch).items()}}
+
+
+def _hold(found: float, limit: float) -> None:
+    if not found < limit:
+        raise RuntimeError(f"{found:.3g} is not under {limit:g}")
+
+
+def stack(dtype: str, limit: float, **generator: Any) -> Callable[[Path], dict[str, Any]]:
+    """Trainer, weight sync and generator together, over three published versions."""
+
+    def run(model: Path) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as run_dir:
+            return asyncio.run(_parity(model, Path(run_dir), dtype, limit, generator))
+
+    return run
+
+
+async def _parity(
+    model: Path, run_dir: Path, dtype: str, limit: float, generator: dict[str, Any]
+) -> dict[str, Any]:
+    from rl.batching import to_sample
+    from rl.cluster.launch import launch
+    from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig
+    from rl.controller.device_defaults import by_device
+    from rl.controller.specs import actor_specs
+    from rl.envs.sort_letters import SortLetters
+    from rl.loss.clip import Clip
+    from rl.models.sources import ModelDir
+    from rl.models.tokenizer import HFTokenizer
+    from rl.types import OptimParams, SamplingParams
+
+    config = RunConfig(
+        model=ModelDir(str(model)),
+        env=SortLetters(max_new_tokens=64),
+        trainer=TrainerConfig(max_tokens=512),
+        generator=GeneratorConfig(kv_cache_gib=0.5, **generator),
+        dtype=dtype,  # type: ignore[arg-type]
+    )
+    tokenizer, gaps, seconds, sync, tokens = HFTokenizer(model), [], 0.0, 0.0, 0
+    async with launch(actor_specs(by_device(config, this_machine()), model, run_dir), run_dir) as actors:
+        prompts = [config.env.encode(config.env.train_problem(i), tokenizer) for i in range(_NUM_PROMPTS)]
+        for version in range(3):
+            began = time.monotonic()
+            await actors.publish(version)
+            await _served(actors.generators, version)
+            sync, began = time.monotonic() - began, time.monotonic()
+            params = SamplingParams(64, 1.0, version, (tokenizer.eos_id,))
+            groups = await asyncio.gather(
+                *(config.env.drive(prompt, 4, params, actors.generators, tokenizer) for prompt in prompts)
+            )
+            seconds = time.monotonic() - began
+            rollouts = [rollout for group in groups for rollout in group]
+            tokens = sum(sum(rollout.turn_lengths) for rollout in rollouts)
+            batch = actors.trainer.pack([to_sample(r, 1.0 - 2 * (i % 2)) for i, r in enumerate(rollouts)])
+            metrics = await actors.trainer.forward_backward(batch, Clip())
+            gaps.append((metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]))
+            await actors.trainer.optim_step(OptimParams(lr=1e-4, grad_scale=1 / metrics["tokens:sum"]))
+        num_bytes = sum(m.num_bytes for m in [await actors.trainer.publish_weights(3)])
+    for mean, _ in gaps:
+        _hold(mean, limit)
+    return {
+        "gap mean": max(mean for mean, _ in gaps),
+        "gap max": max(most for _, most in gaps),
+        "tokens/s": tokens / seconds,
+        "sync s": sync,
+        "sync GB/s": num_bytes / sync / 1e9,
+    }
+
+
+async def _served(pool: Any, version: int) -> None:
+    await pool.changed.wait_for(lambda: all(replica.version == version for replica in pool.replicas))
+
+
+def moe(model: Path) -> dict[str, Any]:
+    """A small Qwen3-MoE in place of the model, its weights published twice."""
+    with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
+        directory = Path(scratch) / "moe"
+        directory.mkdir()
+        for file in model.iterdir():
+            if file.suffix == ".json" and "safetensors" not in file.name:
+                (directory / file.name).write_bytes(file.read_bytes())
+        hf = json.loads((directory / "config.json").read_text())
+        hf |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "hidden_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+            "intermediate_size": 192, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+        (directory / "config.json").write_text(json.dumps(hf))
+        return stack("bfloat16", 0.05)(with_weights(directory, Path(scratch)))

@@ -1,0 +1,157 @@
+"""Every verb of both engines on a device that is not there: no kernel runs, but tensors of two devices do not mix.
+
+The device is "meta" under FakeTensorMode, as strict as a GPU: what computes with a host's tensor, or reads a device's
+tensor as numpy, raises. FSDP knows no such device and is left out: what it does with devices is torch's own. Run as
+`python -m tests.models.fake_device JOB`, a JSON file with a directory of copies of rl/, each with one change; for each it
+prints what was raised, or nothing.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+
+def exercise(model_dir: str) -> None:
+    """Raises where anything is on the wrong device."""
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = torch.device("meta")
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+    def init_process_group(timeout_seconds: float) -> torch.device:
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        return device
+
+    def on_host(value):
+        """What a read of the host's would give; only of a tensor that is there, as with a GPU's."""
+
+        def read(tensor, *args, **kwargs):
+            if tensor.device.type != "cpu":
+                raise TypeError(
+                    f"can't convert {tensor.device} device type tensor to numpy; use .cpu() first"
+                )
+            return value(tensor)
+
+        return read
+
+    import numpy as np
+
+    reads = {
+        "numpy": on_host(lambda t: np.zeros(tuple(t.shape), str(t.dtype).removeprefix("torch."))),
+        "item": lambda t: 1.0,
+        "tolist": lambda t: np.ones(tuple(t.shape)).tolist(),
+        "__bool__": lambda t: True,
+        "unique": lambda t, return_inverse=True: (t[:2], torch.zeros_like(t)),
+    }
+    engine_module = importlib.import_module("rl.models.engine")
+    titan, hf_engine = (
+        importlib.import_module("rl.models.titan"),
+        importlib.import_module("rl.models.hf_engine"),
+    )
+    spec_of = titan.model_spec
+
+    def unsharded(*args, **kwargs):
+        spec = spec_of(*args, **kwargs)
+        spec.parallelize_fn = lambda model, **_: model
+        return spec
+
+    with ExitStack() as stack:
+        for name, read in reads.items():
+            stack.enter_context(mock.patch.object(FakeTensor, name, read, create=True))
+        stack.enter_context(mock.patch.object(engine_module, "init_process_group", init_process_group))
+        stack.enter_context(mock.patch.object(titan, "model_spec", unsharded))
+        stack.enter_context(mock.patch.object(hf_engine, "fully_shard", lambda *_, **__: None))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for kind in (titan.TitanEngine, hf_engine.HFEngine):
+            _verbs(kind, model_dir, device)
+
+
+def _verbs(kind, model_dir, device) -> None:
+    import numpy as np
+    import torch
+
+    from rl.batching import pack
+    from rl.loss.cispo import CISPO
+    from rl.loss.clip import Clip
+    from rl.loss.correction import Correction
+    from rl.loss.cross_entropy import CrossEntropy
+    from rl.loss.distillation import Distillation
+    from rl.loss.dpo import DPO
+    from rl.loss.gspo import GSPO
+    from rl.loss.importance_sampling import ImportanceSampling
+    from rl.loss.kl import KL
+    from rl.loss.objective import Objective
+    from rl.loss.value import ClippedValue
+    from rl.models.engine_config import EngineConfig
+    from rl.models.export import whole_tensors
+    from rl.types import LoRA, OptimParams, Sample
+    from rl.weight_sync.buffers import write_shards
+
+    def sample(seed: int, length: int) -> Sample:
+        draw = np.random.default_rng(seed)
+        names = ("old_logprobs", "ref_logprobs", "values", "returns", "old_values")
+        scored = np.arange(length) > 4
+        return Sample(
+            tokens=draw.integers(3, 100, length), loss_mask=scored, generator_logprobs=np.zeros(length, np.float32),
+            advantages=np.ones(length, np.float32), weights=np.ones(length, np.float32),
+            loss_inputs={name: np.zeros(length, np.float32) for name in names},
+        )  # fmt: skip
+
+    rows = [sample(0, 40), sample(1, 21), sample(0, 30), sample(2, 70)]
+    batch = pack(rows, max_tokens=96)
+    losses = [Clip(), GSPO(), CISPO(), CrossEntropy(), Distillation(), ImportanceSampling(), DPO()]
+    losses += [Objective(Clip(), Correction(tis_clip=2.0, mask_high=5.0), KL(coef=0.1), entropy_coef=0.1)]
+    for settings in ({}, {"head": "value"}, {"adapters": True}):
+        engine = kind(model_dir, EngineConfig(seed=1, **settings))
+        assert engine.device == device and all(t.device == device for t in engine._tensors.values())
+        adapter = None
+        if settings.get("adapters"):
+            adapter = "a"
+            engine.adapters.add("a", LoRA(rank=2), seed=0)
+            engine.adapters.add("b", LoRA(rank=2), seed=0)
+            engine.adapters.copy("a", "b")
+        engine.forward(batch, adapter)
+        engine.logits(batch, adapter)
+        for loss in [ClippedValue(0.2)] if settings.get("head") else losses:
+            engine.forward_backward(batch, loss, adapter)
+            engine.optim_step(OptimParams(1e-3), adapter)
+        write_shards(engine.export(adapter), "key", lambda n: torch.empty(n, dtype=torch.uint8))
+        for _, tensor in whole_tensors(engine._tensors, torch.bfloat16, engine._split):
+            assert tensor.device.type == "cpu"
+        engine.reset_optimizer(adapter)
+
+
+def main(job: dict) -> None:
+    for path in job["copies"]:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            sys.path.insert(0, path)
+            try:
+                exercise(job["model"])
+                message = ""
+            except BaseException as error:
+                message = "".join(traceback.format_exception(error))[-1500:] or repr(error)
+            os.write(write, message.encode()[-4000:])
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as answers:
+            print(json.dumps({"copy": path, "raised": answers.read()}), flush=True)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    sys.path.remove(os.getcwd()) if os.getcwd() in sys.path else None
+    import torch  # noqa: F401  once for all copies
+    import transformers  # noqa: F401
+
+    main(json.loads(Path(sys.argv[1]).read_text()))

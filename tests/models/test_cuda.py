@@ -1,0 +1,179 @@
+"""What is decided by the kind of GPU, with a stand-in for it: which kernels, which settings, which memory."""
+
+import types
+
+import pytest
+import torch
+
+from rl.cluster import spawn
+from rl.models import cuda
+from rl.models.cuda import activate_flash_attention, expands_heads
+from rl.models.generator.environment import generator_environment
+from rl.models.generator.vllm_arguments import graph_args, memory_args
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.weight_sync import buffers
+
+# (compute capability, what importing its kernels raises, the kernels that are used)
+KERNELS = [
+    ((8, 0), None, "FA2"),
+    ((8, 9), None, "FA2"),
+    ((9, 0), None, "FA3"),
+    ((9, 0), ImportError("no flash_attn_interface"), "FA2"),
+    ((9, 0), RuntimeError("does not expose FA3 kernels"), "FA2"),
+    ((10, 0), None, "FA4"),
+    ((10, 3), ImportError("no flash_attn"), "FA2"),
+    ((12, 0), None, "FA2"),
+    ((12, 0), AssertionError("FA4 must not even be tried"), "FA2"),
+]
+
+
+@pytest.mark.parametrize("capability, failure, kernels", KERNELS)
+def test_varlen_attention_takes_the_fastest_kernels_that_are_there(monkeypatch, capability, failure, kernels):
+    tried = []
+
+    def activate(name):
+        tried.append(name)
+        if failure:
+            raise failure
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(cuda, "activate_flash_attention_impl", activate)
+    assert activate_flash_attention() == kernels
+    assert tried == ([cuda.FLASH_KERNELS[capability[0]]] if capability[0] in cuda.FLASH_KERNELS else [])
+
+
+def test_torchtitan_s_own_varlen_attention_fails_where_ours_falls_back(monkeypatch):
+    """The reason for the subclass: when this fails, torchtitan has learned to fall back itself."""
+    import rl.models.attention as attention
+
+    import torchtitan.models.common.attention as titan_attention
+    import torchtitan.tools.utils as titan_utils
+
+    def missing(name):
+        raise ImportError("no flash_attn_interface")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(titan_utils, "get_cuda_flash_attention_impl", lambda: "FA3")
+    monkeypatch.setattr(titan_attention, "activate_flash_attention_impl", missing)
+    monkeypatch.setattr(cuda, "activate_flash_attention_impl", missing)
+    with pytest.raises(ImportError):
+        titan_attention.VarlenAttention.Config().build()
+    ours = attention.Varlen.Config().build()
+    assert ours.kernels == "FA2" and ours.window_size == (-1, 0)
+
+
+def test_cudnn_s_attention_is_turned_off():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        cuda.prepare_gpu()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_grouped_heads_are_repeated_where_no_kernel_has_groups(monkeypatch):
+    assert [expands_heads(*of) for of in [
+        ("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.float32), ("cpu", torch.bfloat16),
+    ]] == [True, False, False, False]  # fmt: skip
+
+
+def test_repeated_heads_attend_as_grouped_ones_do(monkeypatch):
+    import numpy as np
+
+    import rl.models.attention as attention
+
+    torch.manual_seed(0)
+    positions = np.concatenate([np.arange(n) for n in (5, 40, 3)])
+    documents = attention.pack_documents(positions, torch.device("cpu"))
+    q, k, v = (torch.randn(48, heads, 16, requires_grad=True) for heads in (6, 2, 2))
+    results = []
+    for expand in (False, True):
+        monkeypatch.setattr(attention, "expands_heads", lambda *_, expand=expand: expand)
+        out = attention.packed_attention(q, k, v, documents, None)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
+
+
+def test_a_generator_in_fp32_computes_in_fp32():
+    assert generator_environment(1, dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in generator_environment(1, dtype="bfloat16")
+
+
+# (CUDA_VISIBLE_DEVICES, GPUs that torch sees, what each is called)
+MASKS = [
+    (None, 3, ["0", "1", "2"]),
+    ("2,3", 2, ["2", "3"]),
+    ("GPU-1f6a, GPU-77c0", 2, ["GPU-1f6a", "GPU-77c0"]),
+    ("0,1,-1,3", 2, ["0", "1"]),  # CUDA stops at the first that is none
+    ("", 0, []),
+]
+
+
+@pytest.mark.parametrize("mask, count, names", MASKS)
+def test_devices_are_named_as_the_mask_names_them(monkeypatch, mask, count, names):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert spawn.visible_devices() == names
+
+
+def test_shards_of_a_device_go_through_one_pinned_buffer(monkeypatch):
+    """With host memory that plays the device: what arrives, and that the buffer is made once for the largest."""
+    made = []
+
+    def empty(size, **options):
+        made.append((size, options.pop("pin_memory")))
+        return real(size, **options)
+
+    real = torch.empty
+    source = torch.arange(12.0).view(3, 4)
+    monkeypatch.setattr(buffers, "_staging", real(0, dtype=torch.uint8))
+    monkeypatch.setattr(buffers.torch, "empty", empty)
+    monkeypatch.setattr(buffers, "_is_on_host", lambda tensor: False)
+    for shape, dtype in (((3, 4), torch.bfloat16), ((2, 4), torch.bfloat16)):
+        target = real(shape, dtype=dtype)
+        buffers._copy_to_host(target, source[: shape[0]])
+        assert target.float().tolist() == source[: shape[0]].tolist()
+    assert made == [(24, True)]
+
+
+# (settings of VLLMConfig, a GPU is there, arguments that vLLM is given)
+VLLM_ARGUMENTS = [
+    ({"kv_cache_gib": 0.5}, False, {"kv_cache_memory_bytes": 2**29}),
+    ({"kv_cache_gib": 0.5}, True, {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": 0.01}),
+    ({"kv_cache_gib": None}, True, {}),
+]
+
+
+@pytest.mark.parametrize("settings, has_gpu, expected", VLLM_ARGUMENTS)
+def test_a_cache_of_a_given_size_asks_for_no_share_of_the_gpu(monkeypatch, settings, has_gpu, expected):
+    """vLLM refuses to start where 92% of a card are not free, whatever the cache: other roles are there too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert memory_args(VLLMConfig("", **settings)) == expected
+
+
+def test_graphs_without_compiling():
+    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    assert graph_args(VLLMConfig("", cuda_graphs=True)) == graphs
+    assert graph_args(VLLMConfig("", cuda_graphs=True, compile=True)) == {}  # vLLM's own choice
+    assert graph_args(VLLMConfig("")) == {}
+
+
+def test_doctor_says_what_a_gpu_machine_lacks(monkeypatch, capsys, tmp_path):
+    from rl import doctor
+    from rl.cluster import machine
+
+    monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(8, 64.0))
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0" if name == "vllm" else None)
+    monkeypatch.setattr(doctor, "_driver", lambda: "535.104.05")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    problems: list[str] = []
+    doctor._devices(types.SimpleNamespace(__version__="2.13.0", version=torch.version), problems)
+    assert len(problems) == 3
+    assert "can use no GPU (driver: 535.104.05); update the driver" in problems[0]
+    assert "no C compiler" in problems[1] and "no Python.h" in problems[2]
+    assert "--dtype float32" in capsys.readouterr().out
