@@ -3,25 +3,28 @@
 import importlib.util
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rl.envs.base import Env
 from rl.types import Problem, StopReason
 
+_HALF, _HALVED_AT = 0.5, 5.0
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class ReasoningGym(Env):
-    """Reward: 1 where reasoning-gym accepts the response's last number, if it ended with EOS; else 0."""
+    """Reward: 1 where reasoning-gym accepts the response's last number, if it ended; else 0, or a part."""
 
     chat: bool = True
     dataset: str = "chain_sum"
     """Name of a reasoning-gym dataset whose answers are numbers."""
     options: tuple[tuple[str, int], ...] = ()
     """Options of the dataset, such as (("max_terms", 2),)."""
-    partial_credit: bool = False
-    """Give what reasoning-gym gives for answers that are not right too: of 18, where 8 is right, a half."""
+    partial_credit: Literal["none", "dataset", "distance"] = "none"
+    """What a wrong number gets. dataset: what reasoning-gym gives it: of 18, where 8 is right, a half.
+    distance: 0.5 / (1 + d / 5), d being how far it is from the answer, so that groups without a right number
+    teach too."""
 
     def generate(self, seed: int) -> Problem:
         item = self._entry(seed)
@@ -31,9 +34,13 @@ class ReasoningGym(Env):
         numbers = _NUMBER.findall(response)
         if stop != StopReason.STOP or not numbers:
             return 0.0
-        entry = self._entry(int(problem.id))
-        score = float(self._dataset(int(problem.id)).score_answer(numbers[-1].replace(",", ""), entry))
-        return score if self.partial_credit else float(score >= 1)
+        entry, number = self._entry(int(problem.id)), numbers[-1].replace(",", "")
+        score = float(self._dataset(int(problem.id)).score_answer(number, entry))
+        if score >= 1 or self.partial_credit == "none":
+            return float(score >= 1)
+        if self.partial_credit == "dataset":
+            return score
+        return _HALF / (1 + abs(float(number) - float(problem.answer)) / _HALVED_AT)
 
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  2 s

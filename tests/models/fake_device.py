@@ -24,7 +24,20 @@ def exercise(model_dir: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = torch.device("meta")
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+    def apply(module, fn, recurse=True, made=None):
+        """nn.Module's own swaps tensors in place, which fake ones refuse. Tied parameters stay tied."""
+        made = {} if made is None else made
+        for child in module.children():
+            apply(child, fn, made=made)
+        for name, p in module._parameters.items():
+            if p is not None:
+                made.setdefault(id(p), (p, torch.nn.Parameter(fn(p.detach()), p.requires_grad)))
+                module._parameters[name] = made[id(p)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
 
     def init_process_group(timeout_seconds: float) -> torch.device:
         if not dist.is_initialized():
@@ -50,7 +63,8 @@ def exercise(model_dir: str) -> None:
         "item": lambda t: 1.0,
         "tolist": lambda t: np.ones(tuple(t.shape)).tolist(),
         "__bool__": lambda t: True,
-        "unique": lambda t, return_inverse=True: (t[:2], torch.zeros_like(t)),
+        "any": lambda t: False,
+        "unique": lambda t, return_inverse=False: (t[:2], torch.zeros_like(t)) if return_inverse else t[:2],
     }
     engine_module = importlib.import_module("rl.models.engine")
     titan, hf_engine = (
@@ -58,6 +72,10 @@ def exercise(model_dir: str) -> None:
         importlib.import_module("rl.models.hf_engine"),
     )
     spec_of = titan.model_spec
+
+    def fail(failure):
+        if failure:
+            raise failure
 
     def unsharded(*args, **kwargs):
         spec = spec_of(*args, **kwargs)
@@ -67,9 +85,20 @@ def exercise(model_dir: str) -> None:
     with ExitStack() as stack:
         for name, read in reads.items():
             stack.enter_context(mock.patch.object(FakeTensor, name, read, create=True))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", apply))
+        stack.enter_context(mock.patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda _: True))
+        adamw = torch.optim.AdamW
+        stack.enter_context(mock.patch.object(torch.optim, "AdamW", lambda groups, fused: adamw(groups, foreach=False)))
+        stack.enter_context(mock.patch.object(torch, "equal", lambda a, b: a.device == b.device))
+        stack.enter_context(mock.patch.object(torch, "nonzero", lambda t: t.new_zeros((1, t.ndim), dtype=torch.long)))
         stack.enter_context(mock.patch.object(engine_module, "init_process_group", init_process_group))
+        stack.enter_context(mock.patch.object(engine_module, "Checkpoints", mock.Mock()))
+        stack.enter_context(mock.patch.object(hf_engine, "fail_together", fail))
+        stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         stack.enter_context(mock.patch.object(titan, "model_spec", unsharded))
+        stack.enter_context(mock.patch.object(titan.ParallelDims, "build_mesh", lambda dims: None))
         stack.enter_context(mock.patch.object(hf_engine, "fully_shard", lambda *_, **__: None))
+        stack.enter_context(mock.patch.object(hf_engine, "init_device_mesh", lambda *_, **__: {"shard": None}))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for kind in (titan.TitanEngine, hf_engine.HFEngine):
             _verbs(kind, model_dir, device)
@@ -135,13 +164,14 @@ def main(job: dict) -> None:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.dup2(2, 1)  # what engines print is not an answer
             sys.path.insert(0, path)
             try:
                 exercise(job["model"])
                 message = ""
             except BaseException as error:
-                message = "".join(traceback.format_exception(error))[-1500:] or repr(error)
-            os.write(write, message.encode()[-4000:])
+                message = "".join(traceback.format_exception(error))[-6000:] or repr(error)
+            os.write(write, message.encode()[-8000:])
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as answers:
