@@ -161,29 +161,69 @@ def packed_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """[l, N, H] and keys, values [L, N', H], where N' divides N -> [l, N, H]."""
-    groups = q_lNH.shape[1] // k_LNH.shape[1]
-    expand = groups > 1 and expands_heads(q_lNH.device.type, q_lNH.dtype)
     outputs = []
+    # Padding needs no mask of its own: it follows a document's tokens, which attend only backwards.
     for queries, keys in zip(documents.queries, documents.keys, strict=True):
-        # Padding needs no mask: it follows a document's tokens, which attend only backwards.
         q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        if expand:
-            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        outputs.append(_attend(q, k, v, None, scale).transpose(1, 2).flatten(0, 1))
     for queries, keys, mask in documents.branches:
         q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v)) if groups > 1 else (k, v)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        outputs.append(_attend(q, k, v, mask, scale).transpose(1, 2).flatten(0, 1))
     for queries, keys in documents.fragments:
         q, k, v = (_rows(t, index[None]) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v)) if groups > 1 else (k, v)
+        k, v = (_for_each_head(t, q) for t in (k, v))
         mask = causal_lower_right(q.shape[2], k.shape[2])  # the last query sees the last key
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs).index_select(0, documents.restore)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """[n, N, q, H], [n, N', k, H] -> [n, N, q, H]. mask: [n, 1, q, k]; without one it is causal, and q = k."""
+    if matmul_is_faster(q, k, mask is None):
+        return _by_matmul(q, k, v, mask, scale)
+    if mask is not None:
+        k, v = (_for_each_head(t, q) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if expands_heads(q.device.type, q.dtype):
+        k, v = (_for_each_head(t, q) for t in (k, v))
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+
+
+def matmul_is_faster(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
+    """Whether plain matmuls beat torch's flash attention, which on a CPU is slow where rows are short.
+
+    Measured, forward and backward, ms of both (benchmarks/attention.py): docs/engine_benchmark.md. A document
+    alone stays with flash.
+    """
+    if q.device.type != "cpu" or len(q) == 1:
+        return False
+    if q.dtype == torch.float32:
+        return not causal and k.shape[2] <= 128
+    return k.shape[2] <= 256
+
+
+def _by_matmul(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """In fp32, which for so few tokens costs little."""
+    (n, num_heads, num_queries, size), num_kv_heads = q.shape, k.shape[1]
+    if mask is None:
+        mask = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()[None, None]
+    scaled = q.float() * (size**-0.5 if scale is None else scale)
+    grouped = scaled.reshape(n, num_kv_heads, -1, size)  # heads that share their keys, one after the other
+    scores = (grouped @ k.float().transpose(-1, -2)).unflatten(2, (-1, num_queries))
+    weights = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).flatten(2, 3)
+    return (weights @ v.float()).reshape(n, num_heads, num_queries, size).to(v.dtype)
+
+
+def _for_each_head(keys_or_values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[n, N', k, H] -> [n, N, k, H]"""
+    groups = q.shape[1] // keys_or_values.shape[1]
+    return keys_or_values.repeat_interleave(groups, dim=1) if groups > 1 else keys_or_values
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
