@@ -10,25 +10,26 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.runs import median, run, write_table
+from configs.smollm2 import smollm2
+from rl.controller.config import RunConfig
+from rl.envs.reasoning import ReasoningGym
 
 SAMPLES = 16 * 8
 KINDS = ("generate", "reward", "train", "sync", "checkpoint", "controller")
-TASK = (
-    "--env.chat",
-    True,
-    "--env.max_new_tokens",
-    24,
-    "--prompts_per_step",
-    16,
-    "--group_size",
-    8,
-    "--minibatches",
-    1,
-)
 SKIPPED = 2  # the first steps: caches and pages are cold
+
+
+def task() -> RunConfig:
+    """What TRL's script does."""
+    recipe = smollm2()
+    env = ReasoningGym(
+        dataset="chain_sum", options=recipe.env.options, chat=True, max_new_tokens=24, num_eval=4
+    )
+    return replace(recipe, env=env, prompts_per_step=16, group_size=8, minibatches=1, eval_every=10**6)
 
 
 def main() -> None:
@@ -36,15 +37,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trl", default="")
     options = parser.parse_args()
-    once = (*TASK, "--steps", options.steps, "--eval_every", 10**6, "--env.num_eval", 4)
+    recipe, once = f"{__file__}:task", ("--steps", options.steps)
     threads = ("--trainer.num_threads", 1, "--generator.num_threads", 1)
     pinned = {"trainer": 0, "generator-0": 1}
     variants = {
-        "ours, synchronous": lambda: run("smollm2", *once),
-        "ours, max_offpolicy_steps=1": lambda: run("smollm2", *once, "--max_offpolicy_steps", 1),
-        "a core each: synchronous": lambda: run("smollm2", *once, *threads, cores=pinned),
+        "ours, synchronous": lambda: run(recipe, *once),
+        "ours, max_offpolicy_steps=1": lambda: run(recipe, *once, "--max_offpolicy_steps", 1),
+        "a core each: synchronous": lambda: run(recipe, *once, *threads, cores=pinned),
         "a core each: max_offpolicy_steps=1": lambda: run(
-            "smollm2", *once, *threads, "--max_offpolicy_steps", 1, cores=pinned
+            recipe, *once, *threads, "--max_offpolicy_steps", 1, cores=pinned
         ),
     }
     trl_seconds = trl(options.trl) if options.trl else None
@@ -70,8 +71,8 @@ def main() -> None:
         "Seconds of a step in which each kind of work was under way (medians); they overlap where actors work at the same\n"
         "time. `controller`: no process had anything to do. `sync blocks`: share of the step for which publishing weights\n"
         "held up training. `ratio`: steps/s against the synchronous run of the same kind.\n\n"
-        "On two cores that trainer and generator share, asynchrony has nothing to win: both already use both. With a core\n"
-        "for each (`a core each`), the generator works while the trainer does."
+        "On two cores that trainer and generator share, asynchrony wins what either leaves idle. With a core for each\n"
+        "(`a core each`), the generator works while the trainer does."
     )
     write_table(
         Path("docs/rl_step.md"),

@@ -22,6 +22,7 @@ def smollm2() -> RunConfig:
             stop=("\n",),
             chat=False,
             max_new_tokens=8,
+            partial_credit="distance",
             num_eval=256,
         ),
         trainer=TrainerConfig(
@@ -30,9 +31,9 @@ def smollm2() -> RunConfig:
         entropy=EntropyBonus(target=0.3, adapt=0.002),
         generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=128),
         dtype="bfloat16",
-        steps=58,
+        steps=65,
         prompts_per_step=32,
-        group_size=16,
+        group_size=8,
         minibatches=2,
         eval_every=10,
     )

@@ -196,8 +196,7 @@ def _attend(
 def matmul_is_faster(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
     """Whether plain matmuls beat torch's flash attention, which on a CPU is slow where rows are short.
 
-    Measured, forward and backward, ms of both (benchmarks/attention.py): docs/engine_benchmark.md. A document
-    alone stays with flash.
+    Measured, forward and backward: docs/attention.md. A document alone stays with flash.
     """
     if q.device.type != "cpu" or len(q) == 1:
         return False

@@ -2,8 +2,8 @@
 
 The device is "meta" under FakeTensorMode, as strict as a GPU: what computes with a host's tensor, or reads a device's
 tensor as numpy, raises. FSDP knows no such device and is left out: what it does with devices is torch's own. Run as
-`python -m tests.models.fake_device JOB`, a JSON file with a directory of copies of rl/, each with one change; for each it
-prints what was raised, or nothing.
+`python -m tests.models.fake_device JOB`, a JSON file: copies of rl/, each with one change, and the engines to try there; for
+each it prints what was raised, or nothing.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 
-def exercise(model_dir: str) -> None:
+def exercise(model_dir: str, kinds: list[str]) -> None:
     """Raises where anything is on the wrong device."""
     import torch
     import torch.distributed as dist
@@ -86,11 +86,17 @@ def exercise(model_dir: str) -> None:
         for name, read in reads.items():
             stack.enter_context(mock.patch.object(FakeTensor, name, read, create=True))
         stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", apply))
-        stack.enter_context(mock.patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda _: True))
+        stack.enter_context(
+            mock.patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda _: True)
+        )
         adamw = torch.optim.AdamW
-        stack.enter_context(mock.patch.object(torch.optim, "AdamW", lambda groups, fused: adamw(groups, foreach=False)))
+        stack.enter_context(
+            mock.patch.object(torch.optim, "AdamW", lambda groups, fused: adamw(groups, foreach=False))
+        )
         stack.enter_context(mock.patch.object(torch, "equal", lambda a, b: a.device == b.device))
-        stack.enter_context(mock.patch.object(torch, "nonzero", lambda t: t.new_zeros((1, t.ndim), dtype=torch.long)))
+        stack.enter_context(
+            mock.patch.object(torch, "nonzero", lambda t: t.new_zeros((1, t.ndim), dtype=torch.long))
+        )
         stack.enter_context(mock.patch.object(engine_module, "init_process_group", init_process_group))
         stack.enter_context(mock.patch.object(engine_module, "Checkpoints", mock.Mock()))
         stack.enter_context(mock.patch.object(hf_engine, "fail_together", fail))
@@ -98,10 +104,13 @@ def exercise(model_dir: str) -> None:
         stack.enter_context(mock.patch.object(titan, "model_spec", unsharded))
         stack.enter_context(mock.patch.object(titan.ParallelDims, "build_mesh", lambda dims: None))
         stack.enter_context(mock.patch.object(hf_engine, "fully_shard", lambda *_, **__: None))
-        stack.enter_context(mock.patch.object(hf_engine, "init_device_mesh", lambda *_, **__: {"shard": None}))
+        stack.enter_context(
+            mock.patch.object(hf_engine, "init_device_mesh", lambda *_, **__: {"shard": None})
+        )
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        for kind in (titan.TitanEngine, hf_engine.HFEngine):
-            _verbs(kind, model_dir, device)
+        engines = {"titan": titan.TitanEngine, "hf": hf_engine.HFEngine}
+        for kind in kinds:
+            _verbs(engines[kind], model_dir, device)
 
 
 def _verbs(kind, model_dir, device) -> None:
@@ -122,6 +131,7 @@ def _verbs(kind, model_dir, device) -> None:
     from rl.loss.value import ClippedValue
     from rl.models.engine_config import EngineConfig
     from rl.models.export import whole_tensors
+    from rl.models.loss_metrics import token_inputs
     from rl.types import LoRA, OptimParams, Sample
     from rl.weight_sync.buffers import write_shards
 
@@ -135,10 +145,16 @@ def _verbs(kind, model_dir, device) -> None:
             loss_inputs={name: np.zeros(length, np.float32) for name in names},
         )  # fmt: skip
 
-    rows = [sample(0, 40), sample(1, 21), sample(0, 30), sample(2, 70)]
+    rows = [sample(0, 40), sample(1, 21), sample(0, 30), sample(2, 70)]  # two micro-batches
     batch = pack(rows, max_tokens=96)
     losses = [Clip(), GSPO(), CISPO(), CrossEntropy(), Distillation(), ImportanceSampling(), DPO()]
-    losses += [Objective(Clip(), Correction(tis_clip=2.0, mask_high=5.0), KL(coef=0.1), entropy_coef=0.1)]
+    objective = Objective(Clip(), Correction(tis_clip=2.0, mask_high=5.0), KL(coef=0.1), entropy_coef=0.1)
+    (micro, *_) = batch.ranks[0]
+    for loss in [*losses, ClippedValue(0.2)]:
+        logprobs, entropy = (
+            torch.zeros(len(micro.targets), device=device, requires_grad=True) for _ in range(2)
+        )
+        loss(logprobs, token_inputs(micro, entropy, device)).loss.backward()
     for settings in ({}, {"head": "value"}, {"adapters": True}):
         engine = kind(model_dir, EngineConfig(seed=1, **settings))
         assert engine.device == device and all(t.device == device for t in engine._tensors.values())
@@ -150,9 +166,8 @@ def _verbs(kind, model_dir, device) -> None:
             engine.adapters.copy("a", "b")
         engine.forward(batch, adapter)
         engine.logits(batch, adapter)
-        for loss in [ClippedValue(0.2)] if settings.get("head") else losses:
-            engine.forward_backward(batch, loss, adapter)
-            engine.optim_step(OptimParams(1e-3), adapter)
+        engine.forward_backward(batch, ClippedValue(0.2) if settings.get("head") else objective, adapter)
+        engine.optim_step(OptimParams(1e-3), adapter)
         write_shards(engine.export(adapter), "key", lambda n: torch.empty(n, dtype=torch.uint8))
         for _, tensor in whole_tensors(engine._tensors, torch.bfloat16, engine._split):
             assert tensor.device.type == "cpu"
@@ -160,18 +175,18 @@ def _verbs(kind, model_dir, device) -> None:
 
 
 def main(job: dict) -> None:
-    for path in job["copies"]:
+    for path, kinds in job["copies"].items():
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.dup2(2, 1)  # what engines print is not an answer
             sys.path.insert(0, path)
             try:
-                exercise(job["model"])
+                exercise(job["model"], kinds)
                 message = ""
             except BaseException as error:
-                message = "".join(traceback.format_exception(error))[-6000:] or repr(error)
-            os.write(write, message.encode()[-8000:])
+                message = "".join(traceback.format_exception(error))[-1500:] or repr(error)
+            os.write(write, message.encode()[-4000:])
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as answers:

@@ -78,23 +78,6 @@ def test_grouped_heads_are_repeated_where_no_kernel_has_groups(monkeypatch):
     ]] == [True, False, False, False]  # fmt: skip
 
 
-def test_repeated_heads_attend_as_grouped_ones_do(monkeypatch):
-    import numpy as np
-
-    import rl.models.attention as attention
-
-    torch.manual_seed(0)
-    positions = np.concatenate([np.arange(n) for n in (5, 40, 3)])
-    documents = attention.pack_documents(positions, torch.device("cpu"))
-    q, k, v = (torch.randn(48, heads, 16, requires_grad=True) for heads in (6, 2, 2))
-    results = []
-    for expand in (False, True):
-        monkeypatch.setattr(attention, "expands_heads", lambda *_, expand=expand: expand)
-        out = attention.packed_attention(q, k, v, documents, None)
-        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
-
-
 def test_a_generator_in_fp32_computes_in_fp32():
     assert generator_environment(1, dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_F32_DEFAULT" not in generator_environment(1, dtype="bfloat16")

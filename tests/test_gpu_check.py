@@ -1,0 +1,70 @@
+"""`rl gpu-check`: its table with checks that are made up, and those that a CPU can run for real."""
+
+import pytest
+
+from rl import gpu_check
+from rl.cluster.machine import GPU, Machine
+from rl.errors import ConfigError
+
+CPU, ONE = Machine(2, 8.0), Machine(16, 64.0, (GPU("H100", 78.8, (9, 0)),))
+
+
+@pytest.fixture
+def table(monkeypatch, capsys, tmp_path):
+    """The output of a run on a machine, with what each check answers; a name alone answers well."""
+
+    def run(machine, answers, *arguments):
+        monkeypatch.setattr(gpu_check, "this_machine", lambda: machine)
+        monkeypatch.setattr(gpu_check, "_tiny_model", lambda scratch: tmp_path)
+        monkeypatch.setattr(
+            gpu_check, "_run", lambda check, model: (answers.get(check.name, ""), {"gap max": 0.00123456})
+        )
+        code = gpu_check.gpu_check(arguments)
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_a_cpu_runs_what_it_can_and_says_what_the_others_need(table):
+    code, out = table(CPU, {})
+    assert code == 0 and "no GPU: 2 cores" in out and out.endswith("all that could run passed\n")
+    rows = {line.split()[1]: line for line in out.splitlines() if line[:1] in "-o" and len(line.split()) > 2}
+    for name in ("compile", "move", "bf16_no_graphs"):
+        assert rows[name].startswith("-") and rows[name].endswith("needs 1 GPU")
+    assert rows["self_check"].endswith("needs --model DIRECTORY")
+    for name in ("imports", "fp32", "bf16", "moe", "attention", "context_parallel"):
+        assert rows[name].startswith("ok") and "gap max 0.00123" in rows[name]
+
+
+def test_one_gpu_cannot_run_what_needs_two_and_a_failure_is_named(table):
+    code, out = table(ONE, {"fp32": "RuntimeError: 0.5 is not under 0.001"})
+    assert code == 1 and "FAIL  fp32" in out and "0.5 is not under 0.001" in out
+    assert out.splitlines()[-2] == "failed: fp32" and "please report this table" in out
+    assert "context_parallel" in out and "needs 2 GPUs" in out
+    assert "ok    compile" in out
+
+
+def test_a_model_of_one_s_own_has_its_check(table, tmp_path):
+    _, out = table(CPU, {}, "--model", str(tmp_path))
+    assert "ok    self_check" in out
+
+
+def test_what_it_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match="takes --model DIRECTORY or nothing"):
+        gpu_check.gpu_check(["--devices", "8"])
+
+
+def test_a_check_that_hangs_crashes_or_raises_costs_its_own_row(monkeypatch, tmp_path):
+    check = gpu_check.Check("imports", "", lambda model: {})
+    monkeypatch.setattr(gpu_check, "_SECONDS", 0.01)
+    assert gpu_check._run(check, tmp_path) == ("took longer than 0 s", {})
+    monkeypatch.setattr(gpu_check, "_SECONDS", 60.0)
+    wrong, figures = gpu_check._run(gpu_check.Check("attention", "", lambda model: {}), tmp_path)
+    assert "config.json" in wrong and figures == {}
+
+
+@pytest.mark.slow
+def test_a_cpu_passes_what_it_can_run(capsys):
+    assert gpu_check.gpu_check([]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count("\nok ") == 6 and "tokens/s" in out and "sync GB/s" in out
