@@ -1,4 +1,7 @@
-"""The command line: rl train | plan | doctor | gpu-check | fetch. Bad input is one line on standard error and exit code 2."""
+"""The command line: rl train | plan | doctor | gpu-check | fetch.
+
+Bad input is one line on standard error, and exit code 2.
+"""
 
 import sys
 
@@ -80,7 +83,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"
+        f"unknown command {command!r}; use train, plan, doctor, gpu-check or fetch, as rl train quickstart "
+        f"(rl --help)"
     )
 
 

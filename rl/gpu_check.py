@@ -1,7 +1,7 @@
 """`rl gpu-check`: what only a GPU can decide, in one table, for its first hour. Each check under two minutes.
 
-Each check is a process of its own, so that what fails, hangs or crashes costs one row. On a CPU those run that
-can, and the others say what they need.
+Each check is a process of its own, so that what fails, hangs or crashes costs one row. On a CPU those run
+that can, and the others say what they need.
 """
 
 import json

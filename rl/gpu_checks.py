@@ -1,4 +1,6 @@
-"""The checks of `rl gpu-check`: each takes a model's directory, returns figures, and raises where something is wrong.
+"""The checks of `rl gpu-check`.
+
+Each takes a model's directory, returns figures, and raises where something is wrong.
 
 Imports are inside: each check runs in a process of its own.
 """

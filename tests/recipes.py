@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from configs import gpu
 from configs.quickstart import quickstart
 from rl.controller.config import (
     CriticConfig,
@@ -30,6 +31,7 @@ from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir, TinyQwen3
 from rl.types import LoRA, Problem, StopReason
+from tests.devices import NUM_GPUS
 
 
 def letters_in_place(problem: Problem, response: str) -> float:
@@ -185,3 +187,37 @@ def infinite_slope(logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
 def no_learning_rate() -> RunConfig:
     """A control: with lr 0 nothing may change."""
     return _small(trainer=TrainerConfig(lr=0.0), warmup=WarmupConfig(steps=60))
+
+
+def _tiny(recipe: RunConfig, **layout: int) -> RunConfig:
+    """A recipe for GPUs, as far as four CPU processes go; needs --model.path and --env.path."""
+    return dataclasses.replace(
+        recipe,
+        env=dataclasses.replace(recipe.env, num_eval=4, max_new_tokens=8),
+        trainer=dataclasses.replace(recipe.trainer, max_tokens=128, layout=Layout(**layout)),
+        generator=dataclasses.replace(recipe.generator, kv_cache_gib=0.0625, num_replicas=1, max_num_seqs=16),
+        placement="auto",
+        steps=2,
+        prompts_per_step=4,
+        group_size=2,
+    )
+
+
+def tiny_qwen3_0_6b() -> RunConfig:
+    return _tiny(gpu.qwen3_0_6b())
+
+
+def tiny_qwen3_1_7b() -> RunConfig:
+    return _tiny(gpu.qwen3_1_7b(), shard=2)
+
+
+def tiny_llama_3_1_8b_lora() -> RunConfig:
+    return _tiny(gpu.llama_3_1_8b_lora(), shard=2)
+
+
+def tiny_qwen3_30b_a3b_lora() -> RunConfig:
+    """On a CPU without the adapter, which vLLM's experts have no kernels for there."""
+    recipe = gpu.qwen3_30b_a3b_lora()
+    if not NUM_GPUS:
+        recipe = dataclasses.replace(recipe, trainer=dataclasses.replace(recipe.trainer, lora=LoRA()))
+    return _tiny(recipe, shard=2)

@@ -24,7 +24,7 @@ LAYERS = [
     {"rl.actors"},
     {"rl.cluster"},
     {"rl.controller"},
-    {"rl.cli", "rl.doctor", "rl.fetch", "configs", "rl.configs"},
+    {"rl.cli", "rl.doctor", "rl.fetch", "rl.gpu_check", "rl.gpu_checks", "configs", "rl.configs"},
 ]
 
 

@@ -10,8 +10,8 @@ import psutil
 from rl.errors import ConfigError
 
 _CAPABILITIES = {
-    "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A6000": (8, 6), "L4": (8, 9), "L40S": (8, 9), "RTX4090": (8, 9),
-    "H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "RTX5090": (12, 0),
+    "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A6000": (8, 6), "L4": (8, 9), "L40S": (8, 9),
+    "RTX4090": (8, 9), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "RTX5090": (12, 0),
 }  # fmt: skip
 _USABLE = 0.985  # a card sold with 80 GB shows 79.6 GiB, one with 24 GB 23.6, one with 141 GB 139.8
 

@@ -26,7 +26,7 @@ def check_devices(config: RunConfig, machine: Machine, model_known: bool = True)
     if found or not model_known:
         return found
     try:
-        return _sequence(config) or _too_large(config, machine)
+        return _adapter_of_experts(config, machine) or _sequence(config) or _too_large(config, machine)
     except ConfigError:  # no decoder of attention layers: its sizes are not known, and nothing is claimed
         return []
 
@@ -42,8 +42,8 @@ def _gpus(config: RunConfig, machine: Machine) -> list[str]:
         )
     together = counts | {"generator": config.generator.tensor_parallel}  # replicas may share
     found += [
-        f"{role} has {count} processes and the machine {gpus} GPU{'s' * (gpus > 1)}: those of one role cannot "
-        f"share; use fewer"
+        f"{role} has {count} processes and the machine {gpus} GPU{'s' * (gpus > 1)}: those of one role "
+        f"cannot share; use fewer"
         for role, count in together.items()
         if count > gpus
     ]
@@ -91,8 +91,20 @@ def _cpu(config: RunConfig, machine: Machine) -> list[str]:
     return []
 
 
+def _adapter_of_experts(config: RunConfig, machine: Machine) -> list[str]:
+    """vLLM 0.32 samples with an adapter beside experts by kernels of Triton's, which has no CPU."""
+    if machine.gpus or not config.trainer.lora.rank:
+        return []
+    if not ModelShape.of(config.model.config()).num_moe_layers:
+        return []
+    return [
+        f"trainer.lora.rank={config.trainer.lora.rank} of a model with experts needs a GPU, because vLLM's "
+        f"kernels do; set it to 0"
+    ]
+
+
 def _sequence(config: RunConfig) -> list[str]:
-    """vLLM does not start with a cache that cannot hold one sequence. Without a size it takes all it finds."""
+    """vLLM does not start with a cache under one sequence. Without a size it takes all it finds."""
     vllm, given = generator_config(config), config.generator.kv_cache_gib
     needed = longest_sequence_bytes(ModelShape.of(config.model.config()), vllm) / GIB
     if given <= 0 or needed <= given:  # below 0 the other roles leave nothing: _too_large says so

@@ -1,4 +1,4 @@
-"""`rl plan RECIPE [--devices 8xH100-80]`: the memory of each role, what does not fit, and what would make it fit."""
+"""`rl plan RECIPE [--devices 8xH100-80]`: memory of each role, what does not fit, and what would make it."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,7 @@ _PARTS = (
     "gathered",
     "activations",
     "head",
+    "loading",
     "cache",
     "overhead",
 )
@@ -70,7 +71,7 @@ def describe(recipe: str, config: RunConfig, machine: Machine) -> tuple[list[str
         needed = sum(process.memory.total for process in planned) / GIB
         lines.append(f"host: {needed:.1f} of {machine.free_gib:.1f} GiB free")
     lines.append(
-        f"weight sync: {sync_bytes(config) / GIB:.2f} GiB a version, through /dev/shm, which holds up to three"
+        f"weight sync: {sync_bytes(config) / GIB:.2f} GiB a version, through /dev/shm, which holds three"
     )
     found = check_devices(config, machine)
     lines += [f"problem: {problem}" for problem in found] or ["it fits"]

@@ -181,7 +181,7 @@ def packed_attention(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
-    """[n, N, q, H], [n, N', k, H] -> [n, N, q, H]. mask: [n, 1, q, k]; without one it is causal, and q = k."""
+    """[n, N, q, H], [n, N', k, H] -> [n, N, q, H]. mask: [n, 1, q, k]; without one causal, and q = k."""
     if matmul_is_faster(q, k, mask is None):
         return _by_matmul(q, k, v, mask, scale)
     if mask is not None:

@@ -20,8 +20,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _FP32 = 4
 OVERHEAD_GPU = 1.5 * GIB
 """Of a process on a GPU: CUDA's context, NCCL's buffers, and what the allocator cannot use. An estimate."""
-OVERHEAD_CPU = {"engine": 0.85 * GIB, "generator": 0.80 * GIB}
-"""Of a process on a CPU: torch, and torchtitan or vLLM, before there is a model. Measured: `rl plan`."""
+OVERHEAD_CPU = {"engine": 0.65 * GIB, "generator": 0.80 * GIB}
+"""Of a process on a CPU: torch, and torchtitan or vLLM, before there is a model. The quickstart's peaks."""
 _GRAPHS = 0.5 * GIB  # CUDA graphs of a generator; an estimate
 
 
@@ -50,8 +50,8 @@ class ModelShape:
             dim, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
             experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
             dense = set(hf.get("mlp_only_layers") or [])
-            every = hf.get("decoder_sparse_step", 1)
-            sparse = [i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0]
+            every = hf.get("decoder_sparse_step") or 1
+            in_turn = layers // every - sum(i < layers and (i + 1) % every == 0 for i in dense)
             return ModelShape(
                 dim=dim,
                 num_layers=layers,
@@ -62,7 +62,7 @@ class ModelShape:
                 vocab_size=hf["vocab_size"],
                 tied=bool(hf.get("tie_word_embeddings", False)),
                 qk_norm=str(hf.get("model_type", "")).startswith("qwen3"),
-                num_moe_layers=len(sparse),
+                num_moe_layers=in_turn if experts else 0,
                 num_experts=experts,
                 top_k=hf.get("num_experts_per_tok") or 0,
                 expert_dim=hf.get("moe_intermediate_size") or 0,
@@ -103,9 +103,9 @@ class ModelShape:
         """Of a LoRA adapter on dense layers."""
         q, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sides = {
-            "q_proj": (self.dim, q), "k_proj": (self.dim, k), "v_proj": (self.dim, k), "o_proj": (q, self.dim),
-            "gate_proj": (self.dim, self.hidden_dim), "up_proj": (self.dim, self.hidden_dim),
-            "down_proj": (self.hidden_dim, self.dim),
+            "q_proj": (self.dim, q), "k_proj": (self.dim, k), "v_proj": (self.dim, k),
+            "o_proj": (q, self.dim), "gate_proj": (self.dim, self.hidden_dim),
+            "up_proj": (self.dim, self.hidden_dim), "down_proj": (self.hidden_dim, self.dim),
         }  # fmt: skip
         return self.num_layers * lora.rank * sum(sum(sides[t]) for t in lora.targets if t in sides)
 
@@ -198,9 +198,14 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
     tokens = max(config.max_model_len, 4096)  # of a step, as vllm_engine.py asks for
     width = 4 * shape.dim + 3 * max(shape.hidden_dim, shape.top_k * shape.expert_dim) / tp
     sampled = min(config.max_num_seqs, tokens) * shape.vocab_size
+    weights = shape.matrices * size / tp + shape.vectors * size
+    # On a CPU the version that it reads is mapped, and its own weights are packed once more for oneDNN; on a
+    # GPU one tensor at a time is copied.
+    loading = 2 * weights if on_cpu else shape.vocab_size * shape.dim * size
     return Memory(
         {
-            "weights": shape.matrices * size / tp + shape.vectors * size,
+            "weights": weights,
+            "loading": loading,
             "cache": (config.kv_cache_gib or 0.0) * GIB,
             "activations": tokens * width * size + sampled * (size + 2 * _FP32),
             "overhead": OVERHEAD_CPU["generator"] if on_cpu else OVERHEAD_GPU + _GRAPHS * (not on_cpu),

@@ -94,7 +94,7 @@ class TinyQwen3:
         path = run_dir / "model"
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(self.config(), indent=1))
-        _character_tokenizer(self.alphabet, path)
+        write_character_tokenizer(self.alphabet, path)
         return path
 
     def validate(self) -> list[str]:
@@ -148,7 +148,7 @@ class TinyQwen3:
 ModelSource = ModelDir | TinyQwen3
 
 
-def _character_tokenizer(alphabet: str, out_dir: Path) -> None:
+def write_character_tokenizer(alphabet: str, out_dir: Path) -> None:
     """Write a tokenizer that transformers loads: PAD 0, BOS 1, EOS 2, then one token for each character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 

@@ -403,9 +403,9 @@ VALUES = [
     quick("10**9 new tokens", "--env.max_new_tokens 1000000000", "env.max_new_tokens", "use less"),
     quick("10**9 letters", "--env.max_letters 1000000000", "leaves no room for 1000000000 letters"),
     quick("10**11 gigabytes", "--generator.kv_cache_gib 100000000000", "generator.kv_cache_gib", "use less"),
-    quick("10**9 of a model's width", "--model.hidden_size 1000000000", "weights alone need over", "use a smaller model"),
-    quick("10**11 of a model's width", "--model.hidden_size 100000000000", "weights alone need over", "use a smaller model"),
-    quick("10**23 of a model's layers", f"--model.num_layers {10**23}", "weights alone need over", "use a smaller model"),
+    quick("10**9 of a model's width", "--model.hidden_size 1000000000", "the run needs about", "use a smaller model"),
+    quick("10**11 of a model's width", "--model.hidden_size 100000000000", "the run needs about", "use a smaller model"),
+    quick("10**23 of a model's layers", f"--model.num_layers {10**23}", "is less than one sequence of 128 tokens"),
     quick("a negative width", "--model.hidden_size -64", "model.hidden_size=-64 must be at least 1"),
     quick("no layers", "--model.num_layers 0", "model.num_layers=0 must be at least 1"),
     quick("no heads", "--model.num_heads 0", "model.num_heads=0 must be at least 1"),
@@ -926,7 +926,7 @@ LAYOUTS = [
 ]
 
 COMMANDS = [
-    row("unknown", "trian", "unknown command 'trian'; use train, doctor or fetch, as rl train quickstart (rl --help)"),
+    row("unknown", "trian", "unknown command 'trian'; use train, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
     row("capitals", "TRAIN quickstart", "unknown command 'TRAIN'"),
     row("empty", "''", "unknown command ''"),
     row("a flag", "--steps 3", "unknown command '--steps'"),

@@ -173,6 +173,12 @@ def test_what_does_not_fit_on_a_host_without_gpus_is_refused(model):
     assert "the run needs about" in line and "but 64.0 are free" in line and "; " in line
 
 
+def test_an_adapter_beside_experts_needs_a_gpu(model):
+    config = qwen(model, model=model("qwen3-30b-a3b"), trainer=TrainerConfig(lora=LoRA(rank=8)))
+    (line,) = problems(config, Machine(num_cores=64, free_gib=1000))
+    assert "trainer.lora.rank=8 of a model with experts needs a GPU" in line
+
+
 def test_one_gpu_is_shared_and_the_cache_is_what_is_left(model):
     machine = parse_machine("1xH100-80")
     config = by_device(qwen(model), machine)

@@ -1,4 +1,4 @@
-"""Arguments for vLLM's engine that depend on the device. Apart from the engine, so that no test need import vLLM."""
+"""Arguments for vLLM's engine that depend on the device, apart from it: no test need import vLLM."""
 
 from typing import Any
 

@@ -222,7 +222,8 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
         **memory_args(config),
         block_size=config.block_size,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        async_scheduling=False,  # vLLM's default on GPUs: its queue of batches was not tested with updates in flight
+        # vLLM's default on GPUs: its queue of batches was not tested with updates in flight.
+        async_scheduling=False,
         disable_log_stats=True,
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="external_launcher" if config.tensor_parallel > 1 else None,

@@ -1,0 +1,40 @@
+"""What `rl plan` says of SmolLM2 against what its processes take."""
+
+import os
+import time
+
+import psutil
+import pytest
+
+from configs.smollm2 import smollm2
+from rl.cluster.machine import Machine
+from rl.controller.device_defaults import by_device
+from rl.controller.memory_plan import role_memories
+from tests.devices import NUM_GPUS
+from tests.integration.runs import start
+
+GIB = 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NUM_GPUS > 0, reason="measures processes of a CPU")
+def test_the_plan_is_within_15_percent_of_the_measured_peaks(tmp_path):
+    """Of the first steps: oneDNN's cache of kernels grows with the shapes that a long run meets."""
+    process = start("train", "smollm2", "--steps", 3, "--run_dir", tmp_path / "run")
+    peaks: dict[str, int] = {}
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            try:
+                log = os.path.basename(os.path.realpath(f"/proc/{child.pid}/fd/1"))
+                with open(f"/proc/{child.pid}/status") as file:
+                    (line,) = [line for line in file if line.startswith("VmHWM")]
+            except (OSError, ValueError):  # it ended meanwhile
+                continue
+            peaks[log] = max(peaks.get(log, 0), int(line.split()[1]) << 10)
+        time.sleep(0.3)
+    assert process.wait() == 0, process.stdout.read()
+    machine = Machine(os.cpu_count() or 1, 64.0)
+    planned = role_memories(by_device(smollm2(), machine), machine)
+    for role, log in (("trainer", "trainer.log"), ("generator", "generator-0.log")):
+        measured = peaks[log] / GIB
+        assert planned[role].total / GIB == pytest.approx(measured, rel=0.15), (role, measured)
