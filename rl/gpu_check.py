@@ -27,6 +27,7 @@ from rl.gpu_checks import (
     stack,
     with_weights,
 )
+from rl.models.hf import read_config
 
 _SECONDS = 120.0
 
@@ -69,10 +70,12 @@ def gpu_check(arguments: Sequence[str]) -> int:
         return _work(arguments[1], Path(arguments[2]))
     if arguments and (arguments[0] != "--model" or len(arguments) != 2):
         raise ConfigError(f"rl gpu-check takes --model DIRECTORY or nothing, not {' '.join(arguments)!r}")
+    own = Path(arguments[1]).resolve() if arguments else None
+    if own:
+        read_config(own)
     machine, failed = this_machine(), []
     print(f"{_describe(machine)}\n")
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
-        own = Path(arguments[1]).resolve() if arguments else None
         model = own or _tiny_model(Path(scratch))
         for check in CHECKS:
             if reason := _why_not(check, machine, own):

@@ -84,7 +84,7 @@ def on_devices(planned: list[Process]) -> Mapping[int, list[Process]]:
 
 
 def cache_left(config: RunConfig, machine: Machine) -> float:
-    """GiB for the cache of each generator that shares its GPU; a negative number where nothing is left."""
+    """GiB for the cache of each generator that shares its GPU; under 0 where there is none: by how much."""
     left = math.inf
     for device, those in on_devices(processes(config, machine)).items():
         if (num_caches := sum(p.role == "generator" for p in those)) == 0:
@@ -93,7 +93,8 @@ def cache_left(config: RunConfig, machine: Machine) -> float:
         generators = sum(p.memory.total for p in those if p.role == "generator")
         room = machine.gpus[device].gib * USABLE * GIB
         left = min(left, (room - engines - generators) / num_caches)
-    return round(left / GIB - 0.05, 1)
+    gib = math.floor(left / GIB * 10) / 10
+    return gib if gib > 0 else min(gib, -0.1)
 
 
 def with_budgets(specs: ActorSpecs, config: RunConfig, machine: Machine) -> ActorSpecs:

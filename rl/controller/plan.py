@@ -10,6 +10,7 @@ from rl.controller.memory_plan import USABLE, Process, on_devices, processes, sy
 from rl.controller.recipes import load_recipe
 from rl.controller.settings import override
 from rl.errors import ConfigError
+from rl.fields import check_fields
 from rl.models.memory import GIB
 
 _USAGE = "usage: rl plan RECIPE [--devices 8xH100-80 | cpu] [--section.field value ...]"
@@ -41,8 +42,9 @@ def plan(arguments: Sequence[str]) -> int:
         del rest[i : i + 2]
     recipe, config = load_recipe(name)
     config, misread = override(config, rest, prog=f"rl plan {name}")
-    if misread:
-        raise ConfigError("\n".join(misread))
+    config, wrong = check_fields(config)
+    if misread or wrong:
+        raise ConfigError("\n".join([*misread, *wrong]))
     lines, fits = describe(recipe, config, machine)
     print("\n".join(lines))
     return 0 if fits else 1
