@@ -5,6 +5,7 @@ import pytest
 from rl import gpu_check
 from rl.cluster.machine import GPU, Machine
 from rl.errors import ConfigError
+from tests.tiny import write_config
 
 CPU, ONE = Machine(2, 8.0), Machine(16, 64.0, (GPU("H100", 78.8, (9, 0)),))
 
@@ -45,6 +46,7 @@ def test_one_gpu_cannot_run_what_needs_two_and_a_failure_is_named(table):
 
 
 def test_a_model_of_one_s_own_has_its_check(table, tmp_path):
+    write_config(tmp_path)
     _, out = table(CPU, {}, "--model", str(tmp_path))
     assert "ok    self_check" in out
 
