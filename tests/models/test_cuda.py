@@ -1,5 +1,6 @@
 """What is decided by the kind of GPU, with a stand-in for it: which kernels, which settings, which memory."""
 
+import os
 import types
 
 import pytest
@@ -9,7 +10,7 @@ from rl.cluster import spawn
 from rl.models import cuda
 from rl.models.cuda import activate_flash_attention, expands_heads
 from rl.models.generator.environment import generator_environment
-from rl.models.generator.vllm_arguments import graph_args, memory_args
+from rl.models.generator.vllm_arguments import graph_args, memory_args, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.weight_sync import buffers
 
@@ -136,6 +137,18 @@ def test_a_cache_of_a_given_size_asks_for_no_share_of_the_gpu(monkeypatch, setti
     """vLLM refuses to start where 92% of a card are not free, whatever the cache: other roles are there too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert memory_args(VLLMConfig("", **settings)) == expected
+
+
+@pytest.mark.parametrize(
+    "visible, local_rank, expected", [(1, "1", "0"), (4, "3", "3"), (0, "1", "1"), (1, None, None)]
+)
+def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch, visible, local_rank, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    take_own_device()
+    assert os.environ.get("LOCAL_RANK") == expected
 
 
 def test_graphs_without_compiling():

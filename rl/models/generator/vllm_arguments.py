@@ -1,5 +1,6 @@
-"""Arguments for vLLM's engine that depend on the device, apart from it: no test need import vLLM."""
+"""What vLLM's engine is given that depends on the device, apart from it: no test need import vLLM."""
 
+import os
 from typing import Any
 
 import torch
@@ -21,3 +22,9 @@ def memory_args(config: VLLMConfig) -> dict[str, Any]:
         return {}
     given = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
     return given | ({"gpu_memory_utilization": 0.01} if torch.cuda.is_available() else {})
+
+
+def take_own_device() -> None:
+    """A rank is shown its own GPU alone, and vLLM takes the one of its local rank (v1/worker/gpu_worker.py)."""
+    if "LOCAL_RANK" in os.environ and (count := torch.cuda.device_count()):
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from rl.errors import RunError
 from rl.interfaces import Transport
 from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
-from rl.models.generator.vllm_arguments import graph_args, memory_args
+from rl.models.generator.vllm_arguments import graph_args, memory_args, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
 from rl.models.hf import max_positions, read_config
@@ -54,6 +54,7 @@ class VLLM:
             torch.cpu._init_amx()
             if config.tensor_parallel > 1:
                 _name_shared_memory(config.shared_prefix)
+        take_own_device()
         register_backend(transport)
         self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
