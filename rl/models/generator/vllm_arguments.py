@@ -25,6 +25,6 @@ def memory_args(config: VLLMConfig) -> dict[str, Any]:
 
 
 def take_own_device() -> None:
-    """A rank is shown its own GPU alone, and vLLM takes the one of its local rank (v1/worker/gpu_worker.py)."""
+    """A rank is shown its own GPU alone, and vLLM takes the one of its local rank (gpu_worker.py)."""
     if "LOCAL_RANK" in os.environ and (count := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
