@@ -13,10 +13,6 @@ def logprobs_and_entropy(logits_MV: torch.Tensor, targets: torch.Tensor) -> tupl
     return _LogprobsAndEntropy.apply(logits_MV, targets)
 
 
-_SMALLEST = -80.0
-"""Below this many nats a probability nears fp32's smallest number, and its logarithm is taken another way."""
-
-
 class _LogprobsAndEntropy(torch.autograd.Function):
     """One softmax for both and for the gradients. Differentiable once.
 
@@ -30,14 +26,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.dtype = logits_MV.dtype
         p_MV = logits_MV.softmax(-1, dtype=torch.float32)
-        chosen = targets[:, None]
-        logprobs = p_MV.gather(1, chosen)[:, 0].log()
-        if len(vanished := torch.nonzero(logprobs < _SMALLEST)[:, 0]):
-            log_p = logits_MV[vanished].log_softmax(-1, dtype=torch.float32)
-            logprobs[vanished] = log_p.gather(1, chosen[vanished])[:, 0]
-        # H = log Z - E[logit], and log Z = logit_t - logp_t of any token t.
-        logits_MV = logits_MV.float()
-        log_z = logits_MV.gather(1, chosen)[:, 0] - logprobs
+        # By way of the likeliest token, whose probability is no smaller than 1 / V: others may be 0 in fp32.
+        top, likeliest = logits_MV.max(-1)
+        log_p_top = p_MV.gather(1, likeliest[:, None])[:, 0].log()
+        logits_MV, top = logits_MV.float(), top.float()
+        logprobs = logits_MV.gather(1, targets[:, None])[:, 0] - top + log_p_top
+        # H = log Z - E[logit]
+        log_z = top - log_p_top
         entropy = log_z - torch.bmm(p_MV[:, None, :], logits_MV[:, :, None])[:, 0, 0]
         ctx.save_for_backward(p_MV, targets, entropy)
         ctx.set_materialize_grads(False)

@@ -94,9 +94,6 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
             mock.patch.object(torch.optim, "AdamW", lambda groups, fused: adamw(groups, foreach=False))
         )
         stack.enter_context(mock.patch.object(torch, "equal", lambda a, b: a.device == b.device))
-        stack.enter_context(
-            mock.patch.object(torch, "nonzero", lambda t: t.new_zeros((1, t.ndim), dtype=torch.long))
-        )
         stack.enter_context(mock.patch.object(engine_module, "init_process_group", init_process_group))
         stack.enter_context(mock.patch.object(engine_module, "Checkpoints", mock.Mock()))
         stack.enter_context(mock.patch.object(hf_engine, "fail_together", fail))
