@@ -200,9 +200,9 @@ def matmul_is_faster(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
     """
     if q.device.type != "cpu" or len(q) == 1:
         return False
-    if q.dtype == torch.float32:
-        return not causal and k.shape[2] <= 128
-    return k.shape[2] <= 256
+    if causal:
+        return q.dtype == torch.bfloat16 and k.shape[2] <= 128
+    return q.shape[2] <= 64
 
 
 def _by_matmul(
