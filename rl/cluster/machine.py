@@ -33,10 +33,6 @@ class Machine:
     free_gib: float
     gpus: tuple[GPU, ...] = ()
 
-    @property
-    def device(self) -> str:
-        return "gpu" if self.gpus else "cpu"
-
 
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:

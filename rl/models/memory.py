@@ -75,7 +75,7 @@ class ModelShape:
         """Elements of the matrices of the largest layer."""
         attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         experts = self.num_experts * (3 * self.dim * self.expert_dim + self.dim)  # with the router
-        return attention + (max(experts, 0) if self.num_moe_layers else 3 * self.dim * self.hidden_dim)
+        return attention + (experts if self.num_moe_layers else 3 * self.dim * self.hidden_dim)
 
     @property
     def matrices(self) -> int:
@@ -208,7 +208,7 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
             "loading": loading,
             "cache": (config.kv_cache_gib or 0.0) * GIB,
             "activations": tokens * width * size + sampled * (size + 2 * _FP32),
-            "overhead": OVERHEAD_CPU["generator"] if on_cpu else OVERHEAD_GPU + _GRAPHS * (not on_cpu),
+            "overhead": OVERHEAD_CPU["generator"] if on_cpu else OVERHEAD_GPU + _GRAPHS,
         }
     )
 
