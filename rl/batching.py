@@ -42,14 +42,16 @@ def pack(
     multiple_of: int = 1,
     samples_per_unit: int = 1,
     share_prefixes: bool = False,
+    attention_cost: float = 0.0,
 ) -> Batch:
-    """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by their token counts.
+    """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by what they cost.
 
-    Longest first, each into the emptiest bin; the i-th micro-batches of all ranks, which run at the same
+    Dearest first, each into the cheapest bin; the i-th micro-batches of all ranks, which run at the same
     time, are alike. Every rank gets the same number of micro-batches, because they meet in collectives; one
     without a sequence holds only filler. Rows are filled up to `multiple_of` tokens. Each `samples_per_unit`
     consecutive samples share a micro-batch. share_prefixes: equal leading tokens stand in a row once (see
-    MicroBatch), for engines that compute such rows (EngineConfig.share_prefixes).
+    MicroBatch), for engines that compute such rows (Engine.packing); not where that saves next to nothing.
+    attention_cost: what it costs a token to attend to another, where all else that it costs is 1.
     """
     units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
     longest = max((sum(len(samples[i]) for i in unit) for unit in units), default=0)
@@ -59,54 +61,98 @@ def pack(
             f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; "
             f"raise trainer.max_tokens, or make prompts and responses shorter"
         )
-    if share_prefixes and samples_per_unit == 1:
-        units = _families(samples, num_ranks, max_tokens)
-    lengths = [
-        sum(len(samples[i]) - shared for i, shared in _tree(samples, u, share_prefixes)) for u in units
-    ]
+    prefixes = _Prefixes(samples) if share_prefixes else _NoPrefixes()
+    if prefixes.num_shared < _WORTH_SHARING * sum(map(len, samples)):
+        prefixes = _NoPrefixes()
+    if prefixes.num_shared and samples_per_unit == 1:
+        units = _families(samples, prefixes, num_ranks, max_tokens)
+    trees = [prefixes.tree(unit) for unit in units]
+    lengths = [sum(len(samples[i]) - shared for i, shared in tree) for tree in trees]
+    costs = [sum(_cost(len(samples[i]), shared, attention_cost) for i, shared in tree) for tree in trees]
     rounds = max(1, math.ceil(sum(lengths) / (num_ranks * max_tokens)))
-    while (bins := _fill(lengths, num_ranks * rounds, max_tokens)) is None:
+    while (bins := _fill(lengths, costs, num_ranks * rounds, max_tokens)) is None:
         rounds += 1
-    bins.sort(key=lambda bin: -sum(lengths[u] for u in bin))
+    bins.sort(key=lambda bin: -sum(costs[u] for u in bin))
     names = set.intersection(*(set(s.loss_inputs) for s in samples)) if samples else set()
-    trees = [_tree(samples, [i for u in bin for i in units[u]], share_prefixes) for bin in bins]
+    trees = [prefixes.tree([i for u in bin for i in units[u]]) for bin in bins]
     rows = [_micro_batch(samples, tree, multiple_of, sorted(names)) for tree in trees]
-    longest = max(map(len, samples), default=0)
-    return Batch(tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)), longest)
+    return Batch(
+        ranks=tuple(tuple(rows[rank::num_ranks]) for rank in range(num_ranks)),
+        longest=max(map(len, samples), default=0),
+        num_tokens=sum(len(samples[i]) - shared for tree in trees for i, shared in tree),
+        num_unshared_tokens=sum(map(len, samples)),
+        num_cuts=prefixes.num_cuts(trees),
+    )
 
+
+def _cost(length: int, shared: int, attention_cost: float) -> float:
+    """Of a sequence's tokens after the first `shared`; the token at position p attends to p + 1."""
+    pairs = (length * (length + 1) - shared * (shared + 1)) / 2
+    return length - shared + attention_cost * pairs
+
+
+_WORTH_SHARING = 0.02
+"""Share of the tokens that prefixes have to save. Rows without branches have faster attention."""
 
 _FAMILIES_PER_RANK = 8
 """At least so many, where there are as many prompts, so that ranks can be balanced."""
 
+_Tree = list[tuple[int, int]]
+"""Samples in the order of a row, each with how many leading tokens it shares with the one before."""
 
-def _families(samples: Sequence[Sample], num_ranks: int, max_tokens: int) -> list[list[int]]:
+
+class _NoPrefixes:
+    num_shared = 0
+
+    def tree(self, ids: Sequence[int]) -> _Tree:
+        return [(i, 0) for i in ids]
+
+    def num_cuts(self, trees: Sequence[_Tree]) -> int:
+        return 0
+
+
+class _Prefixes(_NoPrefixes):
+    """Samples in lexical order: each shares more with the one before than with any earlier one."""
+
+    def __init__(self, samples: Sequence[Sample]):
+        keys = [sample.tokens.astype(">i8").tobytes() for sample in samples]
+        self._order = sorted(range(len(samples)), key=keys.__getitem__)
+        self._place = {i: place for place, i in enumerate(self._order)}
+        pairs = pairwise(self._order)
+        self._shared = [0, *(_num_equal(samples[a].tokens, samples[b].tokens) for a, b in pairs)]
+        self.num_shared = sum(self._shared)
+
+    def tree(self, ids: Sequence[int]) -> _Tree:
+        """Two samples share the least of what any two neighbours between them share."""
+        places = sorted(self._place[i] for i in ids)
+        shared = [min(self._shared[a + 1 : b + 1]) for a, b in pairwise(places)]
+        return [(self._order[at], k) for at, k in zip(places, [0, *shared], strict=False)]
+
+    def num_cuts(self, trees: Sequence[_Tree]) -> int:
+        """How many neighbours that share tokens stand in different rows, which both compute them."""
+        row_of = {i: row for row, tree in enumerate(trees) for i, _ in tree}
+        neighbours = zip(pairwise(self._order), self._shared[1:], strict=True)
+        return sum(shared > 0 and row_of[a] != row_of[b] for (a, b), shared in neighbours)
+
+
+def _families(
+    samples: Sequence[Sample], prefixes: _NoPrefixes, num_ranks: int, max_tokens: int
+) -> list[list[int]]:
     """Indices of samples that share leading tokens, which are packed together."""
-    tree = _tree(samples, range(len(samples)), share_prefixes=True)
+    tree = prefixes.tree(range(len(samples)))
     most = sum(len(samples[i]) - shared for i, shared in tree) // (_FAMILIES_PER_RANK * num_ranks)
     families: list[list[int]] = []
     size = 0
     for i, shared in tree:
         added = len(samples[i]) - shared
         # A new one computes again what it shares with the one before.
-        if not families or not shared or size + added > min(max_tokens, max(most, 2 * len(samples[i]))):
+        limit = max_tokens if num_ranks == 1 else min(max_tokens, max(most, 2 * len(samples[i])))
+        if not families or not shared or size + added > limit:
             families.append([])
             size, added = 0, len(samples[i])
         families[-1].append(i)
         size += added
     return families
-
-
-_Tree = list[tuple[int, int]]
-"""Samples in the order of a row, each with how many leading tokens it shares with the one before."""
-
-
-def _tree(samples: Sequence[Sample], ids: Iterable[int], share_prefixes: bool) -> _Tree:
-    """In lexical order each sample shares more with the one before than with any earlier one."""
-    if not share_prefixes:
-        return [(i, 0) for i in ids]
-    order = sorted(ids, key=lambda i: samples[i].tokens.astype(">i8").tobytes())
-    shared = [_num_equal(samples[a].tokens, samples[b].tokens) for a, b in pairwise(order)]
-    return list(zip(order, [0, *shared], strict=False))
 
 
 def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
@@ -116,8 +162,18 @@ def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def check_batch(batch: Batch, num_ranks: int, max_seq_len: int) -> None:
+def has_branches(positions: np.ndarray) -> bool:
+    """Of a MicroBatch: whether a sequence goes on after tokens of another."""
+    return bool(((np.diff(positions) != 1) & (positions[1:] != 0)).any())
+
+
+def check_batch(batch: Batch, num_ranks: int, max_seq_len: int, shares_prefixes: bool) -> None:
     """Raises RunError where a batch does not suit an engine of so many data-parallel ranks and positions."""
+    if batch.num_tokens < batch.num_unshared_tokens and not shares_prefixes:
+        raise RunError(
+            "a batch in which sequences share tokens, which this engine does not compute; "
+            "pack with **engine.packing"
+        )
     if len(batch.ranks) != num_ranks:
         raise RunError(
             f"a batch packed for {len(batch.ranks)} data-parallel ranks, of which there are {num_ranks}; "
@@ -130,16 +186,20 @@ def check_batch(batch: Batch, num_ranks: int, max_seq_len: int) -> None:
         )
 
 
-def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+def _fill(
+    lengths: Sequence[int], costs: Sequence[float], num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
     """Indices for each bin, or None where some length fits into none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    used = [0] * num_bins
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        emptiest = min(range(num_bins), key=used.__getitem__)
-        if used[emptiest] + lengths[i] > max_tokens:
+    used, spent = [0] * num_bins, [0.0] * num_bins
+    for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):
+        with_room = [bin for bin in range(num_bins) if used[bin] + lengths[i] <= max_tokens]
+        if not with_room:
             return None
-        bins[emptiest].append(i)
-        used[emptiest] += lengths[i]
+        cheapest = min(with_room, key=spent.__getitem__)
+        bins[cheapest].append(i)
+        used[cheapest] += lengths[i]
+        spent[cheapest] += costs[i]
     return bins
 
 

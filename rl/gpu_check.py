@@ -26,6 +26,7 @@ from rl.gpu_checks import (
     move,
     self_check,
     stack,
+    trees,
     with_weights,
 )
 from rl.models.hf import read_config
@@ -54,6 +55,7 @@ CHECKS = (
     ),
     Check("moe", "the same with experts", moe),
     Check("attention", "TitanEngine's attention against HFEngine's in bfloat16", attention),
+    Check("trees", "prefixes that are computed once, against each sequence for itself", trees),
     Check(
         "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
     ),

@@ -120,6 +120,37 @@ def attention(model: Path) -> dict[str, Any]:
     return gaps
 
 
+def trees(model: Path) -> dict[str, Any]:
+    """Rows of trees against plain rows, in bfloat16: logprobs, gradient norm, and seconds of a step."""
+    import numpy as np
+
+    from rl.batching import pack, supervised_sample
+    from rl.loss.cross_entropy import CrossEntropy
+    from rl.models.hf import read_config
+    from rl.types import OptimParams
+
+    rng, engine = np.random.default_rng(0), _engine(model, dtype="bfloat16")
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(3, read_config(model)["vocab_size"], count).tolist()
+
+    samples = [supervised_sample(p, tokens(20 + i)) for p in (tokens(200), tokens(150)) for i in range(8)]
+    outputs, norms, found = [], [], {}
+    for way, share in (("plain", False), ("trees", True)):
+        batch = pack(samples, max_tokens=512, multiple_of=engine.config.row_multiple, share_prefixes=share)
+        outputs.append(engine.forward(batch))
+        for _ in range(2):  # the first compiles
+            began = time.monotonic()
+            engine.forward_backward(batch, CrossEntropy())
+            norms.append(engine.optim_step(OptimParams(lr=0.0))["grad_norm"])
+            found[f"{way}, s"] = time.monotonic() - began
+    gaps = np.concatenate([np.abs(outputs[0][i] - outputs[1][i]) for i in outputs[0]])
+    found |= {"gap mean": float(gaps.mean()), "gradient norms apart": abs(norms[-1] / norms[0] - 1)}
+    _hold(found["gap mean"], 0.05)
+    _hold(found["gradient norms apart"], 0.05)
+    return found
+
+
 def move(model: Path) -> dict[str, Any]:
     import torch
 

@@ -213,11 +213,15 @@ class Batch:
     """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; all have equally many."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    longest: int  # tokens of the longest sequence on any rank, so that all ranks raise where one would
+    # Of all ranks, so that all raise where one would.
+    longest: int  # tokens of the longest sequence
+    num_tokens: int  # of all rows, without filler
+    num_unshared_tokens: int  # what they would be if sequences shared none
+    num_cuts: int = 0  # how often tokens that could be shared are in two rows, for space or for balance
 
     def for_rank(self, rank: int) -> "Batch":
         """What one data-parallel rank is sent: its own micro-batches."""
-        return Batch(tuple(part if i == rank else () for i, part in enumerate(self.ranks)), self.longest)
+        return replace(self, ranks=tuple(part if i == rank else () for i, part in enumerate(self.ranks)))
 
     @property
     def num_target_tokens(self) -> int:

@@ -35,6 +35,10 @@ class EngineActor(Actor):
         return process_info(str(self._engine.device))
 
     @endpoint
+    async def packing(self) -> dict[str, Any]:
+        return self._engine.packing
+
+    @endpoint
     async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
         self._engine.adapters.add(name, lora, seed)
 
@@ -91,6 +95,7 @@ class EngineHandle:
         self._deadlines = deadlines
         self._timeline = timeline
         self._caller = Caller(name, f"logs/{name}-*.log of the run")
+        self._packing: dict[str, Any] = {}
         self._turn = asyncio.Lock()  # every rank gets the calls in the same order, whoever makes them
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
@@ -118,15 +123,14 @@ class EngineHandle:
         assert self.config.max_seq_len is not None  # config.json's own limit is not known here
         return pack(
             samples,
-            num_ranks=self.config.layout.data_parallel,
             max_tokens=self.config.max_seq_len,
-            multiple_of=self.config.row_multiple,
             samples_per_unit=samples_per_unit,
-            share_prefixes=self.config.share_prefixes,
+            **self._packing,
         )
 
     async def ready(self) -> None:
         self._caller.processes = tuple(await self._every("ready", kind="start"))
+        self._packing = (await self._every("packing", kind="start"))[0]
 
     async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
         await self._every("add_adapter", name, lora, seed, kind="load")

@@ -42,6 +42,8 @@ class TrainerConfig:
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch, and so of a sequence."""
+    share_prefixes: bool = True
+    """Compute leading tokens that samples share once. Results are the same but for rounding."""
     lr: NonNegativeFloat = 1e-6
     """Learning rate: the highest of lr_schedule."""
     lr_warmup_steps: NonNegativeInt = 5

@@ -25,6 +25,7 @@ from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
+from rl.observability.watches import SharingWatch
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SIGNAL_SECONDS = 1.0
@@ -98,7 +99,8 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(run_dir / "trace.json" if config.trace else None)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
-    with closing(timeline), Recorder(run_dir, config.steps, timeline, sinks) as recorder:
+    watches = [SharingWatch()] if config.trainer.share_prefixes else []
+    with closing(timeline), Recorder(run_dir, config.steps, timeline, sinks, watches) as recorder:
         machine = this_machine()
         settled = by_device(config, machine)
         specs = with_budgets(actor_specs(settled, model_dir, run_dir), settled, machine)

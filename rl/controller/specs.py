@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from rl.cluster.launch import ActorSpecs, EngineSpec
 from rl.controller.config import RunConfig
 from rl.models.engine_config import EngineConfig
@@ -67,10 +65,9 @@ def trainer_config(config: RunConfig, layout: Layout | None = None) -> EngineCon
     trainer = config.trainer
     layout = layout or trainer.layout
     assert config.dtype != "auto"  # by_device
-    on_sdpa = config.dtype == "float32" or not torch.cuda.is_available()
     return EngineConfig(
         layout=layout,
-        share_prefixes=trainer.engine == "titan" and on_sdpa and layout.context_parallel == 1,
+        share_prefixes=trainer.share_prefixes,
         dtype=config.dtype,
         activation_checkpointing=trainer.activation_checkpointing,
         max_seq_len=trainer.max_tokens,

@@ -43,7 +43,11 @@ class Updater:
 
     async def forward_backward(self, samples: Sequence[Sample], samples_per_unit: int) -> dict[str, float]:
         batch = self.engine.pack(samples, samples_per_unit)
-        return await self.engine.forward_backward(batch, self.loss, self.adapter)
+        learned = await self.engine.forward_backward(batch, self.loss, self.adapter)
+        learned["computed:sum"] = batch.num_tokens
+        learned["unshared:sum"] = batch.num_unshared_tokens
+        learned["cuts:sum"] = batch.num_cuts
+        return learned
 
     async def optim_step(self, params: OptimParams) -> dict[str, float]:
         return await self.engine.optim_step(params, self.adapter)

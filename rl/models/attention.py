@@ -1,11 +1,10 @@
-"""Causal attention over packed documents through torch's SDPA.
+"""Causal attention over the trees of a packed row (see MicroBatch) through torch's SDPA.
 
-It is used on a CPU, in fp32 on a GPU, and under context parallelism: torchtitan's varlen attention has no CPU
-kernel, computes only in bf16 and has no context parallelism; its flex attention has no backward on a CPU.
-B batch (1), L tokens of a row, l tokens of this process, N heads, H head size, n documents of a bucket.
+It is used on a CPU, in fp32 on a GPU, and under context parallelism; `gpu_attention.py` has the rest.
+B batch (1), L tokens of a row, l tokens of this process, N heads, H head size, n sequences of a bucket.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
-from rl.models.cuda import activate_flash_attention, expands_heads
+from rl.models.cuda import expands_heads
 
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
-from torchtitan.protocols.module import Module
+from torchtitan.models.common.attention import FlexAttention
 
 T = TypeVar("T")
 _LENGTH_STEP = 32
@@ -28,32 +27,37 @@ _BRANCH_STEP = 8
 """The same of branches' own tokens."""
 
 
-class Fragment(NamedTuple):
-    """The later part of a document, whose queries see keys of other processes."""
-
-    queries: torch.Tensor  # [q] indices into l
-    keys: torch.Tensor  # [k] indices into L as it was gathered: the document up to the last query
-
-
 class Branches(NamedTuple):
-    """Documents that go on after leading tokens of others: n of similar lengths, of which q are their own."""
+    """What goes on after tokens that stand elsewhere: n of similar lengths, q tokens of each their own."""
 
     queries: torch.Tensor  # [n, q] indices into l
     keys: torch.Tensor  # [n, k] indices into L: the whole path
-    mask: torch.Tensor  # [n, 1, q, k] bool: which keys a query sees
+    # [n, 1, q, k] bool: which keys a query sees. Of one alone (n = 1) the last query sees all.
+    mask: torch.Tensor | CausalBias
 
 
 class PackedDocuments(NamedTuple):
-    """Where the documents of a row lie: those that start here, by similar length, branches and fragments."""
+    """Where the tokens of a row lie: documents that start here, by similar length, and branches."""
 
     # One [n, longest] index into l for each bucket; padding repeats the last token.
     queries: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]  # the same tokens as indices into L as it was gathered
     branches: tuple[Branches, ...]
-    fragments: tuple[Fragment, ...]
     restore: (
         torch.Tensor
     )  # [l] index into the tokens, with padding, of all that is above, one after the other
+
+
+def stretches(positions: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The tree of a row, depth first: where each run of consecutive positions starts, and its path [p].
+
+    The path ends with the run; the earlier tokens on it are its ancestors.
+    """
+    starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    path = np.arange(0)
+    for first, end in zip(starts.tolist(), [*starts[1:].tolist(), len(positions)], strict=True):
+        path = np.concatenate([path[: positions[first]], np.arange(first, end)])
+        yield first, path
 
 
 def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
@@ -71,23 +75,22 @@ def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
 def pack_documents(
     positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0
 ) -> PackedDocuments:
-    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the group, if any; then nothing is shared."""
+    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the context-parallel group, if any."""
     pieces = pieces or row_pieces(len(positions), 1)
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
     local_at = np.full(len(positions), -1)
     local_at[pieces[rank]] = np.arange(len(pieces[rank]))
-    whole, branches, fragments = [], [], []
-    path = np.arange(0)  # where the tokens of the document before lie
-    for first, last in _runs(pieces[rank], positions):
-        here, before = np.arange(first, last), int(positions[first])
-        if before == 0:
-            path = here
-            whole.append(here)
-        elif len(pieces) == 1:
-            path = np.concatenate([path[:before], here])
-            branches.append((here, path))
-        else:
-            fragments.append((here, np.arange(first - before, last)))
+    whole: list[np.ndarray] = []
+    branches: list[tuple[np.ndarray, np.ndarray]] = []  # own tokens, and the path that they end
+    for first, path in stretches(positions):
+        for start, end in _ranges(pieces[rank]):
+            here = np.arange(max(first, start), min(path[-1] + 1, end))
+            if len(here):
+                seen = path[: positions[here[-1]] + 1]
+                if len(seen) > len(here):
+                    branches.append((here, seen))
+                else:
+                    whole.append(here)
     queries, keys, of_branches = [], [], []
     restore = np.zeros(len(pieces[rank]), int)
     num_computed = 0  # tokens of the buckets so far, with padding
@@ -103,20 +106,27 @@ def pack_documents(
         num_computed += tokens.size
     for pairs in _buckets(branches, lambda b: (-(-len(b[0]) // _BRANCH_STEP), -(-len(b[1]) // _LENGTH_STEP))):
         (own, is_there), (paths, _) = _padded([own for own, _ in pairs]), _padded([path for _, path in pairs])
-        mask = np.arange(paths.shape[1]) <= positions[own][:, None, :, None]
-        of_branches.append(Branches(indices(local_at[own]), indices(gathered_at[paths]), indices(mask)))
+        if len(pairs) > 1:
+            mask = indices(np.arange(paths.shape[1]) <= positions[own][:, None, :, None])
+        else:
+            mask = _lower_right_bias(own.shape[1], paths.shape[1])
+        of_branches.append(Branches(indices(local_at[own]), indices(gathered_at[paths]), mask))
         restore[local_at[own[is_there]]] = num_computed + np.flatnonzero(is_there)
         num_computed += own.size
-    for tokens, _ in fragments:
-        restore[local_at[tokens]] = num_computed + np.arange(len(tokens))
-        num_computed += len(tokens)
-    return PackedDocuments(
-        tuple(queries),
-        tuple(keys),
-        tuple(of_branches),
-        tuple(Fragment(indices(local_at[q]), indices(gathered_at[k])) for q, k in fragments),
-        indices(restore),
-    )
+    return PackedDocuments(tuple(queries), tuple(keys), tuple(of_branches), indices(restore))
+
+
+def _lower_right_bias(num_queries: int, num_keys: int) -> CausalBias:
+    """A mask that takes no memory. torch cannot make one while a dispatch mode looks on (checkpointing's)."""
+    with _disable_current_modes():
+        return causal_lower_right(num_queries, num_keys)
+
+
+def _ranges(ascending: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of each run of consecutive numbers."""
+    breaks = np.flatnonzero(np.diff(ascending, prepend=-2) != 1)
+    lasts = ascending[[*(breaks[1:] - 1), -1]]
+    return list(zip(ascending[breaks].tolist(), (lasts + 1).tolist(), strict=True))
 
 
 def _buckets(items: Sequence[T], size_of: Callable[[T], Any]) -> list[list[T]]:
@@ -144,53 +154,61 @@ def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray
     return tokens[starts[:, None] + offsets], offsets, rows * lengths.max() + positions
 
 
-def _runs(tokens: np.ndarray, positions: np.ndarray) -> list[tuple[int, int]]:
-    """Longest ranges [first, last) of adjacent tokens of one document, in a sorted subset of a row."""
-    at = positions[tokens]
-    apart = (np.diff(tokens, prepend=tokens[0] - 2) != 1) | (np.diff(at, prepend=at[0] - 2) != 1)
-    breaks = np.flatnonzero(apart)
-    ends = [*breaks[1:], len(tokens)]
-    return [(int(tokens[a]), int(tokens[b - 1]) + 1) for a, b in zip(breaks, ends, strict=True)]
-
-
 def packed_attention(
     q_lNH: torch.Tensor,
     k_LNH: torch.Tensor,
     v_LNH: torch.Tensor,
     documents: PackedDocuments,
     scale: float | None,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
-    """[l, N, H] and keys, values [L, N', H], where N' divides N -> [l, N, H]."""
+    """[l, N, H] and keys, values [L, N', H], where N' divides N -> [l, N, H].
+
+    window: how many tokens before a query it sees, itself included; None for all.
+    """
     outputs = []
     # Padding needs no mask of its own: it follows a document's tokens, which attend only backwards.
-    for queries, keys in zip(documents.queries, documents.keys, strict=True):
+    whole = zip(documents.queries, documents.keys, (None,) * len(documents.keys), strict=True)
+    for queries, keys, mask in (*whole, *documents.branches):
         q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        outputs.append(_attend(q, k, v, None, scale).transpose(1, 2).flatten(0, 1))
-    for queries, keys, mask in documents.branches:
-        q, k, v = (_rows(t, index) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        outputs.append(_attend(q, k, v, mask, scale).transpose(1, 2).flatten(0, 1))
-    for queries, keys in documents.fragments:
-        q, k, v = (_rows(t, index[None]) for t, index in ((q_lNH, queries), (k_LNH, keys), (v_LNH, keys)))
-        k, v = (_for_each_head(t, q) for t in (k, v))
-        mask = causal_lower_right(q.shape[2], k.shape[2])  # the last query sees the last key
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        outputs.append(out[0].transpose(0, 1))
+        if window is not None and k.shape[2] > window:
+            mask = _windowed(None if isinstance(mask, CausalBias) else mask, q, k, window)
+        outputs.append(_attend(q, k, v, mask, scale, dropout).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, documents.restore)
 
 
+def _windowed(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, window: int) -> torch.Tensor:
+    """Without the keys that lie too far back. Keys are a path: a query that sees m has position m - 1."""
+    if mask is None:
+        mask = _lower_right(q, k)
+    return mask & (torch.arange(k.shape[2], device=q.device) >= mask.sum(-1, keepdim=True) - window)
+
+
+def _lower_right(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[1, 1, q, k]: the last query sees all keys, and each one before one key less."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+    return ones.tril(num_keys - num_queries)[None, None]
+
+
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | CausalBias | None,
+    scale: float | None,
+    dropout: float,
 ) -> torch.Tensor:
     """[n, N, q, H], [n, N', k, H] -> [n, N, q, H]. mask: [n, 1, q, k]; without one causal, and q = k."""
-    if matmul_is_faster(q, k, mask is None):
+    if not dropout and matmul_is_faster(q, k, mask is None):
         return _by_matmul(q, k, v, mask, scale)
-    if mask is not None:
-        k, v = (_for_each_head(t, q) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    if expands_heads(q.device.type, q.dtype):
+    if mask is not None or expands_heads(q.device.type, q.dtype):
         k, v = (_for_each_head(t, q) for t in (k, v))
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa
+    )
 
 
 def matmul_is_faster(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
@@ -206,12 +224,16 @@ def matmul_is_faster(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
 
 
 def _by_matmul(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | CausalBias | None,
+    scale: float | None,
 ) -> torch.Tensor:
     """In fp32, which for so few tokens costs little."""
     (n, num_heads, num_queries, size), num_kv_heads = q.shape, k.shape[1]
-    if mask is None:
-        mask = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()[None, None]
+    if mask is None or isinstance(mask, CausalBias):
+        mask = _lower_right(q, k)
     scaled = q.float() * (size**-0.5 if scale is None else scale)
     grouped = scaled.reshape(n, num_kv_heads, -1, size)  # heads that share their keys, one after the other
     scores = (grouped @ k.float().transpose(-1, -2)).unflatten(2, (-1, num_queries))
@@ -248,19 +270,3 @@ class PackedSDPA(FlexAttention):
         **kwargs: object,
     ) -> torch.Tensor:
         return packed_attention(q_BLNH[0], k_BLNH[0], v_BLNH[0], attention_masks, scale).unsqueeze(0)
-
-
-class Varlen(VarlenAttention):
-    """torchtitan's varlen attention, with the fastest kernels that are there.
-
-    torchtitan's own fails where those that it asks for are not installed.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
-
-    def __init__(self, config: VarlenAttention.Config):
-        Module.__init__(self)
-        self.window_size = config.window_size
-        self.kernels = activate_flash_attention()

@@ -11,7 +11,7 @@ same way. Every rank of the process group calls every method, in the same order.
   caller's.
 - `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn
   (`EngineConfig.adapters`) keeps the model frozen; `adapters.add`, `load`, `save` and `remove` manage them.
-- `train_mode()`, `eval_mode()`: bring what they need to the device, then put it back. `to` moves it for good.
+- `train_mode()`, `eval_mode()`: bring what they need to the device, then put it back; `to` moves it for good.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rl.batching import check_batch
-from rl.errors import ConfigError, RunError
+from rl.errors import RunError
 from rl.interfaces import Loss
 from rl.models import hf
 from rl.models.adapters import Adapters
@@ -38,6 +38,7 @@ from rl.models.learner import Learner
 from rl.models.load_weights import load_tensors
 from rl.models.lora import Site
 from rl.models.loss_metrics import LossMetrics, check_finite, measure, token_inputs
+from rl.models.packing import packing
 from rl.models.placement import Placement
 from rl.models.platform import init_process_group, reshard
 from rl.types import Batch, MicroBatch, OptimParams
@@ -56,15 +57,12 @@ class Engine(ABC):
         self.device = init_process_group(config.timeout_seconds)
         if config.device_memory_gib is not None and self.device.type == "cuda":
             limit_memory(config.device_memory_gib)
-        if config.layout.num_procs != dist.get_world_size():
-            raise ConfigError(
-                f"{config.layout} needs {config.layout.num_procs} processes but {dist.get_world_size()} run; "
-                f"start as many"
-            )
+        config.layout.check(dist.get_world_size())
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._model_dir = Path(model_dir)
         self._hf_config = hf.read_config(model_dir)
         self.dp_rank = dist.get_rank() // config.layout.procs_per_row
+        self._shares_prefixes = False  # whether rows may be trees; the subclass decides
         self._sites: list[Site] = []  # where adapters can be attached; the subclass fills it
         self._tp_mesh: Any = None
         self._model = self._build()
@@ -72,14 +70,18 @@ class Engine(ABC):
         self._base = None if config.adapters else Learner(self._tensors)
         self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
         self._checkpoints = Checkpoints(self.device, config.timeout_seconds, self.adapters, self._learners)
-        movers = {"model": self._move_model, "optimizer": self._move_optimizer}
-        self._placement = Placement(self.device, movers)
+        self._placement = Placement(self.device, model=self._move_model, optimizer=self._move_optimizer)
 
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
         limit = hf.max_positions(self._hf_config)
         return min(limit, self.config.max_seq_len or limit)
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What `batching.pack` is to be told, beside `max_tokens`."""
+        return packing(self.config, self._hf_config, self._shares_prefixes)
 
     # ---- what each kind of engine provides
 
@@ -116,8 +118,7 @@ class Engine(ABC):
             self._model.eval()
             for micro in self._micro_batches(batch):
                 values = self._run(micro, with_targets=True)[0].cpu().numpy()
-                for sample in np.unique(micro.sample_ids):
-                    logprobs[int(sample)] = values[micro.sample_ids == sample]
+                logprobs |= {int(i): values[micro.sample_ids == i] for i in np.unique(micro.sample_ids)}
         return logprobs
 
     def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
@@ -131,13 +132,12 @@ class Engine(ABC):
         if self._placement.mode == "eval":
             raise RunError("forward_backward inside eval_mode; use train_mode")
         learner = self._learner(adapter)
-        metrics, predicts = LossMetrics(self.device), self.config.head == "tokens"
-        losses: list[torch.Tensor] = []
+        metrics, losses = LossMetrics(self.device), list[torch.Tensor]()
         with self._computing(adapter, learner):
             self._model.train()
             for micro in self._micro_batches(batch):
                 logprobs, entropy = self._run(micro, with_targets=True)
-                inputs = token_inputs(micro, entropy if predicts else None, self.device)
+                inputs = token_inputs(micro, entropy if self.config.head == "tokens" else None, self.device)
                 output = loss(logprobs, inputs)
                 output.loss.backward()
                 losses.append(output.loss.detach())
@@ -293,7 +293,7 @@ class Engine(ABC):
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """This rank's part. Every rank raises where one would."""
-        check_batch(batch, self.config.layout.data_parallel, self.max_seq_len)
+        check_batch(batch, self.config.layout.data_parallel, self.max_seq_len, self._shares_prefixes)
         return batch.ranks[self.dp_rank]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

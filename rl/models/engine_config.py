@@ -39,8 +39,9 @@ class EngineConfig:
     compile: bool = False
     """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
 
-    share_prefixes: bool = False
-    """Rows may be trees (see MicroBatch): TitanEngine on a CPU or in fp32, without context parallelism."""
+    share_prefixes: bool = True
+    """Compute leading tokens that sequences share once (see MicroBatch). HFEngine does where its check
+    shows that it can."""
 
     seed: int | None = None
     """Draw random weights instead of loading the directory's: the same ones under every layout."""

@@ -1,10 +1,10 @@
 """HFEngine: any architecture of transformers' AutoModelForCausalLM, under FSDP2.
 
-Sequences are packed where the architecture's attention can be told of it. Where it cannot (state-space
-layers, soft-capped attention, windows that are only in the mask), they are padded rows: n sequences cost
-n times the longest, whatever the packed row's length. When the engine is built, its logits are compared with
-those of transformers' own forward: that decides between packed and padded rows, and whether the model can be
-used.
+Sequences are packed, and leading tokens that they share computed once, where the architecture's attention
+can be told of it. Where it cannot (state-space layers, soft-capped attention, windows that are only in the
+mask), they are padded rows: n sequences cost n times the longest, whatever the packed row's length. When the
+engine is built, its logits are compared with those of transformers' own forward: that decides how it computes
+rows, and whether the model can be used.
 L tokens of a packed row, M target tokens.
 """
 
@@ -32,7 +32,9 @@ from rl.models.platform import DEVICE_TYPE, fail_together, reshard, sum_gradient
 from rl.types import MicroBatch
 from rl.weight_sync.manifest import LocalShard
 
-_CHECK_LENGTHS = (37, 14)
+_ROWS = _TREES, _PACKED, _PADDED = "packed rows that share prefixes", "packed rows", "padded rows"
+_CHECK_LENGTHS = (37, 14, 25, 6)
+_CHECK_SHARED = (0, 9, 11, 0)
 
 
 class HFEngine(Engine):
@@ -47,7 +49,7 @@ class HFEngine(Engine):
                 f"HFEngine has only replicate and shard, not {layout}; "
                 f"use TitanEngine, or more of layout.shard"
             )
-        for name in ("float8", "compile", "share_prefixes"):
+        for name in ("float8", "compile"):
             if getattr(config, name):
                 raise ConfigError(f"HFEngine has no {name}; use TitanEngine, or set {name} to False")
         hf_checks.check_rope_is_fixed(self._hf_config, self.max_seq_len)
@@ -92,9 +94,10 @@ class HFEngine(Engine):
                 failure = error
         fail_together(failure)
         assert model is not None
-        chosen = [model.packed]
+        chosen = [model.packed, self._shares_prefixes]
         dist.broadcast_object_list(chosen, src=0)
         model.use(chosen[0])
+        self._shares_prefixes = chosen[1]
         return model
 
     def _hf_model(self, lm: transformers.PreTrainedModel) -> HFModel:
@@ -189,39 +192,58 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _check_against_transformers(self) -> None:
-        """Choose packed or padded rows, whichever gives transformers' own logits, and print which.
+        """Choose the cheapest rows that give transformers' own logits, and print which.
 
         In fp32 and on the host, before the model is sharded: in bf16 rounding would hide what is wrong.
-        Raises ConfigError where neither does.
+        Raises ConfigError where none does.
         """
         self._model.eval()
-        generator = np.random.default_rng(0)
-        rows = [generator.integers(0, self._model.vocab_size, n) for n in _CHECK_LENGTHS]
-        expected = torch.cat([self._model.reference(torch.from_numpy(row[None]))[0] for row in rows])
-        positions = np.concatenate([np.arange(n) for n in _CHECK_LENGTHS])
-        limit = 1e-3 * expected.std()
-        differences = {}
-        for packed in (True, False):
-            self._model.use(packed)
+        documents = self._check_documents()
+        expected = [self._model.reference(torch.from_numpy(row[None]))[0] for row in documents]
+        limit = 1e-3 * torch.cat(expected).std()
+        # Of dropout each sequence has its own.
+        shares = self.config.share_prefixes and not self.config.dropout
+        wrong: dict[str, str] = {}
+        for rows in _ROWS if shares else _ROWS[1:]:
             try:
-                if packed and (reason := self._model.hides_windows()):
-                    raise NotImplementedError(reason)
-                logits = self._forward(np.concatenate(rows), positions, np.arange(len(positions)), None)
+                difference = self._difference(rows, documents, expected)
             except NotImplementedError as reason:
-                differences[packed] = str(reason)
+                wrong[rows] = str(reason)
                 continue
-            difference = (logits - expected).abs().max()
             if difference < limit:
-                why = f" (packed rows: {differences[True]})" if not packed else ""
-                way = "packed rows" if packed else "padded rows"
-                print(f"HFEngine: {type(self._model.lm).__name__} computes {way}{why}", flush=True)
+                self._shares_prefixes = rows == _TREES
+                why = "".join(f" ({other}: {reason})" for other, reason in [*wrong.items()][-1:])
+                print(f"HFEngine: {type(self._model.lm).__name__} computes {rows}{why}", flush=True)
                 return
-            differences[packed] = f"{difference.item():.1e}"
+            wrong[rows] = f"{difference:.1e}"
         raise ConfigError(
             f"HFEngine does not compute what transformers computes for {type(self._model.lm).__name__}: "
-            f"logits differ by {differences[True]} packed and {differences[False]} in padded rows; "
+            f"logits differ by {', '.join(f'{by} in {rows}' for rows, by in wrong.items())}; "
             f"use an architecture that TitanEngine has"
         )
+
+    def _check_documents(self) -> list[np.ndarray]:
+        """Of which the second goes on after tokens of the first, and the third after tokens of the second."""
+        rng = np.random.default_rng(0)
+        documents: list[np.ndarray] = []
+        for length, shared in zip(_CHECK_LENGTHS, _CHECK_SHARED, strict=True):
+            new = rng.integers(0, self._model.vocab_size, length - shared)
+            documents.append(np.concatenate([documents[-1][:shared], new]) if shared else new)
+        return documents
+
+    def _difference(
+        self, rows: str, documents: list[np.ndarray], expected: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Raises NotImplementedError where the model cannot compute such rows."""
+        self._model.use(packed=rows != _PADDED)
+        if self._model.packed and (reason := self._model.hides_windows()):
+            raise NotImplementedError(reason)
+        shared = _CHECK_SHARED if rows == _TREES else (0,) * len(documents)
+        tokens = np.concatenate([row[k:] for row, k in zip(documents, shared, strict=True)])
+        positions = np.concatenate([np.arange(k, len(row)) for row, k in zip(documents, shared, strict=True)])
+        logits = self._forward(tokens, positions, np.arange(len(tokens)), None)
+        own = torch.cat([logits[k:] for logits, k in zip(expected, shared, strict=True)])
+        return (logits - own).abs().max()
 
     def export(self, adapter: str | None = None, *, merged: bool = False) -> Iterator[LocalShard]:
         if adapter is None or merged:

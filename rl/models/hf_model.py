@@ -15,8 +15,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from rl.errors import ConfigError
-from rl.models.attention import PackedDocuments, pack_documents
-from rl.models.cuda import expands_heads
+from rl.models.attention import PackedDocuments, pack_documents, packed_attention
 from rl.models.target_logprobs import target_logprobs, target_values
 
 _PACKED = "rl_packed"
@@ -150,7 +149,7 @@ def _packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers that keeps packed documents apart."""
+    """An attention function for transformers that computes packed rows of trees."""
     if packed_documents is None:
         raise NotImplementedError("its layers do not hand packing on to attention")
     for name in ("softcap", "s_aux", "position_bias"):
@@ -160,31 +159,9 @@ def _packed_attention(
         raise NotImplementedError("its attention is not plainly causal")
     if packed_windows is not None:
         packed_windows.append(sliding_window)
-    outputs = []
-    groups = query.shape[1] // key.shape[1]
-    for index in packed_documents.queries:
-        q, k, v = (
-            t[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
-            for t in (query, key, value)
-        )
-        mask = None
-        if sliding_window is not None and index.shape[1] > sliding_window:
-            ones = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=q.device)
-            mask = ones.tril() & ~ones.tril(-sliding_window)
-        if groups > 1 and (mask is not None or expands_heads(q.device.type, q.dtype)):
-            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed_documents.restore).unsqueeze(0), None
+    q_TNH, k_TNH, v_TNH = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = packed_attention(q_TNH, k_TNH, v_TNH, packed_documents, scaling, sliding_window, dropout)
+    return out.unsqueeze(0), None
 
 
 AttentionInterface.register(_PACKED, _packed_attention)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rl.bounds import PositiveInt
+from rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Layout:
     @property
     def num_procs(self) -> int:
         return self.data_parallel * self.procs_per_row
+
+    def check(self, num_procs: int) -> None:
+        """Raises ConfigError where another number of processes runs."""
+        if num_procs != self.num_procs:
+            raise ConfigError(f"{self} needs {self.num_procs} processes but {num_procs} run; start as many")
 
     @property
     def data_parallel(self) -> int:

@@ -12,7 +12,7 @@ from rl.errors import RunError
 class Placement:
     """Attribute `mode`: within which context the engine is, if any."""
 
-    def __init__(self, device: torch.device, movers: Mapping[str, Callable[[torch.device], None]]):
+    def __init__(self, device: torch.device, **movers: Callable[[torch.device], None]):
         """movers: for each part, what moves it. All parts are on `device` to begin with."""
         self.mode: Literal["train", "eval"] | None = None
         self._device = device

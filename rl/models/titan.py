@@ -17,6 +17,7 @@ from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import pack_documents, row_pieces
 from rl.models.decoder_config import model_spec
 from rl.models.engine import Engine
+from rl.models.gpu_attention import gpu_documents
 from rl.models.load_weights import VALUE_HEAD, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
@@ -24,7 +25,6 @@ from rl.types import MicroBatch
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 
 class TitanEngine(Engine):
@@ -36,10 +36,7 @@ class TitanEngine(Engine):
         self._hf_config["max_position_embeddings"] = self.max_seq_len
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
         self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
-        if config.share_prefixes and (not self._packed_sdpa or layout.context_parallel > 1):
-            raise ConfigError(
-                "share_prefixes needs a CPU or float32, and no context parallelism; set it to False"
-            )
+        self._shares_prefixes = config.share_prefixes
         if config.compile and self._packed_sdpa:
             raise ConfigError(
                 "compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False"
@@ -140,10 +137,11 @@ class TitanEngine(Engine):
             return self._run_context_parallel(micro, with_targets)
         tokens, positions, index = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.targets))
         predictors = self._tensor(micro.predictors)
+        documents: Any
         if self._packed_sdpa:
             documents = pack_documents(micro.positions, self.device)
         else:
-            documents = create_varlen_metadata_for_document(positions[None])
+            documents = gpu_documents(micro.positions, self.device)
         targets = tokens[index] if with_targets else None
         return self._model(tokens[None], positions[None], documents, predictors, targets)
 

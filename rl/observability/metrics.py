@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rl.types import Group, StopReason
 
+_TOKENS = {"trained": "tokens", "computed": "computed", "computed_unshared": "unshared", "cuts": "cuts"}
+
 
 def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> dict[str, float]:
     """The metrics of a step's updates.
@@ -18,7 +20,9 @@ def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> d
     """
     first = updates[0]
     metrics = _means(updates, skip=("logprob_diff", "ratio_outside", "pairs", "preferred", "margin"))
-    metrics |= {"tokens/trained": sum(u["tokens:sum"] for u in updates), "updates": len(updates)}
+    metrics["updates"] = len(updates)
+    for name, key in _TOKENS.items():
+        metrics[f"tokens/{name}"] = sum(u[f"{key}:sum"] for u in updates)
     tokens = first["tokens:sum"] or math.nan
     if sampled:
         metrics |= {
@@ -50,7 +54,7 @@ def _means(updates: Sequence[Mapping[str, float]], skip: Sequence[str]) -> dict[
     means = {
         n: sum(u.get(f"{n}:sum", 0.0) for u in updates) / tokens
         for n in names
-        if n not in ("tokens", "loss", *skip)
+        if n not in ("loss", *_TOKENS.values(), *skip)
     }
     for name in dict.fromkeys(
         n for u in updates for n in u if n.endswith(":max") and not n.startswith(tuple(skip))

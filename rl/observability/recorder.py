@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from rl.observability.collapse import CollapseWatch
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
+from rl.observability.watches import CollapseWatch, Watch
 from rl.types import Group
 
 _ROLLOUTS_PER_STEP = 4
@@ -25,7 +25,13 @@ class Recorder:
     """
 
     def __init__(
-        self, run_dir: Path, num_steps: int, timeline: Timeline, sinks: Sinks, out: TextIO | None = None
+        self,
+        run_dir: Path,
+        num_steps: int,
+        timeline: Timeline,
+        sinks: Sinks,
+        watches: Sequence[Watch] = (),
+        out: TextIO | None = None,
     ):
         self.run_dir = run_dir
         self._num_steps = num_steps
@@ -35,7 +41,7 @@ class Recorder:
         self._rollouts = (run_dir / "rollouts.jsonl").open("a")
         self._last_kept = time.monotonic()
         self._said_no_signal = False
-        self._collapse = CollapseWatch()
+        self._watches = (CollapseWatch(), *watches)
         self._timeline = timeline
         self._step_seconds: list[float] = []
         self.rewards: dict[int, float] = {}  # step -> mean reward
@@ -84,9 +90,9 @@ class Recorder:
                 f"is the task too hard, or too easy?",
                 keep=True,
             )
-
-        if collapsed := self._collapse.observe(metrics):
-            self._line(f"step {step}: {collapsed}", keep=True)
+        for watch in self._watches:
+            if message := watch.observe(metrics):
+                self._line(f"step {step}: {message}", keep=True)
 
     def _accuracy(self) -> str:
         """The newest, with the step that it is of."""

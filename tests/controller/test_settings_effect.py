@@ -171,6 +171,7 @@ AT_LAUNCH = [
     ({}, "trainer.engine", "hf", "trainer.kind"),
     ({}, "trainer.activation_checkpointing", "full", "trainer.config.activation_checkpointing"),
     ({}, "trainer.max_tokens", 64, "trainer.config.max_seq_len"),
+    ({}, "trainer.share_prefixes", False, "trainer.config.share_prefixes"),
     ({}, "trainer.float8", True, "trainer.config.float8"),
     ({}, "trainer.dropout", True, "trainer.config.dropout"),
     ({}, "trainer.compile", True, "trainer.config.compile"),

@@ -1,5 +1,7 @@
 """Every engine under every layout that four processes allow, against the same engine in one process.
 
+Under a layout prefixes that sequences share are computed once, where the engine can; in one process they are not.
+
 `python -m tests.models.conformance` writes the table of differences to docs/conformance.md;
 tests/models/test_conformance.py holds them under the limits. Under torchrun this module is the worker: it
 runs the cases of one number of processes.
@@ -75,7 +77,7 @@ def _hf(model: str, layouts: list[str], limit: float = 1e-5, **settings: Any) ->
 
 CASES = [
     *_titan("Qwen3", list(LAYOUTS)),
-    *_titan("Qwen3", ["FSDP2 x 2"], activation_checkpointing="selective"),
+    *_titan("Qwen3", ["FSDP2 x 2", "CP2"], activation_checkpointing="selective"),
     *_titan("Qwen3", ["FSDP2 x TP2"], activation_checkpointing="full"),
     *_titan("Qwen3", ["FSDP2 x 2", "FSDP2 x TP2"], 6e-2, dtype="bfloat16"),
     # In one process float8's gradients differ from fp32's by 0.25.
@@ -99,7 +101,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     """Gathered on every rank: logits, gradients, and the losses of three AdamW steps."""
     import torch
 
-    from rl.batching import pack, supervised_sample
+    from rl.batching import pack
     from rl.loss.cross_entropy import CrossEntropy
     from rl.models.build import ENGINES
     from rl.models.engine_config import EngineConfig
@@ -114,12 +116,12 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         adapter = "policy"
         engine.adapters.add(adapter, LoRA(rank=4, alpha=8), seed=1)
     rng = np.random.default_rng(0)
-    samples = [
-        supervised_sample(rng.integers(0, 128, rng.integers(1, 9)), rng.integers(0, 128, rng.integers(1, 60)))
-        for _ in range(9)
-    ]
-    shape = {"num_ranks": layout.data_parallel, "multiple_of": config.row_multiple}
-    batch = pack(samples, max_tokens=96, **shape)
+    samples = _samples(rng)
+    packing = engine.packing
+    if case.layout == ONE:
+        packing |= {"share_prefixes": False}
+    batch = pack(samples, max_tokens=96, **packing)
+    assert (batch.num_tokens < batch.num_unshared_tokens) == packing["share_prefixes"]
     scale = 1 / batch.num_target_tokens
     result: dict[str, Any] = {
         "losses": [],
@@ -151,6 +153,19 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         logprobs |= part
     result["logprobs"] = logprobs
     return result
+
+
+def _samples(rng: np.random.Generator) -> list[Any]:
+    """Groups with a prompt of their own, two answers of each going on after the same tokens; and one alone."""
+    from rl.batching import supervised_sample
+
+    samples = [supervised_sample(rng.integers(0, 128, 3), rng.integers(0, 128, 70))]
+    for _ in range(3):
+        prompt, begun = rng.integers(0, 128, rng.integers(1, 25)), rng.integers(0, 128, 6)
+        for start in ([], begun, begun):
+            answer = [*start, *rng.integers(0, 128, rng.integers(1, 50))]
+            samples.append(supervised_sample(prompt, answer))
+    return samples
 
 
 def model_directory(directory: Path, model: str) -> Path:
@@ -260,9 +275,11 @@ def write_table(path: Path) -> None:
         "Each engine under each layout against the same engine in one process, from the same random weights:",
         "largest differences of the logits, the loss, the gradients (the norm of each tensor's difference in",
         "proportion to that tensor's gradient; read off the weights after one step, so their reduction over",
-        "ranks is included) and the losses of three AdamW steps. fp32 where nothing else is said; 9 packed",
-        "sequences of unequal length, tiny models. A test holds all but float8's logits under the limit:",
-        "float8 scales each rank's activations by their own maximum, so they depend on how tokens are split.",
+        "ranks is included) and the losses of three AdamW steps. fp32 where nothing else is said; 10 sequences",
+        "of unequal length, tiny models. Under a layout tokens that sequences share are computed once (but for",
+        "Gemma 2, whose rows are padded); in one process each sequence computes its own. A test holds all but",
+        "float8's logits under the limit: float8 scales each rank's activations by their own maximum, so they",
+        "depend on how tokens are split.",
         "",
         "Made by `python -m tests.models.conformance` on a CPU.",
         "",

@@ -45,7 +45,7 @@ def test_varlen_attention_takes_the_fastest_kernels_that_are_there(monkeypatch, 
 
 def test_torchtitan_s_own_varlen_attention_fails_where_ours_falls_back(monkeypatch):
     """The reason for the subclass: when this fails, torchtitan has learned to fall back itself."""
-    import rl.models.attention as attention
+    from rl.models.gpu_attention import VarlenOrFlex
 
     import torchtitan.models.common.attention as titan_attention
     import torchtitan.tools.utils as titan_utils
@@ -59,7 +59,7 @@ def test_torchtitan_s_own_varlen_attention_fails_where_ours_falls_back(monkeypat
     monkeypatch.setattr(cuda, "activate_flash_attention_impl", missing)
     with pytest.raises(ImportError):
         titan_attention.VarlenAttention.Config().build()
-    ours = attention.Varlen.Config().build()
+    ours = VarlenOrFlex.Config().build()
     assert ours.kernels == "FA2" and ours.window_size == (-1, 0)
 
 

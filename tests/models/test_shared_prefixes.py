@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl.batching import pack
-from rl.errors import ConfigError
+from rl.errors import RunError
 from rl.loss.clip import Clip
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
@@ -131,7 +131,50 @@ def test_ranks_stay_balanced():
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
-def test_engines_that_cannot_compute_trees_say_so(tmp_path):
-    write_model(tmp_path, "llama")
-    with pytest.raises(ConfigError, match="HFEngine has no share_prefixes"):
-        HFEngine(tmp_path, EngineConfig(share_prefixes=True))
+@pytest.mark.parametrize(
+    "model_type, shares", [("llama", True), ("gemma3_text", True), ("gemma2", False), ("mamba", False)]
+)
+def test_hf_engine_shares_prefixes_where_its_check_shows_that_it_can(tmp_path, model_type, shares):
+    changes = {"sliding_window": 16} if model_type.startswith("gemma") else {}
+    write_model(tmp_path, model_type, **changes)
+    samples = groups(np.random.default_rng(0))
+    plain = HFEngine(tmp_path, EngineConfig(share_prefixes=False))
+    trees = HFEngine(tmp_path)
+    assert trees.packing["share_prefixes"] == shares and not plain.packing["share_prefixes"]
+    assert not HFEngine(tmp_path, EngineConfig(dropout=True)).packing["share_prefixes"]
+    outputs = [one.forward(pack(samples, max_tokens=500, **one.packing)) for one in (plain, trees)]
+    assert all(np.allclose(outputs[0][i], outputs[1][i], atol=2e-5) for i in outputs[0])
+    shared = pack(samples, max_tokens=500, share_prefixes=True)
+    if not shares:
+        with pytest.raises(RunError, match="which this engine does not compute; pack with"):
+            trees.forward(shared)
+
+
+def test_what_shares_next_to_nothing_is_packed_plainly():
+    rng = np.random.default_rng(0)
+    samples = [sample([7, *rng.integers(0, 128, 99)], 50, rng) for _ in range(20)]  # one token of 100
+    batch = pack(samples, max_tokens=500, share_prefixes=True)
+    assert batch.num_tokens == batch.num_unshared_tokens == 2000 and not batch.num_cuts
+
+
+def test_a_tree_that_fits_into_no_row_is_cut_and_counted():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 128, 60).tolist()
+    samples = [sample(prompt + rng.integers(0, 128, 20).tolist(), 60, rng) for _ in range(8)]
+    whole = pack(samples, max_tokens=60 + 8 * 20, share_prefixes=True)
+    cut = pack(samples, max_tokens=60 + 4 * 20, share_prefixes=True)
+    assert (whole.num_cuts, whole.num_tokens, whole.num_unshared_tokens) == (0, 60 + 8 * 20, 8 * 80)
+    assert cut.num_cuts == len(cut.ranks[0]) - 1 == 1
+    assert cut.num_tokens == 2 * (60 + 4 * 20)
+    assert cut.num_target_tokens == sum(s.target_mask.sum() for s in samples)
+
+
+def test_micro_batches_are_balanced_by_what_attention_costs():
+    """One sequence of 400 tokens costs as much as eight of 100, if a look costs 1/100."""
+    rng = np.random.default_rng(0)
+    samples = [sample(rng.integers(0, 128, n), n // 2, rng) for n in (400, *[100] * 8)]
+    by_cost, by_tokens = (
+        pack(samples, num_ranks=2, max_tokens=1000, attention_cost=cost) for cost in (0.01, 0.0)
+    )
+    assert sorted(sum(len(m.tokens) for m in rank) for rank in by_cost.ranks) == [400, 800]
+    assert sorted(sum(len(m.tokens) for m in rank) for rank in by_tokens.ranks) == [600, 600]

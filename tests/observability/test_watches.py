@@ -1,6 +1,6 @@
-"""Words for a policy that collapses; none for one that learns or has learnt."""
+"""What a run says once: of a policy that collapses, and not of one that learns; of prefixes that save nothing."""
 
-from rl.observability.collapse import CollapseWatch
+from rl.observability.watches import CollapseWatch, SharingWatch
 
 
 def said(entropy, signal, reward, steps=30):
@@ -24,3 +24,12 @@ def test_nothing_is_said_of_a_policy_that_explores_learns_or_is_done():
     assert not said(entropy=0.05, signal=0.6, reward=0.47)
     assert not said(entropy=0.01, signal=0.1, reward=0.97)
     assert not CollapseWatch().observe({"loss": 1.0})  # supervised: there is no reward
+
+
+def test_prefixes_that_save_nothing_are_said_once():
+    def said(computed):
+        watch = SharingWatch()
+        metrics = {"tokens/computed": computed, "tokens/computed_unshared": 100.0}
+        return [step for step in range(1, 31) if watch.observe(metrics)]
+
+    assert said(100.0) == [10] and said(99.0) == []

@@ -1,7 +1,8 @@
-"""Words for a policy that has stopped to learn because it no longer tries anything."""
+"""What a run says once, when its numbers show it: a policy that collapses, a setting that saves nothing."""
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Protocol
 
 _STEPS = 10
 _ENTROPY = 0.1  # nats a token
@@ -9,15 +10,22 @@ _SIGNAL = 0.4  # share of groups whose rewards differ
 _SOLVED = 0.9  # mean reward: above it certainty is what was asked for
 
 
+class Watch(Protocol):
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        """metrics: of a step. The message, at the step at which it is due."""
+
+
 class CollapseWatch:
-    """Says once when a policy collapses: for ten steps hardly any entropy, and groups of equal rewards."""
+    """Says when a policy collapses, which no longer learns because it no longer tries anything.
+
+    For ten steps it has hardly any entropy, and groups have equal rewards.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=_STEPS)
         self._said = False
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """metrics: of a step. The message, at the step at which it is due."""
         names = ("entropy", "group/with_signal", "reward/mean")
         if self._said or any(metrics.get(name, float("nan")) != metrics.get(name) for name in names):
             return None
@@ -32,4 +40,22 @@ class CollapseWatch:
             f"the policy has collapsed: over {_STEPS} steps its entropy is {entropy:.2f} nats a token, and "
             f"in {1 - signal:.0%} of the groups all rewards are the same, at a mean reward of {reward:.2f}; "
             f"look at entropy.target, trainer.lr, trainer.lr_schedule, group_size and resampling_rounds"
+        )
+
+
+class SharingWatch:
+    """Says after ten steps when prefixes that are computed once save nothing."""
+
+    def __init__(self) -> None:
+        self._steps, self._computed, self._unshared = 0, 0.0, 0.0
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        self._steps += 1
+        self._computed += metrics["tokens/computed"]
+        self._unshared += metrics["tokens/computed_unshared"]
+        if self._steps != _STEPS or self._computed < self._unshared:
+            return None
+        return (
+            f"samples share next to no leading tokens: in {_STEPS} steps trainer.share_prefixes saved "
+            f"nothing, and results are the same without it"
         )

@@ -1,0 +1,42 @@
+"""Attention of rows in bf16 on a GPU: FlexAttention's mask of a tree, by torch's own eager FlexAttention."""
+
+import numpy as np
+import pytest
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+
+from rl.models import gpu_attention
+from rl.models.attention import pack_documents, packed_attention
+from rl.models.gpu_attention import VarlenOrFlex, ancestor_mask, gpu_documents
+from tests.models.test_attention import CPU, PACKED, TREES, inputs, paths
+
+from torchtitan.models.common.attention import VarlenMetadata
+
+
+@pytest.mark.parametrize("positions", [PACKED, TREES], ids=["packed", "trees"])
+def test_a_token_sees_its_ancestors_and_itself(positions):
+    size = len(positions)
+    expected = np.zeros((size, size), bool)
+    for path in paths(positions):
+        for place, token in enumerate(path):
+            expected[token, path[: place + 1]] = True
+    mask = create_mask(ancestor_mask(positions, CPU), 1, 1, size, size, device="cpu")
+    assert (mask[0, 0].numpy() == expected).all()
+
+
+def test_rows_with_branches_go_to_flex_attention_and_others_to_varlen(monkeypatch):
+    monkeypatch.setattr(gpu_attention, "create_attention_mask", create_block_mask)
+    assert isinstance(gpu_documents(TREES, CPU), BlockMask)
+    documents = gpu_documents(PACKED, CPU)
+    assert isinstance(documents, VarlenMetadata) and documents.max_q == 300
+
+
+def test_flex_attention_gives_what_sdpa_gives(monkeypatch):
+    monkeypatch.setattr(gpu_attention, "create_attention_mask", create_block_mask)
+    monkeypatch.setattr(gpu_attention, "activate_flash_attention", lambda: "FA2")
+    monkeypatch.setattr(gpu_attention, "_compiled_flex_attention", flex_attention)
+    q, k, v = (t.detach() for t in inputs(len(TREES)))
+    masks = gpu_documents(TREES, CPU)
+    module = VarlenOrFlex.Config().build()
+    got = module(q[None], k[None], v[None], attention_masks=masks, scale=0.3, enable_gqa=True)[0]
+    expected = packed_attention(q, k, v, pack_documents(TREES, CPU), 0.3)
+    assert (got - expected).abs().max() < 1e-5
