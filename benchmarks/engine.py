@@ -114,7 +114,12 @@ def bare_loop_step(model_dir: Path) -> Callable[[], float]:
 
 
 def transformers_step(model_dir: Path) -> Callable[[], float]:
-    """What transformers' Trainer does with bf16=True.
+    step = padded_step(model_dir)
+    return lambda: step(samples())
+
+
+def padded_step(model_dir: Path) -> Callable[[list[Any]], float]:
+    """What transformers' Trainer does with bf16=True: a step on some samples.
 
     That is autocast over fp32 weights, rows padded to the longest, and labels of -100.
     """
@@ -125,20 +130,19 @@ def transformers_step(model_dir: Path) -> Callable[[], float]:
     config = transformers.AutoConfig.from_pretrained(model_dir)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    rows = samples()
-    longest = max(map(len, rows))
 
-    def padded(values: Callable[[Any], np.ndarray], fill: int) -> torch.Tensor:
-        whole = [np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]
-        return torch.from_numpy(np.stack(whole))
+    def step(rows: list[Any]) -> float:
+        longest = max(map(len, rows))
 
-    batch = {
-        "input_ids": padded(lambda row: row.tokens, 0),
-        "attention_mask": padded(lambda row: np.ones(len(row), np.int64), 0),
-        "labels": padded(lambda row: np.where(row.loss_mask, row.tokens, -100), -100),
-    }
+        def padded(values: Callable[[Any], np.ndarray], fill: int) -> torch.Tensor:
+            whole = [np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]
+            return torch.from_numpy(np.stack(whole))
 
-    def step() -> float:
+        batch = {
+            "input_ids": padded(lambda row: row.tokens, 0),
+            "attention_mask": padded(lambda row: np.ones(len(row), np.int64), 0),
+            "labels": padded(lambda row: np.where(row.loss_mask, row.tokens, -100), -100),
+        }
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch, use_cache=False).loss
         loss.backward()

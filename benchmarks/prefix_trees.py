@@ -1,8 +1,8 @@
-"""Rows as trees against plain packing: a step's seconds, the ideal by FLOPs, and peak memory.
+"""Rows as trees against plain packing and padded rows: a step's seconds, the ideal by FLOPs, and peak memory.
 
-`python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in bf16; groups
-with a shared prompt, of which the responses are trained on; one update. Both ways take a step in turns, `--rounds` times; a ratio
-is the median of the rounds' ratios. Peak memory is that of a process of each way's own.
+`python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in
+bf16; what responses there are is trained on; one update. All ways take a step in turns, `--rounds` times; a ratio is the
+median of the rounds' ratios. Peak memory is that of a process of each way's own.
 """
 
 import argparse
@@ -13,60 +13,99 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.engine import SMOLLM2
+from benchmarks.engine import SMOLLM2, padded_step
 from benchmarks.runs import write_table
 
-# (groups, samples of a group, prompt, response); the last has nothing to share.
-CASES = [
-    (16, 8, 48, 18), (8, 16, 48, 20), (4, 8, 48, 128), (2, 8, 512, 20), (2, 16, 512, 20), (1, 8, 512, 128), (1, 8, 512, 512),
-    (1, 8, 2048, 20), (1, 16, 2048, 20), (1, 8, 2048, 128), (16, 1, 48, 80),
-]  # fmt: skip
 MAX_TOKENS = 8192
+WAYS = ("plain", "trees", "padded")
+
+
+def _draw(rng: np.random.Generator, size: int) -> list[int]:
+    return rng.integers(0, SMOLLM2["vocab_size"], size).tolist()
+
+
+def groups(count: int, size: int, prompt: int, response: int) -> list[Any]:
+    from rl.batching import supervised_sample
+
+    rng, samples = np.random.default_rng(0), []
+    for _ in range(count):
+        shared = _draw(rng, prompt)
+        samples += [supervised_sample(shared, _draw(rng, response)) for _ in range(size)]
+    return samples
+
+
+def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> list[Any]:
+    """Tasks with `size` rollouts each, whose every turn is a sample: the history so far, and its own response."""
+    from rl.batching import supervised_sample
+
+    rng, samples = np.random.default_rng(0), []
+    for _ in range(count):
+        task = _draw(rng, prompt)
+        for _ in range(size):
+            history = task
+            for _ in range(num_turns):
+                answer = _draw(rng, response)
+                samples.append(supervised_sample(history, answer))
+                history = [*history, *answer, *_draw(rng, 16)]  # and what a tool said
+    return samples
+
+
+# The last has nothing to share.
+CASES: dict[str, Callable[[], list[Any]]] = {
+    "4 x 8, 48 + 20": lambda: groups(4, 8, 48, 20),
+    "2 x 16, 48 + 20": lambda: groups(2, 16, 48, 20),
+    "2 x 8, 48 + 128": lambda: groups(2, 8, 48, 128),
+    "1 x 8, 48 + 512": lambda: groups(1, 8, 48, 512),
+    "1 x 8, 512 + 20": lambda: groups(1, 8, 512, 20),
+    "1 x 16, 512 + 20": lambda: groups(1, 16, 512, 20),
+    "1 x 8, 512 + 128": lambda: groups(1, 8, 512, 128),
+    "1 x 8, 512 + 512": lambda: groups(1, 8, 512, 512),
+    "1 x 8, 2048 + 20": lambda: groups(1, 8, 2048, 20),
+    "1 x 8, 2048 + 128": lambda: groups(1, 8, 2048, 128),
+    "turns: 1 x 4, 128 + 4 x 48": lambda: turns(1, 4, 128, 4, 48),
+    "32 x 1, 16 + 48": lambda: groups(32, 1, 16, 48),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--case", type=int, default=-1, help="of one process: measures its peak memory")
-    parser.add_argument("--trees", type=int, default=0)
+    parser.add_argument(
+        "--case", default="", help=argparse.SUPPRESS
+    )  # of a process that measures its peak memory
+    parser.add_argument("--way", default="", choices=["", *WAYS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
-        if options.case >= 0:
-            step(engine(directory), batch(CASES[options.case], bool(options.trees)))
+        if options.case:
+            steps(Path(directory), CASES[options.case](), options.way)[0]()
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
             return
-        rows = [
-            [
-                "groups x samples",
-                "prompt + response",
-                "plain, s",
-                "trees, s",
-                "ratio",
-                "ideal",
-                "of ideal",
-                "GiB",
-            ]
-        ]
-        one = engine(directory)
-        for number, case in enumerate(CASES):
-            plain, trees = batch(case, False), batch(case, True)
-            step(one, trees)
-            seconds = [(step(one, plain), step(one, trees)) for _ in range(options.rounds)]
-            ratio = statistics.median(a / b for a, b in seconds)
-            ideal = flops(case, False) / flops(case, True)
-            memory = " -> ".join(f"{peak(number, way):.1f}" for way in (False, True))
-            groups, size, prompt, response = case
+        rows = [["samples", "plain, s", "trees, s", "padded, s", "plain / trees", "ideal", "of ideal", "padded / trees",
+                 "GiB plain", "GiB trees"]]  # fmt: skip
+        for name, case in CASES.items():
+            plain, trees, padded = steps(Path(directory), case(), *WAYS)
+            trees(), padded()
+            seconds = [[timed(one) for one in (plain, trees, padded)] for _ in range(options.rounds)]
+            ratio = statistics.median(a / b for a, b, _ in seconds)
+            against_padded = statistics.median(c / b for _, b, c in seconds)
+            ideal = flops(case(), share=False) / flops(case(), share=True)
             rows.append([
-                f"{groups} x {size}", f"{prompt} + {response}", *(f"{min(t):.2f}" for t in zip(*seconds, strict=True)),
-                f"{ratio:.2f}", f"{ideal:.2f}", f"{ratio / ideal:.2f}", memory,
+                name, *(f"{min(column):.2f}" for column in zip(*seconds, strict=True)), f"{ratio:.2f}", f"{ideal:.2f}",
+                f"{ratio / ideal:.2f}", f"{against_padded:.2f}", *(f"{peak(name, way):.1f}" for way in WAYS[:2]),
             ])  # fmt: skip
             print(rows[-1], flush=True)
-    notes = "`ideal`: FLOPs of plain packing to those of trees, the head's and attention's included. GiB: peak memory, plain -> trees."
+    notes = (
+        "Samples: groups x samples of each, prompt + response; turns: tasks x rollouts, prompt + turns x response, each turn a\n"
+        "sample. Seconds of a step, the least of all rounds. `ideal`: FLOPs of plain packing to those of trees, the head's and\n"
+        "attention's included. padded: transformers' model on rows padded to the longest, bf16 under autocast."
+    )
     write_table(
         Path("docs/prefix_trees.md"),
         "What shared prefixes save",
@@ -76,61 +115,62 @@ def main() -> None:
     )
 
 
-def engine(directory: str):
-    from rl.models.engine_config import EngineConfig
-    from rl.models.titan import TitanEngine
-
-    return TitanEngine(directory, EngineConfig(dtype="bfloat16", seed=0, share_prefixes=True))
-
-
-def batch(case: tuple[int, int, int, int], trees: bool):
-    from rl.batching import pack, supervised_sample
-
-    groups, size, prompt_length, response_length = case
-    rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(0, SMOLLM2["vocab_size"], n)  # noqa: E731
-    samples = []
-    for _ in range(groups):
-        prompt = draw(prompt_length)
-        samples += [supervised_sample(prompt, draw(response_length)) for _ in range(size)]
-    return pack(samples, max_tokens=MAX_TOKENS, share_prefixes=trees)
-
-
-def step(one, batch) -> float:
-    from rl.loss.cross_entropy import CrossEntropy
-    from rl.types import OptimParams
-
+def timed(step: Callable[[], Any]) -> float:
     began = time.monotonic()
-    one.forward_backward(batch, CrossEntropy())
-    one.optim_step(OptimParams(1e-5, 1 / batch.num_target_tokens))
+    step()
     return time.monotonic() - began
 
 
-def flops(case: tuple[int, int, int, int], trees: bool) -> float:
+_made: dict[str, Any] = {}
+
+
+def steps(directory: Path, samples: list[Any], *ways: str) -> list[Callable[[], Any]]:
+    """A whole step each way. Engine and padded model are made once."""
+    from rl.batching import pack
+    from rl.loss.cross_entropy import CrossEntropy
+    from rl.models.engine_config import EngineConfig
+    from rl.models.titan import TitanEngine
+    from rl.types import OptimParams
+
+    def packed(share: bool) -> Callable[[], Any]:
+        if "engine" not in _made:
+            _made["engine"] = TitanEngine(directory, EngineConfig(dtype="bfloat16", seed=0))
+        engine = _made["engine"]
+        batch = pack(samples, max_tokens=MAX_TOKENS, **{**engine.packing, "share_prefixes": share})
+
+        def step() -> None:
+            engine.forward_backward(batch, CrossEntropy())
+            engine.optim_step(OptimParams(1e-5, 1 / batch.num_target_tokens))
+
+        return step
+
+    def padded() -> Callable[[], Any]:
+        if "padded" not in _made:
+            _made["padded"] = padded_step(directory)
+        return lambda: _made["padded"](samples)
+
+    return [padded() if way == "padded" else packed(way == "trees") for way in ways]
+
+
+def flops(samples: list[Any], share: bool) -> float:
     """Of forward and backward: 6 for each weight and token, and attention's own."""
-    groups, size, prompt, response = case
+    from rl.batching import pack
+
     dim, layers, heads = SMOLLM2["hidden_size"], SMOLLM2["num_hidden_layers"], SMOLLM2["num_attention_heads"]
     head_dim, kv = SMOLLM2["head_dim"], SMOLLM2["num_key_value_heads"]
     weights = layers * (dim * head_dim * 2 * (heads + kv) + 3 * dim * SMOLLM2["intermediate_size"])
-    tokens = prompt + size * response if trees else size * (prompt + response)
-    branch = response * (prompt + response / 2)
-    pairs = prompt**2 / 2 + size * branch if trees else size * (prompt + response) ** 2 / 2
+    batch = pack(samples, max_tokens=MAX_TOKENS, share_prefixes=share)
+    pairs = sum(
+        int((micro.positions + 1).sum()) for micro in batch.ranks[0]
+    )  # of a token and one that it sees
     attention = 12 * layers * heads * head_dim * pairs
-    head = 6 * dim * SMOLLM2["vocab_size"] * size * response
-    return groups * (6 * weights * tokens + attention + head)
+    head = 6 * dim * SMOLLM2["vocab_size"] * batch.num_target_tokens
+    return 6 * weights * batch.num_tokens + attention + head
 
 
-def peak(case: int, trees: bool) -> float:
+def peak(case: str, way: str) -> float:
     """GiB of a process that takes one step."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.prefix_trees",
-        "--case",
-        str(case),
-        "--trees",
-        str(int(trees)),
-    ]
+    command = [sys.executable, "-m", "benchmarks.prefix_trees", "--case", case, "--way", way]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 

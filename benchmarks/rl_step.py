@@ -1,8 +1,10 @@
 """What an RL step costs: ours synchronous and asynchronous, and TRL's GRPOTrainer, on the same machine in one run.
 
-`python -m benchmarks.rl_step [--steps N] [--trl PYTHON]`, after `make tasks` and `rl fetch smollm2`. SmolLM2-135M-Instruct on
+`python -m benchmarks.rl_step [--steps N] [--trl PYTHON] [--to_accuracy A]`, after `make tasks` and `rl fetch smollm2`. SmolLM2-135M-Instruct on
 chain_sum: 16 prompts x 8 samples, at most 24 new tokens, bf16, one update. PYTHON is that of a virtual environment with
 `pip install 'rl[trl]'` (TRL 1.16); without it TRL is left out. Writes docs/rl_step.md.
+With --to_accuracy both train from the same start with the same hyperparameters until so many held-out problems are right;
+writes docs/to_accuracy.md and .png, and nothing else.
 """
 
 import argparse
@@ -11,15 +13,18 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from benchmarks.runs import median, run, write_table
 from configs.smollm2 import smollm2
 from rl.controller.config import RunConfig
 from rl.envs.reasoning import ReasoningGym
+from rl.loss.entropy import EntropyBonus
 
 SAMPLES = 16 * 8
 KINDS = ("generate", "reward", "train", "sync", "checkpoint", "controller")
+NUM_EVAL, MOST_STEPS = 128, 30  # with --to_accuracy
 SKIPPED = 2  # the first steps: caches and pages are cold
 
 
@@ -32,11 +37,22 @@ def task() -> RunConfig:
     return replace(recipe, env=env, prompts_per_step=16, group_size=8, minibatches=1, eval_every=10**6)
 
 
+def learning() -> RunConfig:
+    """The same, as TRL's script does it to an accuracy: no entropy bonus, a constant learning rate."""
+    config = task()
+    trainer = replace(config.trainer, lr_schedule="constant", lr_warmup_steps=0)
+    env = replace(config.env, num_eval=NUM_EVAL)
+    return replace(config, env=env, trainer=trainer, entropy=EntropyBonus(), steps=MOST_STEPS, eval_every=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trl", default="")
+    parser.add_argument("--to_accuracy", type=float, default=0.0)
     options = parser.parse_args()
+    if options.to_accuracy:
+        return to_accuracy(options.to_accuracy, options.trl)
     recipe, once = f"{__file__}:task", ("--steps", options.steps)
     threads = ("--trainer.num_threads", 1, "--generator.num_threads", 1)
     pinned = {"trainer": 0, "generator-0": 1}
@@ -48,7 +64,7 @@ def main() -> None:
             recipe, *once, *threads, "--max_offpolicy_steps", 1, cores=pinned
         ),
     }
-    trl_seconds = trl(options.trl) if options.trl else None
+    trl_seconds = statistics.median(trl(options.trl)["seconds"][1:]) if options.trl else None
     rows = [["", "s/step", "samples/s", *KINDS, "sync blocks", "ratio"]]
     base: dict[str, float] = {}
     for name, measure in variants.items():
@@ -83,12 +99,61 @@ def main() -> None:
     )
 
 
-def trl(python: str) -> float:
-    """Seconds of a step of TRL's trainer."""
-    done = subprocess.run([python, "benchmarks/trl_step.py"], capture_output=True, text=True)
+def to_accuracy(goal: float, trl_python: str) -> None:
+    """Seconds of training, evaluations left out, until the goal is reached for the first time."""
+    done = run(f"{__file__}:learning")
+    seconds = [0.0, *accumulate(step["time/step"] for step in done["steps"])]
+    ours = [(seconds[step], accuracy) for step, accuracy in sorted(done["accuracy"].items())]
+    curves = {"ours, synchronous": up_to(ours, goal)}
+    found = trl(trl_python, goal)
+    seconds = [0.0, *accumulate(found["seconds"])]
+    curves["TRL 1.16 GRPOTrainer"] = up_to(list(zip(seconds, found["accuracies"], strict=True)), goal)
+    rows = [["", "steps", "seconds of training", "held-out accuracy before", "after", "times as fast as TRL"]]
+    slowest = curves["TRL 1.16 GRPOTrainer"][-1][0]
+    for name, curve in curves.items():
+        (_, before), (total, after) = curve[0], curve[-1]
+        ratio = f"{slowest / total:.1f}" if after >= goal else "not reached"
+        rows.append([name, str(len(curve) - 1), f"{total:.0f}", f"{before:.3f}", f"{after:.3f}", ratio])
+    draw(curves, goal, Path("docs/to_accuracy.png"))
+    notes = (
+        f"SmolLM2-135M-Instruct on chain_sum until {goal:.0%} of {NUM_EVAL} held-out problems are right: 16 prompts x 8 samples,\n"
+        "at most 24 new tokens, one update a step, AdamW at a constant 2e-5, no KL, no entropy bonus. Evaluations are not\n"
+        "counted. TRL's weights are fp32 under autocast here.\n\n![learning curves](to_accuracy.png)"
+    )
+    command = f"python -m benchmarks.rl_step --to_accuracy {goal} --trl PYTHON"
+    write_table(Path("docs/to_accuracy.md"), "To the same accuracy", command, rows, notes)
+
+
+def up_to(curve: list[tuple[float, float]], goal: float) -> list[tuple[float, float]]:
+    """(seconds, accuracy), cut after the first that reaches the goal."""
+    reached = [i for i, (_, accuracy) in enumerate(curve) if accuracy >= goal]
+    return curve[: reached[0] + 1] if reached else curve
+
+
+def draw(curves: dict[str, list[tuple[float, float]]], goal: float, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
+    for name, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, label=name)
+    axes.axhline(goal, color="grey", linestyle=":")
+    axes.set(xlabel="seconds of training", ylabel="held-out accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def trl(python: str, goal: float | None = None) -> dict[str, list[float]]:
+    """`seconds` of each step of TRL's trainer; with a goal, `accuracies` before the first and after each."""
+    command = [python, "benchmarks/trl_step.py", *([str(goal)] if goal else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stderr[-3000:]}")
-    return statistics.median(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

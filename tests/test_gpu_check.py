@@ -69,4 +69,4 @@ def test_a_check_that_hangs_crashes_or_raises_costs_its_own_row(monkeypatch, tmp
 def test_a_cpu_passes_what_it_can_run(capsys):
     assert gpu_check.gpu_check([]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert out.count("\nok ") == 6 and "tokens/s" in out and "sync GB/s" in out
+    assert out.count("\nok ") == 7 and "tokens/s" in out and "sync GB/s" in out
