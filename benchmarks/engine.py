@@ -131,8 +131,17 @@ def padded_step(model_dir: Path) -> Callable[[list[Any]], float]:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
-    def step(rows: list[Any]) -> float:
-        longest = max(map(len, rows))
+    def step(samples: list[Any], max_tokens: int = NUM_TOKENS * 2) -> float:
+        longest = max(map(len, samples))
+        size = max(1, max_tokens // longest)
+        parts = [samples[i : i + size] for i in range(0, len(samples), size)]
+        losses = [add_gradient(part, longest) / len(parts) for part in parts]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(losses)
+
+    def add_gradient(rows: list[Any], longest: int) -> float:
 
         def padded(values: Callable[[Any], np.ndarray], fill: int) -> torch.Tensor:
             whole = [np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]
@@ -146,9 +155,6 @@ def padded_step(model_dir: Path) -> Callable[[list[Any]], float]:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
         return loss.item()
 
     return step

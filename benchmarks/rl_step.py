@@ -40,7 +40,7 @@ def task() -> RunConfig:
 def learning() -> RunConfig:
     """The same, as TRL's script does it to an accuracy: no entropy bonus, a constant learning rate."""
     config = task()
-    trainer = replace(config.trainer, lr_schedule="constant", lr_warmup_steps=0)
+    trainer = replace(config.trainer, lr_schedule="constant", lr_warmup_steps=0, lr_min_ratio=0.0)
     env = replace(config.env, num_eval=NUM_EVAL)
     return replace(config, env=env, trainer=trainer, entropy=EntropyBonus(), steps=MOST_STEPS, eval_every=1)
 
