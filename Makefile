@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup tasks quickstart smollm2 test test-all bench-shared lint lock
+.PHONY: help setup tasks quickstart smollm2 test test-all chaos bench-shared lint lock
 
 help:
 	@echo "make quickstart  set up, then train a tiny model: minutes on two CPU cores"
 	@echo "make test        set up, then run the tests;  make test-all adds the slow ones"
 	@echo "make smollm2     set up, then train SmolLM2-135M on reasoning-gym"
+	@echo "make chaos       kill processes of runs at random moments, 50 times: half an hour"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
 	@echo "make setup       create $(VENV) alone;  make lint, make lock: for developers"
 
@@ -57,6 +58,9 @@ test: setup
 test-all: tasks
 	$(BIN)/rl fetch smollm2
 	$(BIN)/python -m pytest
+
+chaos: setup
+	$(BIN)/python -m tests.chaos.chaos
 
 bench-shared: setup
 	$(BIN)/python -m benchmarks.shared_machine

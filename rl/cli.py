@@ -1,4 +1,4 @@
-"""The command line: rl train | plan | doctor | gpu-check | fetch.
+"""The command line: rl train | replay | plan | doctor | gpu-check | fetch.
 
 Bad input is one line on standard error, and exit code 2.
 """
@@ -14,6 +14,7 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
+  rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl plan RECIPE [--devices 8xH100-80] [...]    memory of each role on such devices, and what would not fit
   rl doctor                                     what this machine has, and what it lacks
   rl gpu-check [--model DIRECTORY]              what only a GPU can show, in one table: minutes
@@ -62,6 +63,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command == "train":
         return _train(rest)
+    if command == "replay":
+        from rl.controller.replay import replay
+
+        return replay(rest)
     if command == "plan":
         from rl.controller.plan import plan
 
@@ -83,8 +88,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, plan, doctor, gpu-check or fetch, as rl train quickstart "
-        f"(rl --help)"
+        f"unknown command {command!r}; use train, replay, plan, doctor, gpu-check or fetch, as "
+        f"rl train quickstart (rl --help)"
     )
 
 

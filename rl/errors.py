@@ -9,6 +9,10 @@ class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
 
 
+class GeneratorFailed(RunError):
+    """A generator's engine is broken; others may go on, and it may be started again."""
+
+
 class NotFinite(RunError):
     """A loss or a gradient that is not a number. `metric` says which."""
 

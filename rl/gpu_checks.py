@@ -121,7 +121,7 @@ def attention(model: Path) -> dict[str, Any]:
 
 
 def trees(model: Path) -> dict[str, Any]:
-    """Rows of trees against plain rows, in bfloat16: how far from float32, gradient norm, seconds of a step."""
+    """Rows of trees against plain rows in bfloat16: distance to float32, gradient norm, seconds of a step."""
     import numpy as np
 
     from rl.batching import pack, supervised_sample

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import psutil
+
 from rl.types import ProcessInfo
 
 _PR_SET_PDEATHSIG = 1
@@ -32,6 +34,25 @@ def adopt_orphans() -> None:
 def process_info(device: str = "cpu") -> ProcessInfo:
     """Of this process."""
     return ProcessInfo(os.getpid(), socket.gethostname(), device)
+
+
+def is_stopped(process: ProcessInfo) -> bool:
+    """Whether a process of this host stands still by SIGSTOP, or under a debugger."""
+    if process.host != socket.gethostname():
+        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
+def is_gone(process: ProcessInfo) -> bool:
+    """Whether a process of this host has ended, also where nobody has asked how yet."""
+    if process.host != socket.gethostname():
+        return False
+    try:
+        return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def kill_processes(mesh: Any, processes: Sequence[ProcessInfo]) -> None:

@@ -1,7 +1,7 @@
 """What every wait is made of: a deadline of its own kind, and a signal that wakes who waits for a change."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -47,14 +47,23 @@ class Signal:
             await self.wait()
 
 
+async def together(parts: Iterable[Coroutine]) -> None:
+    """Run them all. If one fails, the others are cancelled and have ended when its error is raised."""
+    async with beside(*parts, until_done=True):
+        pass
+
+
 @asynccontextmanager
-async def beside(*coroutines: Coroutine) -> AsyncIterator[None]:
-    """Run them beside the body of the context. If one fails, the body is cancelled and its error raised."""
+async def beside(*coroutines: Coroutine, until_done: bool = False) -> AsyncIterator[None]:
+    """Run them beside the body of the context. If one fails, the body is cancelled and its error raised.
+
+    At its end they are cancelled, or waited for (`until_done`).
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in coroutines]
             yield
-            for task in running:
+            for task in running if not until_done else ():
                 task.cancel()
     except BaseExceptionGroup as group:
         error: BaseException = group

@@ -96,6 +96,27 @@ def asynchronous() -> RunConfig:
     )
 
 
+def mortal() -> RunConfig:
+    """For tests/chaos: enough steps to die in."""
+    return _small(
+        trainer=TrainerConfig(lr=2e-3, betas=(0.9, 0.99), max_restarts=20),
+        generator=GeneratorConfig(kv_cache_gib=0.0625, max_restarts=20),
+        reward=RewardConfig(num_procs=1, max_restarts=20),
+        steps=12,
+        eval_every=4,
+    )
+
+
+def mortal_with_critic() -> RunConfig:
+    return dataclasses.replace(mortal(), advantages=GAE(), critic=CriticConfig(lr=2e-3))
+
+
+def mortal_with_lora() -> RunConfig:
+    config = mortal()
+    trainer = dataclasses.replace(config.trainer, lr=1e-2, lora=LoRA(rank=8))
+    return dataclasses.replace(config, trainer=trainer)
+
+
 def tp2_and_torchstore() -> RunConfig:
     """5 processes: a trainer and a generator under tensor parallelism over 2, with torchstore between them."""
     return _small(

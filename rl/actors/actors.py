@@ -1,11 +1,14 @@
 """Actors: all that a run drives, as one record."""
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from rl.actors.engine import EngineHandle
 from rl.actors.generator_pool import GeneratorPool
 from rl.actors.reference import Reference
+from rl.actors.remote import EngineDied
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
 from rl.errors import RunError
@@ -13,6 +16,47 @@ from rl.types import LoRA, PolicyVersion
 from rl.waiting import Deadlines
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.store import WeightStore
+
+_log = logging.getLogger(__name__)
+
+
+class Revival:
+    """Trainer, critic and reference live and die together: what one has lost, the others must unlearn.
+
+    Each time that they are started counts; the budget is for the whole run.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[None]],
+        engines: Sequence[EngineHandle] = (),
+        max_restarts: int = 0,
+    ):
+        """start: starts all engines, as they were at first."""
+        self.num_restarts = 0
+        self._start = start
+        self._engines = engines
+        self._max_restarts = max_restarts
+
+    async def start(self) -> None:
+        """For the first time. What dies meanwhile is started again."""
+        try:
+            await self._start()
+        except EngineDied as death:
+            await self.restart(death)
+
+    async def restart(self, death: EngineDied) -> None:
+        """After a death, from the beginning. Raises RunError once the budget is used up."""
+        while True:
+            if self.num_restarts == self._max_restarts:
+                raise RunError(f"{death}; no restart is left of trainer.max_restarts={self._max_restarts}")
+            self.num_restarts += 1
+            _log.warning("%s; started again (%d of %d)", death, self.num_restarts, self._max_restarts)
+            await asyncio.gather(*(engine.kill() for engine in self._engines))
+            try:
+                return await self._start()
+            except EngineDied as another:
+                death = another
 
 
 @dataclass(frozen=True)
@@ -30,10 +74,21 @@ class Actors:
     reference: Reference | None = None  # where the loss or the KL penalty asks for one
     critic: EngineHandle | None = None  # where the advantage estimator asks for one
     policy: tuple[str, LoRA] | None = None
+    revival: Revival | None = None  # None: what dies stays dead
 
     @property
     def adapter(self) -> str | None:
         return self.policy[0] if self.policy else None
+
+    async def restart_engines(self, death: EngineDied) -> None:
+        """Start trainer, critic and reference again, as they were at first; generators wait for new weights.
+
+        Raises RunError once they have died more often than allowed.
+        """
+        if self.revival is None:
+            raise death
+        await self.revival.restart(death)
+        await self.generators.forget()
 
     async def publish(self, version: PolicyVersion) -> None:
         """Make the trainer's weights the newest version; returns when they are written.

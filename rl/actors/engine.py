@@ -5,20 +5,22 @@ is meant comes with each call; None is the model itself.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from monarch.actor import Actor, endpoint
 
-from rl.actors.remote import Caller, Deadline
+from rl.actors.remote import Caller, Deadline, EngineDied, ProcessDied
 from rl.batching import pack
+from rl.errors import RunError
 from rl.interfaces import Loss
 from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
-from rl.processes import process_info
+from rl.processes import is_gone, is_stopped, kill_processes, process_info
 from rl.types import Batch, LoRA, OptimParams, ProcessInfo, Sample
-from rl.waiting import Deadlines
+from rl.waiting import Deadlines, beside
 
 
 class EngineActor(Actor):
@@ -84,14 +86,26 @@ class EngineActor(Actor):
 
 
 class EngineHandle:
-    """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it."""
+    """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it.
+
+    Where a rank dies, or is stopped for longer than `deadlines.progress`, methods raise EngineDied. After
+    `kill` the engine may be started again: it is then as it was at first.
+    """
 
     def __init__(
-        self, name: str, actors: Any, config: EngineConfig, deadlines: Deadlines, timeline: Timeline
+        self,
+        name: str,
+        spawn: Callable[[], Awaitable[tuple[Any, Any]]],
+        config: EngineConfig,
+        deadlines: Deadlines,
+        timeline: Timeline,
     ):
+        """spawn: makes new processes; returns their mesh and the actors in it."""
         self.name = name
         self.config = config
-        self._actors = actors
+        self._spawn = spawn
+        self.mesh: Any = None  # while its processes live
+        self._actors: Any = None
         self._deadlines = deadlines
         self._timeline = timeline
         self._caller = Caller(name, f"logs/{name}-*.log of the run")
@@ -116,7 +130,52 @@ class EngineHandle:
                     getattr(self._actors.slice(procs=rank), method).call(*args_of(rank))
                     for rank in range(self.config.layout.num_procs)
                 ]
-                return await self._caller.call_ranks(answers, method, deadline)
+                try:
+                    async with beside(self._watch(method)):
+                        return await self._caller.call_ranks(answers, method, deadline)
+                except ProcessDied as death:
+                    raise EngineDied(str(death)) from death
+                except RunError as error:
+                    self._raise_if_one_is_gone(method, error)
+                    raise
+
+    def _raise_if_one_is_gone(self, method: str, error: RunError) -> None:
+        """The other ranks' collectives fail at once; Monarch may notice a death seconds later."""
+        for rank, process in enumerate(self._caller.processes):
+            if is_gone(process):
+                raise EngineDied(
+                    f"the process of {self.name} rank {rank} died in {method} (pid {process.pid} on "
+                    f"{process.host}); see logs/{self.name}-*.log of the run"
+                ) from error
+
+    async def _watch(self, method: str) -> None:
+        """Raises EngineDied where a rank is stopped, which nobody else would notice before the deadline."""
+        limit, running = self._deadlines.progress, time.monotonic()
+        while True:
+            await asyncio.sleep(1.0)
+            stopped = [process for process in self._caller.processes if is_stopped(process)]
+            if not stopped:
+                running = time.monotonic()
+            if time.monotonic() - running > limit:
+                raise EngineDied(
+                    f"{self.name} is stopped in {method} (pid {stopped[0].pid} on {stopped[0].host}, for "
+                    f"over {limit:.0f} s); continue it with kill -CONT, or raise --deadlines.progress"
+                )
+
+    async def start(self) -> None:
+        """Spawn the processes and wait until each has answered."""
+        try:
+            self.mesh, self._actors = await self._spawn()
+        except ProcessDied as death:
+            raise EngineDied(str(death)) from death
+        await self.ready()
+
+    async def kill(self) -> None:
+        """End the processes, whatever they are doing. No method is under way."""
+        mesh, self.mesh = self.mesh, None
+        if mesh is not None:
+            await kill_processes(mesh, self._caller.processes)
+        self._caller.processes = ()
 
     def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack."""

@@ -10,6 +10,7 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from rl.actors.remote import Caller, Deadline, ProcessDied, only
+from rl.errors import GeneratorFailed
 from rl.interfaces import Transport
 from rl.models.generator.commands import Progress
 from rl.models.generator.vllm_config import VLLMConfig
@@ -58,6 +59,10 @@ class Generator(Actor):
         return await self._engine.sample(prompt, n, params, wave)
 
     @concurrent_endpoint
+    async def give_up_samples(self) -> None:
+        self._engine.give_up_samples()
+
+    @concurrent_endpoint
     async def load_weights(self, manifest: Manifest) -> None:
         await self._engine.load_weights(manifest)
 
@@ -88,7 +93,10 @@ class GeneratorProcesses:
         """However long it takes, while `check` sees progress."""
         with self._timeline.span(self._caller.name, "sample"):
             call = only(self._first.sample.call(prompt, n, params, wave))
-            return await self._caller.call(call, "sample", Deadline("progress", None))
+            try:
+                return await self._caller.call(call, "sample", Deadline("progress", None))
+            except GeneratorFailed as error:  # as good as dead
+                raise ProcessDied(f"{self._caller.name}: {error}") from error
 
     async def load_weights(self, manifest: Manifest) -> None:
         deadline = Deadline("load", self._deadlines.load)
@@ -97,9 +105,18 @@ class GeneratorProcesses:
             with self._timeline.span(self._caller.name, "load_weights"):
                 call = only(self._first.load_weights.call(manifest))
                 await self._caller.call(call, "load_weights", deadline, past=ProcessDied)
+        except GeneratorFailed as error:
+            raise ProcessDied(f"{self._caller.name}: {error}") from error
         finally:
             self._loading = False
             self._progressed = time.monotonic()
+
+    async def give_up_samples(self) -> None:
+        """End all that is being sampled: nobody waits for it any more."""
+        call = only(self._first.give_up_samples.call())
+        await self._caller.call(
+            call, "give_up_samples", Deadline("progress", self._deadlines.progress), past=ProcessDied
+        )
 
     async def check(self) -> None:
         """Raises ProcessDied: a rank is gone or does not answer, or requests wait and nothing is decoded."""

@@ -76,6 +76,14 @@ class GeneratorPool(Pool[GeneratorReplica]):
                 updates.pinned = None
                 updates.store.changed.notify()
 
+    async def forget(self) -> None:
+        """Nothing is served until the policy is published again, and what is being sampled is given up."""
+        self._updates.epoch += 1
+        for replica in self.replicas:
+            replica.forget()
+        self.take_counts()
+        await self._updates.store.forget(self._updates.policy)
+
     def take_counts(self) -> tuple[int, int]:
         """Prompt tokens of all that was sampled since the last call, and how many of them the cache held."""
         counts = self._num_prompt_tokens, self._num_cached_tokens

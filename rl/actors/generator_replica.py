@@ -28,13 +28,14 @@ class Updates:
         """policy: the name under which what is sampled is published."""
         self.store = store
         self.pinned: Manifest | None = None
-        self._policy = policy
+        self.policy = policy
+        self.epoch = 0  # how often all versions so far were forgotten
         self._loading: dict[PolicyVersion, int] = {}
         self._loaded: dict[PolicyVersion, asyncio.Event] = {}  # by all that load it
 
     @property
     def newest(self) -> Manifest | None:
-        return self.store.newest(self._policy)
+        return self.store.newest(self.policy)
 
     @property
     def wanted(self) -> Manifest | None:
@@ -84,22 +85,38 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
     async def serve(self, member: GeneratorProcesses) -> None:
         self.version = None
         self._enter(State.LOADING)
+        epoch = self._updates.epoch
         while True:
             await self._updates.store.changed.wait_for(self._is_behind)
             if self.state == State.SERVING and not self._in_flight_updates:
                 self._enter(State.DRAINING)
                 await self._changed.wait_for(lambda: self.load == 0)
+            if epoch != self._updates.epoch:
+                epoch = self._updates.epoch
+                await member.give_up_samples()
             manifest = self._updates.wanted
-            assert manifest is not None  # else nothing to be behind of
+            if manifest is None:  # forgotten meanwhile
+                continue
             async with self._updates.together(manifest.version):
                 if self.version is None and manifest.adapter is not None:
                     model = self._updates.store.newest(MODEL)
                     assert model is not None  # published before any adapter
                     await self._load(member, model)
-                    manifest = self._updates.wanted or manifest  # the one before may be freed by now
+                    newest = self._updates.wanted  # the one before may be freed by now
+                    if newest is None:
+                        continue
+                    manifest = newest
                 await self._load(member, manifest)
+            if epoch != self._updates.epoch:
+                continue
             self.version = manifest.version
             self._enter(State.SERVING)
+
+    def forget(self) -> None:
+        """What it has is no version any more. It serves nothing until it has loaded another."""
+        self.version = None
+        if self.state in (State.SERVING, State.DRAINING):
+            self._enter(State.LOADING)
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
         """Requests made in one turn of the event loop are admitted together, in this order: see Wave."""

@@ -21,6 +21,11 @@ class ProcessDied(RunError):
     """A process of a mesh is gone, or has stopped to answer."""
 
 
+class EngineDied(ProcessDied):
+    """One of the trainer's, the critic's or the reference's: what has been learned since the last checkpoint
+    is lost."""
+
+
 @dataclass(frozen=True)
 class Deadline:
     """A wait's longest time, and which setting that is: one of `waiting.Deadlines`, or with its section."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
-from rl.actors.actors import Actors
+from rl.actors.actors import Actors, Revival
 from rl.actors.engine import EngineActor, EngineHandle
 from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.generator_pool import GeneratorPool
@@ -22,7 +22,14 @@ from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.cluster.environment import engine_environment
 from rl.cluster.placement import ENGINE_ROLES, Place, place
 from rl.cluster.shared_directory import shared_directory
-from rl.cluster.spawn import free_ports, join_group, kill_children, spawn_procs, visible_devices
+from rl.cluster.spawn import (
+    free_ports,
+    join_group,
+    kill_children,
+    kill_those_that_log_to,
+    spawn_procs,
+    visible_devices,
+)
 from rl.envs.base import Env
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
@@ -31,7 +38,7 @@ from rl.models.generator.vllm_config import VLLMConfig
 from rl.observability.timeline import Timeline
 from rl.processes import adopt_orphans
 from rl.types import POLICY, REFERENCE, LoRA
-from rl.waiting import Deadlines, Signal, beside
+from rl.waiting import Deadlines, Signal, beside, together
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.shared_memory import SharedMemory
 from rl.weight_sync.store import WeightStore
@@ -70,6 +77,7 @@ class ActorSpecs:
     critic: EngineSpec | None = None
     reference: EngineSpec | None = None
     transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    max_trainer_restarts: int = 3  # of trainer, critic and reference, all at once
     max_generator_restarts: int = 3  # of each
     max_reward_restarts: int = 3
     deadlines: Deadlines = Deadlines()
@@ -90,13 +98,14 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
     with shared_directory(run_dir.name) as shared:
         launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
         try:
-            actors, engines = await launcher.start()
+            actors = await launcher.start()
             async with beside(actors.generators.run(), actors.rewards.run()):
-                await launcher.ready(actors, engines)
+                await launcher.ready(actors)
                 yield actors
         finally:
             try:
-                await asyncio.shield(_stop(launcher.meshes))
+                engines = [engine.mesh for engine in launcher.engines if engine.mesh is not None]
+                await asyncio.shield(_stop([*launcher.meshes, *engines]))
             finally:
                 kill_children(others)
 
@@ -105,9 +114,9 @@ class _Launcher:
     """Starts the processes of one run."""
 
     def __init__(self, specs: ActorSpecs, run_dir: Path, shared: Path, timeline: Timeline):
-        self.meshes: list[
-            Any
-        ] = []  # every one as soon as it exists, so that a failure half-way ends them too
+        # What is to be ended. Generators and reward workers are ended by their replicas.
+        self.meshes: list[Any] = []
+        self.engines: list[EngineHandle] = []
         self._specs = specs
         self._logs = run_dir / "logs"
         self._run_dir = run_dir
@@ -117,37 +126,43 @@ class _Launcher:
         self._places = place(
             specs.roles, specs.threads, specs.overlap, num_devices=num_devices, shared=specs.share_devices
         )
-        self._ports = iter(free_ports(len(ENGINE_ROLES)))
+        num_starts = 1 + specs.max_trainer_restarts
+        self._ports = iter(free_ports(num_starts * len(ENGINE_ROLES)))
 
-    async def start(self) -> tuple[Actors, list[EngineHandle]]:
-        """Every process is on its way; `ready` waits for them."""
+    async def start(self) -> Actors:
+        """Generators and reward workers are started by who runs their pools; `ready` starts the engines."""
         specs, deadlines = self._specs, self._specs.deadlines
         transport = await self._transport()
         store = WeightStore(transport.release)
-        trainer = await self._trainer(specs.trainer, transport)
-        critic = await self._engine("critic", specs.critic) if specs.critic else None
+        spawn = self._engine_spawner("trainer", specs.trainer, PolicyTrainer, transport)
+        trainer = TrainerHandle("trainer", spawn, specs.trainer.config, deadlines, self._timeline)
+        critic = self._engine("critic", specs.critic) if specs.critic else None
         reference: Reference | None = ReferenceAdapter(trainer) if specs.reference_is_adapter else None
-        engines: list[EngineHandle] = [trainer, *([critic] if critic else [])]
+        self.engines = [trainer, *([critic] if critic else [])]
         if specs.reference:
-            engine = await self._engine("reference", specs.reference)
+            engine = self._engine("reference", specs.reference)
             reference = ReferenceMesh(engine, trainer, self._run_dir / "reference")
-            engines.append(engine)
+            self.engines.append(engine)
+
+        async def start_engines() -> None:
+            await together(engine.start() for engine in self.engines)
+            if specs.lora.rank:
+                await trainer.add_adapter(POLICY, specs.lora, specs.adapter_seed)
+            if specs.reference_is_adapter:
+                await trainer.add_adapter(REFERENCE, specs.lora, specs.adapter_seed)
+
         policy = (POLICY, specs.lora) if specs.lora.rank else None
         generators = self._generators(store, transport, POLICY if policy else MODEL)
-        rewards = self._rewards()
-        return Actors(trainer, generators, rewards, store, deadlines, reference, critic, policy), engines
+        others = (store, deadlines, reference, critic, policy)
+        self._revival = Revival(start_engines, self.engines, specs.max_trainer_restarts)
+        return Actors(trainer, generators, self._rewards(), *others, revival=self._revival)
 
-    async def ready(self, actors: Actors, engines: list[EngineHandle]) -> None:
-        specs = self._specs
-        await asyncio.gather(
-            *(engine.ready() for engine in engines), actors.generators.started(), actors.rewards.started()
-        )
-        if specs.lora.rank:
-            await actors.trainer.add_adapter(POLICY, specs.lora, specs.adapter_seed)
+    async def ready(self, actors: Actors) -> None:
+        started = (actors.generators.started(), actors.rewards.started())
+        await together((self._revival.start(), *started))
+        if actors.policy is not None:
             # The model never changes: it is published once, and only its adapter afterwards.
             await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
-        if specs.reference_is_adapter:
-            await actors.trainer.add_adapter(REFERENCE, specs.lora, specs.adapter_seed)
 
     async def _transport(self) -> Transport:
         if self._specs.transport == "shared_memory":
@@ -157,19 +172,22 @@ class _Launcher:
         mesh = self._spawn("store", Place(1, (), 1))
         return await self._started("torchstore", TorchStore.create(mesh))
 
-    async def _trainer(self, spec: EngineSpec, transport: Transport) -> TrainerHandle:
-        actors = await self._ranks("trainer", spec, PolicyTrainer, transport)
-        return TrainerHandle("trainer", actors, spec.config, self._specs.deadlines, self._timeline)
+    def _engine(self, role: str, spec: EngineSpec) -> EngineHandle:
+        spawn = self._engine_spawner(role, spec, EngineActor)
+        return EngineHandle(role, spawn, spec.config, self._specs.deadlines, self._timeline)
 
-    async def _engine(self, role: str, spec: EngineSpec) -> EngineHandle:
-        actors = await self._ranks(role, spec, EngineActor)
-        return EngineHandle(role, actors, spec.config, self._specs.deadlines, self._timeline)
-
-    async def _ranks(self, role: str, spec: EngineSpec, actor: type[EngineActor], *others: Any) -> Any:
+    def _engine_spawner(
+        self, role: str, spec: EngineSpec, actor: type[EngineActor], *others: Any
+    ) -> Callable[[], Awaitable[tuple[Any, Any]]]:
         """others: what such an actor takes beside the engine's own arguments."""
-        mesh = self._spawn(role, self._places[role])
-        await self._started(role, join_group(mesh, next(self._ports)))
-        return mesh.spawn(role, actor, spec.kind, str(spec.model_dir), spec.config, *others)
+
+        async def spawn() -> tuple[Any, Any]:
+            kill_those_that_log_to(self._logs / role)
+            mesh = self._spawn(role, self._places[role], keep=False)
+            await self._started(role, join_group(mesh, next(self._ports)))
+            return mesh, mesh.spawn(role, actor, spec.kind, str(spec.model_dir), spec.config, *others)
+
+        return spawn
 
     def _generators(self, store: WeightStore, transport: Transport, policy: str) -> GeneratorPool:
         specs = self._specs

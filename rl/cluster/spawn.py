@@ -1,6 +1,7 @@
 """Spawning processes on this host: their environment, device, log and rendezvous; and ending all of them."""
 
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -79,6 +80,15 @@ def free_ports(count: int) -> list[int]:
         for probe in sockets:
             probe.bind(("localhost", 0))
         return [probe.getsockname()[1] for probe in sockets]
+
+
+def kill_those_that_log_to(log: Path) -> None:
+    """End what is left of an earlier mesh of this name, also a rank that never answered."""
+    name = re.compile(re.escape(str(log.resolve())) + r"(-\d+)?\.log")
+    for child in psutil.Process().children(recursive=True):
+        with suppress(OSError, psutil.NoSuchProcess):
+            if name.fullmatch(os.readlink(f"/proc/{child.pid}/fd/1")):
+                child.kill()
 
 
 def kill_children(others: set[int]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl.controller.checkpoints import critic_path
 from rl.controller.config import RunConfig
+from rl.controller.resume import is_own
 from rl.errors import RunError
 from rl.models.checkpoint_dir import check_files, read_record
 from rl.types import POLICY, LoRA
@@ -23,9 +24,18 @@ _SHAPE = (
 )
 
 
+_PROMPTS_FOLLOW_FROM = ("seed", "prompts_per_step")
+"""With others, prompts that were trained on would come again, and others never."""
+
+
 def checkpoint_state(config: RunConfig, step: int) -> dict[str, Any]:
     """What a checkpoint says of its run, so that another run can tell whether it may go on from it."""
-    return {"step": step, "engine": config.trainer.engine, "model": _shape(config)}
+    return {
+        "step": step,
+        "engine": config.trainer.engine,
+        "model": _shape(config),
+        "prompts_follow_from": {name: getattr(config, name) for name in _PROMPTS_FOLLOW_FROM},
+    }
 
 
 def _shape(config: RunConfig) -> dict[str, Any]:
@@ -45,6 +55,7 @@ class _Saved:
         self.lora = LoRA.from_record(adapters[POLICY]) if POLICY in adapters else LoRA()
         self.reference, self.reference_weights = map(str, state.get("reference", ["none", ""]))
         self.step = int(state["step"])
+        self.prompts: dict[str, Any] = dict(state.get("prompts_follow_from", {}))
 
 
 def check_resume(config: RunConfig) -> list[str]:
@@ -67,7 +78,7 @@ def check_resume(config: RunConfig) -> list[str]:
     found = _another_run(config, path, saved)
     if int(match[1]) != saved.step:
         found.append(f"{given} holds step {saved.step}; name it step-{saved.step}")
-    if saved.step >= config.steps:
+    if saved.step > config.steps or (saved.step == config.steps and not is_own(config)):
         found.append(f"{given} has done all of steps={config.steps}; raise steps")
     return found
 
@@ -82,6 +93,12 @@ def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
         found.append(f"{given} is of another model: {differing}; set model as it was")
     if differing := _differences(vars(saved.lora), vars(config.trainer.lora)):
         found.append(f"{given} was saved with another trainer.lora: {differing}; set it as it was")
+    for name, value in saved.prompts.items():
+        if value != (here := getattr(config, name, None)):
+            found.append(
+                f"{given} was saved with {name}={value}, and the run has {here}: prompts would come twice or "
+                f"never; set --{name} {value}"
+            )
     kind, weights = saved.reference, saved.reference_weights
     if config.algorithm.needs_reference and kind != config.reference_kind:
         found.append(

@@ -42,6 +42,9 @@ class TrainerConfig:
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch, and so of a sequence."""
+    max_restarts: NonNegativeInt = 3
+    """How often trainer, critic and reference are started again, from the newest checkpoint, because a
+    process of theirs died."""
     share_prefixes: bool = True
     """Compute leading tokens that samples share once. Results are the same but for rounding."""
     lr: NonNegativeFloat = 1e-6
@@ -218,9 +221,12 @@ class RunConfig:
     """Steps between checkpoints; 0 saves only the last step. A run that is interrupted saves one too."""
     keep_checkpoints: NonNegativeInt = 2
     """How many of the newest checkpoints to keep; 0 keeps all."""
+    record_batches: NonNegativeInt = 0
+    """Keep what the newest so many steps learned from, for rl replay; 0 keeps none."""
     resume: FilePath = ""
-    """A checkpoint (runs/.../checkpoints/step-N), a run's directory for its newest, or `latest` for the
-    newest of this recipe in runs/: go on after its step, with its weights and optimizer."""
+    """A checkpoint (runs/.../checkpoints/step-N), a run's directory for its newest, or `latest`: the newest
+    in run_dir, if there is one yet; without run_dir, of this recipe in runs/. Go on after its step, with its
+    weights and optimizer."""
     run_dir: FilePath = ""
     """Where everything is written; empty means runs/<recipe>-<time>."""
     trace: bool = False

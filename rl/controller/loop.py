@@ -39,7 +39,8 @@ class Stages(Protocol):
 async def train(schedule: Schedule, stages: Stages) -> None:
     """All steps that are left; the policy before them is evaluated as the step before the first."""
     await stages.publish(schedule.first - 1)
-    evaluation = asyncio.create_task(stages.evaluate(schedule.first - 1))
+    first = stages.evaluate(schedule.first - 1) if schedule.evaluate_first else asyncio.sleep(0)
+    evaluation = asyncio.create_task(first)
     try:
         await evaluation
         for step in range(schedule.first, schedule.last + 1):

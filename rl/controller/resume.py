@@ -1,15 +1,23 @@
-"""Which checkpoint `--resume latest`, or `--resume` with a run's directory, means."""
+"""Going on with a run: which checkpoint `--resume` means, and that only one run at a time has a directory."""
 
+import fcntl
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from rl.controller.config import RunConfig
+from rl.errors import ConfigError
 from rl.models.checkpoint_dir import latest
 
 
 def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The config with the checkpoint's own path; without one, and with a line that says so, where none is."""
+    """The config with the checkpoint's own path; without one, and with a line that says so, where none is.
+
+    "latest" is the newest of run_dir, or none, where one is given; else of any run of the recipe.
+    """
+    if config.resume == "latest" and config.run_dir:
+        own = latest(Path(config.run_dir) / "checkpoints")
+        return replace(config, resume=str(own or "")), []
     if config.resume == "latest":
         newest = [latest(run / "checkpoints") for run in Path("runs").glob(f"{recipe}-*")]
         found = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
@@ -22,3 +30,30 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
         said = f"resume={config.resume!r}: {where} has no complete checkpoint; leave it out"
         return replace(config, resume=""), [said]
     return replace(config, resume=str(found)), []
+
+
+def is_own(config: RunConfig) -> bool:
+    """Whether the checkpoint that the run goes on from is in the run's own directory."""
+    if not (config.resume and config.run_dir):
+        return False
+    return Path(config.resume).resolve().parent.parent == Path(config.run_dir).resolve()
+
+
+def lock_run(run_dir: Path) -> int:
+    """A file descriptor that keeps the directory for this process until it is closed, or the process ends.
+
+    Raises ConfigError where another run has it.
+    """
+    lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(lock, 32).decode(errors="replace").strip()
+        os.close(lock)
+        raise ConfigError(
+            f"the run's directory {run_dir} belongs to a run that is under way (pid {pid}); wait for it, end "
+            f"it, or give another run_dir"
+        ) from None
+    os.truncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    return lock

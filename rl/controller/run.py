@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
@@ -15,9 +17,9 @@ from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import with_budgets
-from rl.controller.resume import with_newest_checkpoint
+from rl.controller.recovery import step_of, train_and_export
+from rl.controller.resume import is_own, lock_run, with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
-from rl.controller.stages import RunStages
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest
@@ -37,26 +39,36 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     source: where the recipe is, as `rl train` was told; config.json names it. found: problems that are known
     already. Raises ConfigError with every problem before any process starts.
     """
+    in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
     config, missing = with_newest_checkpoint(recipe, config)
-    if found := validate(config, [*found, *missing]):
+    in_place = in_place or is_own(config)
+    if found := validate(config, [*found, *missing], in_place=in_place):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_config(run_dir, source or recipe, config)
+        lock = lock_run(run_dir)
+        # Who starts again from these settings starts at the beginning.
+        write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
     except OSError as error:
         raise ConfigError(
             f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"
         ) from error
     try:
-        asyncio.run(_main(recipe, config, run_dir))
+        asyncio.run(_main(recipe, config, run_dir, in_place))
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
+    except RunError as error:
+        if "--resume" in str(error):
+            raise
+        raise RunError(f"{error}{_go_on(run_dir)}") from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RunError(f"the disk of {run_dir} is full; make room{_go_on(run_dir)}") from error
+    finally:
+        os.close(lock)
     return 0
 
 
@@ -65,7 +77,7 @@ def _go_on(run_dir: Path) -> str:
     return f"; go on with --resume {newest}" if newest else ""
 
 
-async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
+async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -> None:
     main = asyncio.current_task()
     assert main is not None
     loop = asyncio.get_running_loop()
@@ -86,13 +98,13 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupt, number)
     try:
-        await run_recipe(recipe, config, run_dir)
+        await run_recipe(recipe, config, run_dir, in_place)
     except asyncio.CancelledError:
         raise KeyboardInterrupt(*(number for number, _ in came[:1])) from None
 
 
-async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
-    """From the first process to the last file."""
+async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False) -> None:
+    """From the first process to the last file. in_place: the directory holds the run's earlier steps."""
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
@@ -101,13 +113,13 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path) -> None:
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
     watches = [SharingWatch()] if config.trainer.share_prefixes else []
     with closing(timeline), Recorder(run_dir, config.steps, timeline, sinks, watches) as recorder:
+        if in_place:
+            recorder.rewind(step_of(config.resume) if config.resume else -1)
         machine = this_machine()
         settled = by_device(config, machine)
         specs = with_budgets(actor_specs(settled, model_dir, run_dir), settled, machine)
         async with launch(specs, run_dir, timeline) as actors:
-            await RunStages(config, actors, tokenizer, recorder).run()
-            await actors.trainer.finish_checkpoint()
-            await actors.trainer.save_hf(str(run_dir / "hf"), actors.adapter)
+            await train_and_export(config, actors, tokenizer, recorder, in_place)
         curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
         print(_overhead(timeline))

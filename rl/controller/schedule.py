@@ -16,6 +16,7 @@ class Schedule:
     refresh_every: int = 0
     publish_every_step: bool = True  # else only before evaluations
     evaluate_beside: bool = False  # go on while an evaluation runs
+    evaluate_first: bool = True  # the policy before the first step
 
     def evaluates(self, step: int) -> bool:
         return step == self.last or step % self.eval_every == 0

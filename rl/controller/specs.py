@@ -55,6 +55,7 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
         critic=critic,
         reference=reference,
         transport=config.weight_sync.transport,
+        max_trainer_restarts=config.trainer.max_restarts,
         max_generator_restarts=config.generator.max_restarts,
         max_reward_restarts=config.reward.max_restarts,
         deadlines=config.deadlines,

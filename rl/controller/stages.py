@@ -23,6 +23,7 @@ from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.loss.entropy import EntropyBonus, EntropyControl
 from rl.models.checkpoint_dir import is_complete, latest
+from rl.observability.batches import write_batch
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
 from rl.types import Group, PolicyVersion
@@ -32,8 +33,17 @@ from rl.waiting import beside
 class RunStages:
     """See loop.Stages."""
 
-    def __init__(self, config: RunConfig, actors: Actors, tokenizer: Tokenizer, recorder: Recorder):
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: Actors,
+        tokenizer: Tokenizer,
+        recorder: Recorder,
+        goes_on: bool = False,
+    ):
+        """goes_on: the recorder has what came before the first step."""
         self._config = config
+        self._goes_on = goes_on
         self._actors = actors
         self._recorder = recorder
         self._data = SupervisedData(config.env, tokenizer, config.seed)
@@ -62,7 +72,7 @@ class RunStages:
             await self._warm_up()
         if config.algorithm.samples_rollouts:
             self.buffer = self._make_buffer(state)
-        return Schedule(
+        schedule = Schedule(
             first=state["step"] + 1,
             last=config.steps,
             eval_every=config.eval_every,
@@ -71,6 +81,10 @@ class RunStages:
             publish_every_step=config.algorithm.samples_rollouts,
             evaluate_beside=config.max_offpolicy_steps > 0,
         )
+        before = state["step"]
+        if self._goes_on and (before in self._recorder.accuracies or not schedule.evaluates(before)):
+            schedule = replace(schedule, evaluate_first=False)
+        return schedule
 
     async def run(self) -> None:
         """The whole run. Beside the loop, the buffer starts prompts as new versions are served."""
@@ -127,6 +141,8 @@ class RunStages:
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """One that is interrupted ends first, and is recorded, so that a checkpoint is of whole steps."""
         self._updating = True
+        if keep := self._config.record_batches:
+            write_batch(self._recorder.run_dir, step, batch, self._entropy.coef, keep)
         updating = asyncio.create_task(self._update(batch, step))
         try:
             learned = await asyncio.shield(updating)
@@ -158,10 +174,11 @@ class RunStages:
     async def publish(self, step: int) -> None:
         """Blocks until the weights are written; generators fetch them while the next step goes on."""
         began = time.monotonic()
-        first = step == self._schedule.first - 1
-        self._only_evaluating = first or (
-            self._schedule.evaluates(step) and not self._schedule.evaluate_beside
-        )
+        schedule = self._schedule
+        if step == schedule.first - 1:
+            self._only_evaluating = schedule.evaluate_first
+        else:
+            self._only_evaluating = schedule.evaluates(step) and not schedule.evaluate_beside
         await self._actors.publish(step)
         self._sync_blocking = time.monotonic() - began
 

@@ -1,7 +1,9 @@
 """What keeps a run from starting: what is wrong with its settings, or what this machine cannot do."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl.cluster.machine import Machine, this_machine
@@ -23,10 +25,13 @@ from rl.types import LoRA
 MAX_LORA_RANK = 512
 
 
-def validate(config: RunConfig, known: Sequence[str] = (), machine: Machine | None = None) -> list[str]:
+def validate(
+    config: RunConfig, known: Sequence[str] = (), machine: Machine | None = None, in_place: bool = False
+) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty if none. Starts no process.
 
     known: problems that were found before, and come first. machine: where it would run; None: here.
+    in_place: run_dir may hold the run's own earlier steps.
     """
     try:
         config, wrong = check_fields(config)
@@ -55,13 +60,16 @@ def validate(config: RunConfig, known: Sequence[str] = (), machine: Machine | No
     found += _engine(config, machine) + check_devices(config, machine, model_known=not model_problems)
     if config.resume:
         found += check_resume(config)
-    found += _run_dir(config) + config.tracking.validate()
+    found += _run_dir(config, in_place) + config.tracking.validate()
     return found
 
 
-def _run_dir(config: RunConfig) -> list[str]:
-    """Why its directory cannot be made."""
+def _run_dir(config: RunConfig, in_place: bool) -> list[str]:
+    """Why its directory cannot be made, or is no run's to go on with."""
     given = f"run_dir={config.run_dir!r}" if config.run_dir else "the directory runs/"
+    if in_place and (Path(config.run_dir) / "config.json").is_file():
+        writable = os.access(config.run_dir, os.R_OK | os.W_OK | os.X_OK)
+        return [] if writable else [f"{given} may not be written to; give another directory"]
     return [f"{given} {why}"] if (why := why_not_made(config.run_dir or "runs/new")) else []
 
 

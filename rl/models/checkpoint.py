@@ -16,14 +16,34 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from rl.errors import RunError, one_line
 from rl.models.adapters import Adapters
-from rl.models.checkpoint_dir import RECORD, prune, read_record, rename, tensor_names
+from rl.models.checkpoint_dir import (
+    RECORD,
+    check_content,
+    prune,
+    read_record,
+    rename,
+    tensor_names,
+    write_checksums,
+)
 from rl.models.learner import Learner
 from rl.models.platform import fail_together, new_group
 
 _FULL_MIB = 16
+
+
+class _Writer(FileSystemWriter):
+    """Leaves the checksums of what this rank has written beside it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        write_checksums(Path(self.path), names, str(dist.get_rank()))
+        return written
 
 
 class Checkpoints:
@@ -67,7 +87,7 @@ class Checkpoints:
             failure = error
         self._agree(failure)
         tensors = self._tensors() | rng_state(self._device)
-        writer = FileSystemWriter(partial)
+        writer = _Writer(partial)
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
         written = cast(Future[Any], saving)  # else only with a stager of one's own
         finished: Future[None] = Future()
@@ -82,6 +102,7 @@ class Checkpoints:
         try:
             written.result()
             if dist.get_rank() == 0:
+                write_checksums(partial, (RECORD, ".metadata"), "rest")
                 rename(partial, path)
                 prune(path, keep_last)
             finished.set_result(None)
@@ -113,6 +134,12 @@ class Checkpoints:
 
     def load(self, path: Path) -> dict[str, Any]:
         """Load what any layout saved, adapters included; returns the caller's `state`."""
+        broken = None
+        try:
+            check_content(path, dist.get_rank(), dist.get_world_size())
+        except RunError as error:
+            broken = error
+        fail_together(broken, self._group)
         record = read_record(path)
         self._adapters.match(record["adapters"], path)
         random = saved_rng_state(path, self._device)

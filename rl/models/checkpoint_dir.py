@@ -3,10 +3,12 @@
 Free of torchtitan, because the controller reads them.
 """
 
+import hashlib
 import json
 import logging
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,49 @@ def read_record(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RunError(f"{path / RECORD} is broken: it is no object; give another checkpoint")
     return record
+
+
+def write_checksums(path: Path, names: Iterable[str], of: str) -> None:
+    """Of files of a checkpoint that is being written; `of`: which part of them, a rank's or the rest."""
+    sums = {name: _checksum(path / name) for name in sorted(names)}
+    (path / f"checksums-{of}.json").write_text(json.dumps(sums))
+
+
+def check_content(path: Path, part: int = 0, num_parts: int = 1) -> None:
+    """Raises RunError where a file is not what was written. Of `num_parts` processes each checks its part."""
+    if broken := _broken(path, part, num_parts):
+        raise RunError(f"{broken}; {_another(path)}")
+
+
+def _broken(path: Path, part: int = 0, num_parts: int = 1) -> str:
+    """What is wrong with a checkpoint's files; empty where nothing is."""
+    wanted: dict[str, str] = {}
+    for sums in sorted(path.glob("checksums-*.json")):  # none in a checkpoint of an older version
+        try:
+            wanted |= json.loads(sums.read_text())
+        except (OSError, ValueError, TypeError) as error:
+            return f"{sums} is broken ({error})"
+    for name in sorted(wanted)[part::num_parts]:
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            return f"{path / name} cannot be read ({error})"
+        if found != wanted[name]:
+            return f"{path / name} is broken: it is not what was written"
+    return ""
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _another(path: Path) -> str:
+    """The newest other checkpoint beside it that is good."""
+    others = [p for p in path.parent.glob("*") if p != path and _number(p) >= 0 and is_complete(p)]
+    good = (other for other in sorted(others, key=_number, reverse=True) if not _broken(other))
+    newest = next(good, None)
+    return f"go on with --resume {newest}" if newest else "there is no other good one beside it"
 
 
 def tensor_names(path: Path) -> set[str]:

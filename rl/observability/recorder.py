@@ -5,8 +5,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
@@ -37,8 +38,7 @@ class Recorder:
         self._num_steps = num_steps
         self._out = out or sys.stdout
         self._sinks = sinks
-        self._metrics = (run_dir / "metrics.jsonl").open("a")
-        self._rollouts = (run_dir / "rollouts.jsonl").open("a")
+        self._open()
         self._last_kept = time.monotonic()
         self._said_no_signal = False
         self._watches = (CollapseWatch(), *watches)
@@ -56,6 +56,32 @@ class Recorder:
         self._sinks.close(failed=kind is not None)
         if self._out.isatty():
             print(file=self._out)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded after `step`, as it happens again; and a line that a crash cut short."""
+        kept = {}
+        for name in ("metrics", "rollouts"):
+            path = self.run_dir / f"{name}.jsonl"
+            kept[name] = [record for record in read_records(path) if record["step"] <= step]
+            shorter = path.with_name(path.name + ".partial")
+            shorter.write_text("".join(json.dumps(record) + "\n" for record in kept[name]))
+            shorter.replace(path)
+        self._metrics.close()
+        self._rollouts.close()
+        self._open()
+        self.rewards = {
+            r["step"]: r["reward/mean"] for r in kept["metrics"] if r.get("reward/mean") is not None
+        }
+        self.accuracies = {
+            r["step"]: (r["eval/accuracy"], r["eval/standard_error"])
+            for r in kept["metrics"]
+            if "eval/accuracy" in r
+        }
+        self._timeline.skip()
+
+    def _open(self) -> None:
+        self._metrics = (self.run_dir / "metrics.jsonl").open("a")
+        self._rollouts = (self.run_dir / "rollouts.jsonl").open("a")
 
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._tell(step, {"warmup/loss": loss})
@@ -185,3 +211,12 @@ class Recorder:
             print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
         elif keep:
             print(text, file=self._out, flush=True)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of metrics.jsonl or rollouts.jsonl."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records

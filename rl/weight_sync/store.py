@@ -29,6 +29,7 @@ class WeightStore:
         self._readers: Counter[tuple[str, PolicyVersion]] = Counter()
         self._writing: Counter[str] = Counter()
         self._freeing: set[tuple[str, PolicyVersion]] = set()
+        self._forgotten: set[str] = set()
         self.changed = Signal()
 
     async def publish(self, name: str, write: Callable[[], Awaitable[Manifest]]) -> Manifest:
@@ -51,7 +52,7 @@ class WeightStore:
 
     def newest(self, name: str) -> Manifest | None:
         versions = self._versions.get(name, {})
-        return versions[max(versions)] if versions else None
+        return versions[max(versions)] if versions and name not in self._forgotten else None
 
     @asynccontextmanager
     async def reading(self, manifest: Manifest) -> AsyncIterator[Manifest]:
@@ -68,6 +69,15 @@ class WeightStore:
             self._readers[key] -= 1
             await self._free(manifest.name)
 
+    async def forget(self, name: str) -> None:
+        """Free every version, once nobody reads it: what is published next may have any number."""
+        self._forgotten.add(name)
+        try:
+            await self._free(name)
+            await self.changed.wait_for(lambda: not self._versions.get(name))
+        finally:
+            self._forgotten.discard(name)
+
     @property
     def versions(self) -> dict[str, list[PolicyVersion]]:
         """What exists, by name."""
@@ -83,7 +93,7 @@ class WeightStore:
             key = (name, version)  # asked again after each await: others free at the same time
             if (
                 version not in versions
-                or version == max(versions)
+                or (version == max(versions) and name not in self._forgotten)
                 or self._readers[key]
                 or key in self._freeing
             ):

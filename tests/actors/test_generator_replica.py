@@ -29,6 +29,7 @@ class Processes:
 
     def __init__(self, name):
         self.name, self.version, self.loaded, self.waves, self.dead = name, None, [], [], False
+        self.given_up = 0
         self.release, self.may_load = asyncio.Event(), asyncio.Event()
         self.release.set()
         self.may_load.set()
@@ -39,6 +40,9 @@ class Processes:
 
     async def kill(self):
         pass
+
+    async def give_up_samples(self):
+        self.given_up += 1
 
     async def load_weights(self, manifest):
         await self.may_load.wait()
@@ -293,3 +297,38 @@ def test_a_prompt_that_goes_on_is_answered_where_its_prefix_was_computed():
                 assert len(homes) == 4 and len(world.process(number).waves) == 16
 
     run(main)
+
+
+@pytest.mark.parametrize("policy", [None, ("policy", LoRA(rank=4))])
+@pytest.mark.parametrize("while_loading", [False, True])
+def test_what_was_published_may_be_forgotten_and_an_older_version_come(policy, while_loading):
+    """A trainer that died goes on from its checkpoint: what generators have is no version any more."""
+
+    async def main():
+        world = World(num_replicas=2, policy=policy)
+        async with beside(world.pool.run()):
+            if policy:
+                await world.publish(0)
+            await world.publish(7, policy)
+            await world.until(lambda: world.pool.num_serving == 2)
+            if while_loading:
+                for number in range(2):
+                    world.process(number).may_load.clear()
+                await world.publish(8, policy)
+                await asyncio.sleep(0.01)
+            forgetting = asyncio.create_task(world.pool.forget())
+            await asyncio.sleep(0.01)
+            assert world.pool.served is None and forgetting.done() != while_loading
+            for number in range(2):
+                world.process(number).may_load.set()
+            await asyncio.wait_for(forgetting, 1)
+            assert world.pool.served is None
+            await world.publish(4, policy)
+            await world.until(lambda: world.pool.num_serving == 2)
+            assert [replica.version for replica in world.pool.replicas] == [4, 4]
+            for number in range(2):
+                assert world.process(number).given_up == 1
+                assert world.process(number).loaded[-1][1] == 4
+            assert (await world.pool.at_least(4).sample([1], 1, PARAMS))[0].versions == VersionRange(4, 4)
+
+    asyncio.run(main())

@@ -119,7 +119,7 @@ class FakeEngine(EngineHandle):
 
     async def save_hf(self, out_dir, adapter=None):
         self.note("save_hf", Path(out_dir).name)
-        Path(out_dir).mkdir(parents=True)
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
 
     async def copy_adapter(self, source, target):
         self.note("copy_adapter", source, target)
@@ -130,9 +130,11 @@ class FakeEngine(EngineHandle):
 
     async def save_checkpoint(self, path, state, keep_last, wait=False):
         self.note("save_checkpoint", Path(path).name, keep_last)
-        Path(path).mkdir(parents=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-        (Path(path) / "record.json").write_text(json.dumps({"state": state, "adapters": {}}))
+        (Path(path) / "record.json").write_text(
+            json.dumps({"state": state, "adapters": {}, "updates": self.updates})
+        )
         prune(Path(path), keep_last)
 
     async def finish_checkpoint(self):
@@ -140,7 +142,9 @@ class FakeEngine(EngineHandle):
 
     async def load_checkpoint(self, path):
         self.note("load_checkpoint", Path(path).name)
-        return json.loads((Path(path) / "record.json").read_text())["state"]
+        record = json.loads((Path(path) / "record.json").read_text())
+        self.updates = record["updates"]
+        return record["state"]
 
 
 class FakeGenerators:
@@ -159,6 +163,9 @@ class FakeGenerators:
     def served(self):
         newest = self.store.newest(self.policy)
         return newest.version if newest else None
+
+    async def forget(self):
+        await self.store.forget(self.policy)
 
     async def wait_served(self, version):
         await self.store.changed.wait_for(lambda: self.served is not None and self.served >= version)

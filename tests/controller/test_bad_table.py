@@ -793,6 +793,9 @@ CHECKPOINTS = [
     resume("none, there an adapter", record(adapters={"policy": {"rank": 4, "alpha": 32.0, "targets": ["q_proj"]}}), "another trainer.lora: rank 4 there and 0 here"),
     resume("a reference, there none", nothing, "was saved with reference: none, but the run has: policy", flags="--kl.coef 0.1"),
     resume("a reference that is gone", state(reference=["policy", "/nowhere"]), "the reference's weights /nowhere, which are gone", flags="--kl.coef 0.1"),
+    resume("another seed", nothing, "was saved with seed=0, and the run has 7", "set --seed 0", flags="--seed 7"),
+    resume("fewer prompts a step", nothing, "prompts would come twice or never; set --prompts_per_step", flags="--prompts_per_step 3"),
+    resume("prompts that follow from a number", state(prompts_follow_from=3), "a record.json that no checkpoint"),
     resume("all its steps are done", nothing, "has done all of steps=7; raise steps", flags="--steps 7"),
     resume("more steps than that are done", nothing, "has done all of steps=3; raise steps", flags="--steps 3"),
     resume("another model and its steps done", nothing, "another model", "raise steps", flags="--steps 7 --model.hidden_size 96", problems=2),
@@ -926,7 +929,10 @@ LAYOUTS = [
 ]
 
 COMMANDS = [
-    row("unknown", "trian", "unknown command 'trian'; use train, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
+    row("replay without a step", "replay runs/x", "--step is missing"),
+    row("replay of a step that is none", "replay runs/x --step first", "--step first must be a step, at least 1"),
+    row("replay of no run", "replay runs/x --step 3", "runs/x is not the directory of a run"),
+    row("unknown", "trian", "unknown command 'trian'; use train, replay, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
     row("capitals", "TRAIN quickstart", "unknown command 'TRAIN'"),
     row("empty", "''", "unknown command ''"),
     row("a flag", "--steps 3", "unknown command '--steps'"),

@@ -184,6 +184,7 @@ AT_LAUNCH = [
     ({}, "generator.kv_cache_gib", 0.1, "generator.kv_cache_gib"),
     ({}, "generator.block_size", 64, "generator.block_size"),
     ({}, "generator.compile", True, "generator.compile"),
+    ({}, "trainer.max_restarts", 7, "max_trainer_restarts"),
     ({}, "generator.max_restarts", 7, "max_generator_restarts"),
     ({}, "reward.num_procs", 2, "num_reward_procs"),
     ({}, "reward.limit_seconds", 7.0, "reward_limit_seconds"),
@@ -222,6 +223,7 @@ ELSEWHERE = {
     "tracking.sinks": "tests/observability/test_sinks.py",
     "tracking.project": "tests/observability/test_sinks.py",
     "run_dir": "tests/integration/test_runs.py",
+    "record_batches": "tests/integration/test_replay.py",
 }
 
 

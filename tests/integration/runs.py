@@ -52,11 +52,9 @@ def rl(*arguments, timeout=400):
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
-def start(*arguments, stderr=subprocess.STDOUT):
+def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT):
     command = [sys.executable, "-m", "rl.cli", *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=with_all(), stdout=subprocess.PIPE, stderr=stderr, text=True
-    )
+    return subprocess.Popen(command, cwd=ROOT, env=with_all(), stdout=stdout, stderr=stderr, text=True)
 
 
 def wait_for_line(process, beginning):

@@ -348,11 +348,11 @@ def test_a_signal_ends_everything_within_ten_seconds(tmp_path, moment, number, c
     assert not shared_leftovers()
 
 
-def test_a_killed_trainer_rank_ends_the_run_with_its_name_and_leaves_nothing(tmp_path):
+@pytest.mark.slow
+def test_a_killed_trainer_rank_without_restarts_ends_the_run_with_its_name_and_leaves_nothing(tmp_path):
     recipe, run_dir = "tests/recipes.py:fsdp2_and_two_generators", tmp_path / "run"
-    process = start(
-        "train", recipe, "--run_dir", run_dir, "--warmup.steps", "100000", "--warmup.batch_size", "8"
-    )
+    settings = ("--warmup.steps", "100000", "--warmup.batch_size", "8", "--trainer.max_restarts", "0")
+    process = start("train", recipe, "--run_dir", run_dir, *settings)
     wait_for_line(process, "warm-up")
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(pid_of(process, run_dir, "trainer-1"), signal.SIGKILL)

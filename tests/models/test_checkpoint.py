@@ -131,3 +131,29 @@ def test_saving_again_under_the_same_name_replaces(model_dir, tmp_path):
         engine.save(tmp_path / "latest-0", {"step": step})
     assert engine.load(tmp_path / "latest-0") == {"step": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["latest-0"]
+
+
+def test_a_byte_that_was_flipped_is_found_in_any_file_and_another_checkpoint_named(model_dir, tmp_path):
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    for step in (1, 2, 3):
+        engine.save(tmp_path / f"step-{step}", {"step": step})
+    files = sorted(p for p in (tmp_path / "step-3").iterdir() if not p.name.startswith("checksums"))
+    assert {p.name for p in files} == {".metadata", "record.json", "__0_0.distcp"}
+    rng = np.random.default_rng(0)
+    for path in files:
+        good = path.read_bytes()
+        for at in rng.integers(0, len(good), 4):
+            bad = bytearray(good)
+            bad[at] ^= 1 << int(rng.integers(8))
+            path.write_bytes(bad)
+            with pytest.raises(RunError, match="is not what was written") as error:
+                engine.load(tmp_path / "step-3")
+            assert str(path) in str(error.value)
+            assert str(error.value).endswith(f"go on with --resume {tmp_path / 'step-2'}")
+        path.write_bytes(good)
+    assert engine.load(tmp_path / "step-3") == {"step": 3}
+    data = tmp_path / "step-2" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    files[0].write_bytes(b"")
+    with pytest.raises(RunError, match=f"go on with --resume {tmp_path / 'step-1'}$"):  # step-2 is broken too
+        engine.load(tmp_path / "step-3")

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl.errors import RunError
+from rl.errors import GeneratorFailed, RunError
 from rl.models.generator.commands import Abort, Admit, Load, Tick
 from rl.models.generator.engine import GeneratorEngine
 from rl.models.generator.wave import Wave
@@ -110,8 +110,25 @@ def test_all_who_wait_hear_of_a_broken_engine():
     async def main(engine):
         calls = [engine.sample([i], 1, SamplingParams(9)) for i in range(3)]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(answer, RunError) and "out of memory" in str(answer)
+            assert isinstance(answer, GeneratorFailed) and "out of memory" in str(answer)
         with pytest.raises(asyncio.TimeoutError):  # and it is not asked again by itself
             await asyncio.wait_for(asyncio.Event().wait(), 0.01)
 
     run(main, breaks_at=2)
+
+
+def test_samples_that_are_given_up_end_and_what_comes_next_is_served():
+    async def main(engine):
+        running = [asyncio.create_task(engine.sample([i], 1, SamplingParams(10**9))) for i in range(2)]
+        incomplete = asyncio.create_task(engine.sample([5], 1, PARAMS, Wave(0, 1, 2)))  # its first never came
+        while not engine.progress.num_ticks:
+            await asyncio.sleep(0)
+        engine.give_up_samples()
+        for answer in await asyncio.gather(*running, incomplete, return_exceptions=True):
+            assert isinstance(answer, RunError) and "given up" in str(answer)
+        assert len(await engine.sample([2], 2, PARAMS, Wave(1, 0, 1))) == 2
+        while engine.progress.num_requests:
+            await asyncio.sleep(0)
+
+    fake = run(main)
+    assert not fake.left

@@ -126,3 +126,21 @@ def test_whatever_the_rhythm_three_versions_at_most_and_no_reader_loses_its_own(
         assert memory.there == ({(MODEL, 0)} if adapter else set()) | {(name, len(pauses))}
 
     asyncio.run(main())
+
+
+def test_versions_that_are_forgotten_go_when_nobody_reads_them_and_lower_ones_may_come():
+    async def main():
+        memory = Memory()
+        for version in (6, 7):
+            await memory.publish(version)
+        async with memory.store.reading(memory.store.newest(MODEL)):
+            forgetting = asyncio.create_task(memory.store.forget(MODEL))
+            await asyncio.sleep(0.01)
+            assert memory.store.newest(MODEL) is None and memory.there == {(MODEL, 7)}
+            assert not forgetting.done()
+        await forgetting
+        assert not memory.there
+        await memory.publish(4)
+        assert memory.store.newest(MODEL).version == 4 and memory.there == {(MODEL, 4)}
+
+    asyncio.run(main())

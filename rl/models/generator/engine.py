@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from rl.errors import RunError
+from rl.errors import GeneratorFailed, RunError
 from rl.models.generator.commands import Abort, Admit, Command, Load, Progress, Tick
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
@@ -32,6 +32,7 @@ class GeneratorEngine:
         self._commands: list[Command] = []
         self._waves: dict[int, dict[int, list[Admit]]] = {}  # those that are not complete yet
         self._answers: dict[int, asyncio.Future] = {}
+        self._sampling: set[int] = set()
         self._stepper: asyncio.Task[None] | None = None
         self._num_ticks = 0
         self._version: PolicyVersion | None = None
@@ -47,6 +48,7 @@ class GeneratorEngine:
         tokens = tuple(prompt)
         admits = [Admit(next(self._numbers), tokens, replace(params, seed=params.seed + i)) for i in range(n)]
         answers = [self._expect(admit.id) for admit in admits]
+        self._sampling |= {admit.id for admit in admits}
         self._submit(self._complete_wave(admits, wave) if wave else admits)
         try:
             return await asyncio.gather(*answers)
@@ -55,6 +57,16 @@ class GeneratorEngine:
                 self._answers.pop(admit.id, None)
             self._submit([Abort(next(self._numbers), tuple(admit.id for admit in admits))])
             raise
+        finally:
+            self._sampling -= {admit.id for admit in admits}
+
+    def give_up_samples(self) -> None:
+        """End every sample that is under way or waits for its wave; who asked for one gets a RunError."""
+        given_up = tuple(self._sampling)
+        self._waves.clear()
+        self._submit([Abort(next(self._numbers), given_up)])
+        for number in given_up:
+            self._resolve(number, RunError("the sample was given up"))
 
     async def load_weights(self, manifest: Manifest) -> None:
         """Switch to another version of the model, or of an adapter, between two steps."""
@@ -106,7 +118,7 @@ class GeneratorEngine:
                     self._resolve(number, answer)
         except Exception as error:  # the engine is broken: whoever waits must hear of it
             for number in list(self._answers):
-                self._resolve(number, RunError(f"the generator's engine failed: {error!r}"))
+                self._resolve(number, GeneratorFailed(f"the generator's engine failed: {error!r}"))
             _log.exception("the generator's engine failed")
 
     def _resolve(self, number: int, answer: Completion | Exception | None) -> None:

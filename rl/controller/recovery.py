@@ -1,0 +1,44 @@
+"""What a run survives: deaths of trainer, critic or reference, from the newest checkpoint on.
+
+The controller, generators and reward workers stay. Engines are started again and load the checkpoint; its
+prompts are taken up where they were, so that each is trained on as often as without the death; and what was
+recorded after the checkpoint is forgotten, because it happens again. A synchronous run then has the numbers
+of one that nothing happened to.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from rl.actors.actors import Actors
+from rl.actors.remote import EngineDied
+from rl.controller.config import RunConfig
+from rl.controller.stages import RunStages
+from rl.interfaces import Tokenizer
+from rl.models.checkpoint_dir import latest
+from rl.observability.recorder import Recorder
+
+
+async def train_and_export(
+    config: RunConfig, actors: Actors, tokenizer: Tokenizer, recorder: Recorder, goes_on: bool
+) -> None:
+    """goes_on: `config.resume` is a checkpoint of this run's own directory."""
+    while True:
+        try:
+            await RunStages(config, actors, tokenizer, recorder, goes_on).run()
+            await actors.trainer.finish_checkpoint()
+            return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
+        except EngineDied as death:
+            await actors.restart_engines(death)
+            newest = latest(recorder.run_dir / "checkpoints")
+            config = replace(config, resume=str(newest or config.resume))
+            goes_on = newest is not None or goes_on or not config.resume
+            before = step_of(config.resume)
+            recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
+            print(f"going on from {config.resume or 'the beginning'}", flush=True)
+
+
+def step_of(checkpoint: str) -> int:
+    """The step after which it was written; 0 for none."""
+    found = re.fullmatch(r"step-(\d+)", Path(checkpoint).name)
+    return int(found[1]) if found else 0

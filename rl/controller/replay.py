@@ -1,0 +1,107 @@
+"""`rl replay RUN --step N`: step N of an earlier run again, from its checkpoint and its recorded batches.
+
+Under the run's own settings, or others given as flags, such as another layout or dtype: the tool for "why did
+the loss jump there?". Only what learns is started: no generators, no rewards.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rl.cluster.launch import launch
+from rl.cluster.machine import this_machine
+from rl.controller.checkpoints import load_checkpoint
+from rl.controller.config import RunConfig
+from rl.controller.device_defaults import by_device
+from rl.controller.recipes import load_recipe
+from rl.controller.recovery import step_of
+from rl.controller.settings import override
+from rl.controller.specs import actor_specs
+from rl.controller.update import learn
+from rl.controller.updaters import updaters
+from rl.controller.validate import validate
+from rl.errors import ConfigError
+from rl.fields import check_fields
+from rl.loss.entropy import EntropyBonus
+from rl.models.checkpoint_dir import is_complete
+from rl.observability.batches import has_batch, read_batch
+from rl.observability.recorder import read_records
+
+_USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """Print each metric of the step, as it was recorded and as it is now. Raises ConfigError."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    run_dir, rest = Path(arguments[0]), list(arguments[1:])
+    step = _take_step(rest)
+    if not (run_dir / "config.json").is_file():
+        raise ConfigError(f"{run_dir} is not the directory of a run; {_USAGE}")
+    recipe, config = load_recipe(str(run_dir / "config.json"))
+    config, misread = override(config, rest, prog="rl replay")
+    config, wrong = check_fields(config)
+    checkpoint = _checkpoint_before(run_dir, step)
+    config = replace(config, resume=str(checkpoint), run_dir="")
+    if found := [*misread, *wrong, *validate(config)]:
+        raise ConfigError("\n".join(found))
+    recorded = next(
+        (r for r in read_records(run_dir / "metrics.jsonl") if r["step"] == step and "loss" in r), {}
+    )
+    print(f"{recipe}: steps {step_of(config.resume) + 1} to {step}, from {checkpoint}", flush=True)
+    replayed = asyncio.run(_learn_again(config, run_dir, step))
+    print(f"\n{'step ' + str(step):28} {'recorded':>14} {'replayed':>14} {'difference':>12}")
+    for name in sorted(replayed):
+        before, now = recorded.get(name), replayed[name]
+        difference = "" if before is None else f"{now - before:.1e}"
+        print(
+            f"{name:28} {'' if before is None else format(before, '.6g'):>14} {now:>14.6g} {difference:>12}"
+        )
+    return 0
+
+
+def _take_step(rest: list[str]) -> int:
+    if "--step" not in rest:
+        raise ConfigError(f"--step is missing; {_USAGE}")
+    i = rest.index("--step")
+    value = rest[i + 1] if i + 1 < len(rest) else ""
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"--step {value or 'without a value'} must be a step, at least 1; {_USAGE}")
+    del rest[i : i + 2]
+    return int(value)
+
+
+def _checkpoint_before(run_dir: Path, step: int) -> Path:
+    """The newest from which every batch up to the step is recorded."""
+    complete = [path for path in (run_dir / "checkpoints").glob("step-*") if is_complete(path)]
+    for path in sorted(complete, key=lambda path: step_of(str(path)), reverse=True):
+        first = step_of(str(path)) + 1
+        if first <= step and all(has_batch(run_dir, i) for i in range(first, step + 1)):
+            return path
+    raise ConfigError(
+        f"{run_dir} has no checkpoint before step {step} with the batches from there on; run with "
+        f"--record_batches at least --save_every, and --keep_checkpoints 0 to keep all"
+    )
+
+
+async def _learn_again(config: RunConfig, run_dir: Path, step: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
+        directory = Path(scratch)
+        settled = by_device(config, this_machine())
+        specs = actor_specs(settled, config.model.materialize(directory), directory)
+        learners = {role: n for role, n in specs.roles.items() if role not in ("generator", "reward")}
+        specs = replace(specs, roles=learners, num_generators=0, num_reward_procs=0)
+        async with launch(specs, directory) as actors:
+            await load_checkpoint(actors, config.resume)
+            policy, critic = updaters(config, actors)
+            learned: dict[str, float] = {}
+            for number in range(step_of(config.resume) + 1, step + 1):
+                batch, entropy_coef = read_batch(run_dir, number)
+                batch = replace(batch, groups=batch.all_groups, streamed=())
+                algorithm = replace(config.algorithm, entropy=EntropyBonus(entropy_coef))
+                policy = replace(policy, loss=algorithm.objective)
+                learned = await learn(batch, number, algorithm, config.seed, policy, critic)
+            return learned

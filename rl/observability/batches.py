@@ -1,0 +1,29 @@
+"""What steps learned from, kept for `rl replay`: batches/step-N.pkl of a run."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+
+def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
+    """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest."""
+    path = _path(run_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(pickle.dumps((batch, entropy_coef)))
+    partial.replace(path)
+    _path(run_dir, step - keep_last).unlink(missing_ok=True)
+
+
+def has_batch(run_dir: Path, step: int) -> bool:
+    return _path(run_dir, step).is_file()
+
+
+def read_batch(run_dir: Path, step: int) -> tuple[Any, float]:
+    """Of a run of one's own: a pickle may do anything."""
+    batch, entropy_coef = pickle.loads(_path(run_dir, step).read_bytes())
+    return batch, entropy_coef
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / "batches" / f"step-{step}.pkl"

@@ -1,0 +1,120 @@
+"""Trainer, critic or reference die at any call: the run goes on, and its numbers are those of one without the death."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.actors.actors import Revival
+from rl.actors.remote import EngineDied
+from rl.controller.config import CriticConfig, ReferenceConfig, WarmupConfig
+from rl.controller.recovery import train_and_export
+from rl.envs.sort_letters import SortLetters
+from rl.errors import RunError
+from rl.loss.advantages.gae import GAE
+from rl.loss.entropy import EntropyBonus
+from rl.loss.kl import KL
+from rl.models.tokenizer import HFTokenizer
+from rl.observability.recorder import Recorder
+from rl.observability.sinks import Sinks
+from rl.observability.timeline import Timeline
+from tests.controller.fakes import FakeEngine, fake_actors
+
+ALGORITHMS = {
+    "grpo": {},
+    "asynchronous": {"max_offpolicy_steps": 1},
+    "streamed": {"stream_groups": 2},
+    "a refreshed reference": {"kl": KL(coef=0.1), "reference": ReferenceConfig(refresh_every=1)},
+    "a critic": {"advantages": GAE(), "critic": CriticConfig()},
+}
+MAY_DIFFER = ("time/", "idle/", "buffer/")
+
+
+def config(**changes):
+    base = replace(
+        quickstart(), env=SortLetters(num_eval=2), warmup=WarmupConfig(steps=1, batch_size=2), steps=5, save_every=2,
+        prompts_per_step=4, group_size=3, eval_every=2, entropy=EntropyBonus(target=9.0),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+class Mortal:
+    """Has a fake engine die at the n-th of all calls, with what it has learned."""
+
+    def __init__(self, monkeypatch, deaths):
+        self.deaths, self.num_calls = set(deaths), 0
+        for name in ("forward", "forward_backward", "optim_step", "publish_weights", "save_checkpoint", "save_hf",
+                     "load_checkpoint", "finish_checkpoint"):  # fmt: skip
+            monkeypatch.setattr(FakeEngine, name, self.wrap(name, getattr(FakeEngine, name)))
+
+    def wrap(self, name, method):
+        async def call(engine, *arguments, **options):
+            self.num_calls += 1
+            if self.num_calls in self.deaths:
+                raise EngineDied(f"the process of the {engine.name} died in {name}")
+            return await method(engine, *arguments, **options)
+
+        return call
+
+
+def run(settings, directory, max_restarts=3, goes_on=False):
+    """What was recorded, the number of the trainer's updates at the end, and how often it was started again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    actors, _ = fake_actors(settings, directory)
+    engines = [actors.trainer, *([actors.critic] if actors.critic else [])]
+
+    async def start():
+        for engine in engines:
+            engine.updates, engine._bad = 0, False
+
+    revival = Revival(start, engines, max_restarts)
+    actors = replace(actors, revival=revival)
+    tokenizer = HFTokenizer(settings.model.materialize(directory))
+    with Recorder(directory, settings.steps, Timeline(), Sinks([])) as recorder:
+        asyncio.run(train_and_export(settings, actors, tokenizer, recorder, goes_on))
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    numbers = [{n: v for n, v in line.items() if not n.startswith(MAY_DIFFER)} for line in lines]
+    rollouts = (directory / "rollouts.jsonl").read_text()
+    return numbers, rollouts, actors.trainer.updates, revival.num_restarts
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_death_at_any_call_changes_no_number(name, tmp_path, monkeypatch):
+    settings = config(**ALGORITHMS[name])
+    with monkeypatch.context() as patch:
+        mortal = Mortal(patch, ())
+        *expected, updates, restarts = run(settings, tmp_path / "whole")
+    assert not restarts
+    for death in range(1, mortal.num_calls + 1, 3):
+        with monkeypatch.context() as patch:
+            Mortal(patch, [death])
+            *got, again, restarts = run(settings, tmp_path / str(death))
+        assert restarts == 1, death
+        assert again == updates
+        if not settings.max_offpolicy_steps:
+            assert got == expected, death
+        steps = [line["step"] for line in got[0] if "loss" in line]
+        assert steps == list(range(1, settings.steps + 1))
+
+
+def test_one_that_dies_over_and_over_is_given_up(tmp_path, monkeypatch):
+    Mortal(monkeypatch, range(20, 1000))
+    with pytest.raises(RunError, match="died in .*; no restart is left of trainer.max_restarts=2"):
+        run(config(), tmp_path, max_restarts=2)
+
+
+def test_a_run_that_began_at_another_run_s_checkpoint_evaluates_it_once(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        Mortal(patch, ())
+        run(config(steps=2), tmp_path / "first")
+    settings = config(resume=str(tmp_path / "first" / "checkpoints" / "step-2"), save_every=0)
+    with monkeypatch.context() as patch:
+        mortal = Mortal(patch, ())
+        *expected, _, _ = run(settings, tmp_path / "whole")
+    for death in range(2, mortal.num_calls - 3, 2):
+        with monkeypatch.context() as patch:
+            Mortal(patch, [death])
+            *got, _, restarts = run(settings, tmp_path / str(death))
+        assert restarts == 1 and got == expected, death
