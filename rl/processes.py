@@ -38,21 +38,22 @@ def process_info(device: str = "cpu") -> ProcessInfo:
 
 def is_stopped(process: ProcessInfo) -> bool:
     """Whether a process of this host stands still by SIGSTOP, or under a debugger."""
-    if process.host != socket.gethostname():
-        return False
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
+    return _status(process) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def is_gone(process: ProcessInfo) -> bool:
     """Whether a process of this host has ended, also where nobody has asked how yet."""
+    return _status(process) == psutil.STATUS_ZOMBIE
+
+
+def _status(process: ProcessInfo) -> str | None:
+    """psutil's word for it, a zombie where it is no longer there; None for another host's."""
     if process.host != socket.gethostname():
-        return False
+        return None
     try:
-        return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(process.pid).status()
     except psutil.NoSuchProcess:
-        return True
+        return psutil.STATUS_ZOMBIE
 
 
 async def kill_processes(mesh: Any, processes: Sequence[ProcessInfo]) -> None:

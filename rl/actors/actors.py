@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class Revival:
     """Trainer, critic and reference live and die together: what one has lost, the others must unlearn.
 
-    Each time that they are started counts; the budget is for the whole run.
+    Each restart counts; the budget is for the whole run.
     """
 
     def __init__(
