@@ -13,7 +13,7 @@ from rl.envs.verifier import START_SECONDS, Verifier
 from rl.observability.timeline import Timeline
 from rl.processes import kill_processes, process_info
 from rl.types import ProcessInfo, Rollout, Score
-from rl.waiting import Deadlines
+from rl.waiting import Deadlines, Signal
 
 _PING_SECONDS = 60.0
 
@@ -71,8 +71,14 @@ class RewardProcess:
 class RewardPool(Pool[Replica[RewardProcess]]):
     """The workers as one; each verifies one group at a time."""
 
+    def __init__(self, name: str, replicas: Sequence[Replica[RewardProcess]], changed: Signal):
+        super().__init__(name, replicas, changed)
+        # As many ask as there are workers; without it, each verdict would wake all groups that wait.
+        self._turns = asyncio.Semaphore(len(replicas))
+
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        return await self.ask(
-            lambda replica: replica.ask(lambda process: process.score(rollouts)),
-            takes=lambda replica: replica.load == 0,
-        )
+        async with self._turns:
+            return await self.ask(
+                lambda replica: replica.ask(lambda process: process.score(rollouts)),
+                takes=lambda replica: replica.load == 0,
+            )
