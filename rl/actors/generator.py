@@ -9,7 +9,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from rl.actors.remote import Caller, Deadline, ProcessDied, only
+from rl.actors.remote import Caller, Deadline, ProcessDied, ProcessSilent, only
 from rl.errors import GeneratorFailed
 from rl.interfaces import Transport
 from rl.models.generator.commands import Progress
@@ -83,7 +83,7 @@ class GeneratorProcesses:
 
     async def ready(self) -> None:
         answers = await self._caller.call(
-            self._all.ready.call(), "start", Deadline("start", self._deadlines.start), past=ProcessDied
+            self._all.ready.call(), "start", Deadline("start", self._deadlines.start), past=ProcessSilent
         )
         self._caller.processes = tuple(answers.values())
 

@@ -21,6 +21,10 @@ class ProcessDied(RunError):
     """A process of a mesh is gone, or has stopped to answer."""
 
 
+class ProcessSilent(ProcessDied):
+    """It did not answer within its deadline."""
+
+
 class EngineDied(ProcessDied):
     """One of the trainer's, the critic's or the reference's: what has been learned since the last checkpoint
     is lost."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from rl.actors.remote import ProcessDied
+from rl.actors.remote import ProcessDied, ProcessSilent
 from rl.errors import RunError
 from rl.waiting import Signal
 
@@ -53,20 +53,23 @@ class Replica(Generic[M]):
         self._spawn = spawn
         self._max_restarts = max_restarts
         self._changed = changed
+        self._has_lived = False
         self._member: M | None = None
         self._lost: asyncio.Future[ProcessDied] | None = None  # of the present member
 
     async def run(self) -> None:
-        """Until cancelled, or dead for good. Raises RunError where the processes cannot be started at all."""
+        """Until cancelled, or dead for good. Raises RunError where the processes do not start, twice."""
         while True:
             self._enter(State.STARTING)
             try:
                 member = await self._spawn()
             except ProcessDied as error:
-                if not self.num_restarts:
+                # A process may be killed at any moment. One that never starts is the machine's or the config's.
+                if not self._has_lived and (self.num_restarts or isinstance(error, ProcessSilent)):
                     raise RunError(f"{error}; it did not even start") from error
                 death = error
             else:
+                self._has_lived = True
                 death = await self._live(member)
             if self.num_restarts == self._max_restarts:
                 _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from rl.actors.remote import Caller, Deadline, ProcessDied, only
+from rl.actors.remote import Caller, Deadline, ProcessDied, ProcessSilent, only
 from rl.actors.replica import Pool, Replica
 from rl.envs.base import Env
 from rl.envs.verifier import START_SECONDS, Verifier
@@ -48,7 +48,7 @@ class RewardProcess:
     async def ready(self) -> None:
         deadline = Deadline("start", self._deadlines.start)
         self._caller.processes = (
-            await self._caller.call(only(self._actor.ready.call()), "start", deadline, past=ProcessDied),
+            await self._caller.call(only(self._actor.ready.call()), "start", deadline, past=ProcessSilent),
         )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:

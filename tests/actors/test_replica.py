@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from rl.actors import replica as module
-from rl.actors.remote import ProcessDied
+from rl.actors.remote import ProcessDied, ProcessSilent
 from rl.actors.replica import Pool, Replica, State
 from rl.errors import RunError
 from rl.waiting import Signal, beside
@@ -41,7 +41,7 @@ class Process:
 class World:
     """A pool of replicas whose processes are numbered as they are spawned."""
 
-    def __init__(self, num_replicas=2, max_restarts=3, fails_at_start=()):
+    def __init__(self, num_replicas=2, max_restarts=3, fails_at_start=(), death=ProcessDied):
         self.processes, self.changed, self.fails_at_start = [], Signal(), fails_at_start
 
         async def spawn():
@@ -49,7 +49,7 @@ class World:
             self.processes.append(process)
             await asyncio.sleep(0)
             if process.number in self.fails_at_start:
-                raise ProcessDied(f"process {process.number} died in start")
+                raise death(f"process {process.number} died in start")
             return process
 
         replicas = [Replica(f"r{i}", spawn, max_restarts, self.changed) for i in range(num_replicas)]
@@ -133,9 +133,28 @@ def test_one_that_dies_over_and_over_is_given_up_and_at_last_the_run_hears_of_it
 
 def test_one_that_cannot_even_start_ends_the_run():
     async def main():
-        with pytest.raises(RunError, match="process 0 died in start; it did not even start"):
-            async with running(World(1, fails_at_start={0})):
+        with pytest.raises(RunError, match="process 1 died in start; it did not even start"):
+            async with running(World(1, fails_at_start={0, 1})):
                 await asyncio.sleep(1)
+
+    asyncio.run(asyncio.wait_for(main(), 2))
+
+
+def test_one_that_is_killed_as_it_starts_for_the_first_time_is_started_again():
+    async def main():
+        async with running(World(1, fails_at_start={0})) as world:
+            assert world.pool.num_serving == 1 and len(world.processes) == 2
+
+    asyncio.run(main())
+
+
+def test_one_that_does_not_answer_as_it_starts_is_not_waited_for_twice():
+    async def main():
+        world = World(1, fails_at_start={0}, death=ProcessSilent)
+        with pytest.raises(RunError, match="process 0 died in start; it did not even start"):
+            async with running(world):
+                await asyncio.sleep(1)
+        assert len(world.processes) == 1
 
     asyncio.run(asyncio.wait_for(main(), 2))
 
