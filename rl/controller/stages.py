@@ -58,6 +58,7 @@ class RunStages:
         self._done = 0  # the last step whose update is complete
         self._taken = False  # prompts of the next one have been taken from the buffer
         self._updating = False
+        self._unrecorded: tuple[int, TrainingBatch, Mapping[str, float]] | None = None
         self._refreshed = 0  # the step after which the reference last became the policy
         self._sync_blocking = 0.0  # seconds for which the last publication held up the loop
 
@@ -99,6 +100,8 @@ class RunStages:
             finally:
                 self.buffer.close()
         except asyncio.CancelledError:
+            if self._unrecorded is not None:
+                self.record(*self._unrecorded)
             await self._save_what_is_done()
             raise
 
@@ -139,7 +142,7 @@ class RunStages:
         return replace(part, filtered=list(taken.filtered))
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """One that is interrupted ends first, and is recorded, so that a checkpoint is of whole steps."""
+        """One that is interrupted ends first, so that a checkpoint is of whole steps."""
         self._updating = True
         if keep := self._config.record_batches:
             write_batch(self._recorder.run_dir, step, batch, self._entropy.coef, keep)
@@ -147,15 +150,14 @@ class RunStages:
         try:
             learned = await asyncio.shield(updating)
         except asyncio.CancelledError:
-            learned = await updating
-            self._finished(step)
-            self.record(step, batch, learned)
+            self._finished(step, batch, await updating)
             raise
-        self._finished(step)
+        self._finished(step, batch, learned)
         return learned
 
-    def _finished(self, step: int) -> None:
+    def _finished(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
         self._done, self._taken, self._updating = step, False, False
+        self._unrecorded = step, batch, learned
 
     async def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         coming = self.buffer.coming if self.buffer and step < self._config.steps else ()
@@ -232,6 +234,7 @@ class RunStages:
         generators.changed.notify()
 
     def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
+        self._unrecorded = None
         metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned) | self._generation_metrics()
         if self.buffer is not None:
             metrics |= offpolicy_metrics(batch.rollouts, step - 1) | self.buffer.metrics

@@ -52,6 +52,33 @@ def interrupt(settings, directory, ticks):
     return calls, recorder, asyncio.run(run())
 
 
+def test_between_an_update_and_its_line(tmp_path):
+    """While the weights are published: the step is done, and is recorded before it is saved."""
+    settings = config(save_every=0)
+    actors, _ = fake_actors(settings, tmp_path)
+    recorder, publishing = QuietRecorder(tmp_path), asyncio.Event()
+    write = actors.trainer.publish_weights
+
+    async def publish(version, adapter=None):
+        if version == 2:
+            publishing.set()
+            await asyncio.sleep(1000)
+        return await write(version, adapter)
+
+    actors.trainer.publish_weights = publish
+
+    async def run():
+        tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
+        task = asyncio.create_task(RunStages(settings, actors, tokenizer, recorder).run())
+        await publishing.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert latest(tmp_path / "checkpoints").name == "step-2" and max(recorder.steps) == 2
+
+
 def learned(calls):
     """The tokens of each batch; its losses follow from the fake engine's own count of updates."""
     return [call[2] for call in calls if call[:2] == ("trainer", "learn")]
