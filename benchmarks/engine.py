@@ -93,22 +93,23 @@ def bare_loop_step(model_dir: Path) -> Callable[[], float]:
         p.data = p.data.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
     (micro,) = pack(samples()).ranks[0]
-    tokens, positions, index = map(torch.from_numpy, (micro.tokens, micro.positions, micro.targets))
+    tokens, positions = map(torch.from_numpy, (micro.tokens, micro.positions))
+    predictors, targets = map(torch.from_numpy, (micro.predictors, micro.targets))
 
     def step() -> float:
         documents = pack_documents(micro.positions, torch.device("cpu"))
-        logprobs, _ = model(tokens[None], positions[None], documents, index - 1, tokens[index])
+        logprobs, _ = model(tokens[None], positions[None], documents, predictors, targets)
         loss = -logprobs.sum()
         loss.backward()
         for master, p in zip(masters, model.parameters(), strict=True):
-            master.grad = p.grad.float() / len(index)
+            master.grad = p.grad.float() / len(targets)
             p.grad = None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
-        return loss.item() / len(index)
+        return loss.item() / len(targets)
 
     return step
 

@@ -223,17 +223,19 @@ def _micro_batch(
     def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
         return join([array[at] for array, at in zip(arrays, targets, strict=True)], np.float32)
 
-    def place(offset: int) -> np.ndarray:
-        return join([there[at + offset] for there, at in zip(places, targets, strict=True)], np.int64)
-
     return MicroBatch(
         tokens=join([*(samples[i].tokens[shared:] for i, shared in tree), np.zeros(filler)], np.int64),
         positions=join([*(np.arange(k, len(samples[i])) for i, k in tree), np.arange(filler)], np.int64),
-        targets=place(0),
-        predictors=place(-1),
+        targets=join([_scored(samples[i])[at] for i, at in zip(ids, targets, strict=True)], np.int64),
+        predictors=join([there[at - 1] for there, at in zip(places, targets, strict=True)], np.int64),
         sample_ids=join([np.full(len(at), i) for i, at in zip(ids, targets, strict=True)], np.int64),
         generator_logprobs=column(samples[i].generator_logprobs for i in ids),
         advantages=column(samples[i].advantages for i in ids),
         weights=column(samples[i].weights for i in ids),
         loss_inputs={name: column(samples[i].loss_inputs[name] for i in ids) for name in names},
     )
+
+
+def _scored(sample: Sample) -> np.ndarray:
+    """[T]"""
+    return sample.tokens if sample.labels is None else sample.labels

@@ -61,7 +61,8 @@ class Prompt:
 class SamplingParams:
     """How to sample; `temperature` 0 is greedy. `seed` makes sample i of a request reproducible (seed + i).
 
-    `adapter`: the LoRA adapter to sample with; None is the model itself.
+    `adapter`: the LoRA adapter to sample with, by the name it was published under, or by the path of a
+    directory in PEFT's format, which must not change; None is the model itself.
     """
 
     max_new_tokens: int
@@ -69,6 +70,16 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
+    top_k: int = -1  # -1 for all tokens
+    top_p: float = 1.0
+    stop_texts: tuple[str, ...] = ()  # for a generator that has the tokenizer
+    ignore_eos: bool = False  # of the model's generation_config.json: stop at stop_token_ids alone
+    num_likeliest: int = 0  # of each sampled token's position: the likeliest tokens to return
+    prompt_likeliest: int | None = None  # of each prompt token's; None: not even the prompt's own logprobs
+
+
+Likeliest = tuple[tuple[int, float], ...]
+"""Tokens with their logprobs in nats at temperature 1, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,9 @@ class Completion:
         PolicyVersion, ...
     ] = ()  # [T] which version sampled each token; empty where all are the same
     num_cached_tokens: int = 0  # of the prompt: found in the cache, not computed
+    likeliest: tuple[Likeliest, ...] = ()  # [T], where asked for
+    prompt_logprobs: tuple[float | None, ...] = ()  # of each prompt token, the first None; where asked for
+    prompt_likeliest: tuple[Likeliest, ...] = ()  # of each prompt token's position, the first empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +173,9 @@ class Sample:
         default_factory=dict
     )  # float32, what else a loss reads: ref_logprobs, values, ...
     id: str = ""  # for people
+    labels: np.ndarray | None = (
+        None  # int64: which token is scored where a target is; None: the target itself
+    )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -182,8 +199,7 @@ class Sample:
 
     def with_advantages(self, advantages: np.ndarray | float) -> "Sample":
         """advantages: [M] of its target tokens, or one for all of them."""
-        before = (self.tokens, self.loss_mask, self.generator_logprobs)
-        return Sample(*before, self.scatter(advantages), self.weights, self.loss_inputs, self.id)
+        return replace(self, advantages=self.scatter(advantages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +213,7 @@ class MicroBatch:
 
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
-    targets: np.ndarray  # [M] int64, indices into T; one that sequences share is there for each of them
+    targets: np.ndarray  # [M] int64, tokens; one that sequences share is there for each of them
     predictors: np.ndarray  # [M] int64, indices into T: the hidden state there predicts the target
     sample_ids: np.ndarray  # [M] int64, indices into the samples that were packed
     generator_logprobs: np.ndarray  # [M] float32

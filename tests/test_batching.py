@@ -35,7 +35,7 @@ def test_packing_keeps_every_target_token_with_its_sample_and_position():
         later = [i for i in range(1, len(micro.tokens)) if i not in starts]
         assert micro.positions[0] == 0
         assert all(micro.positions[i] == micro.positions[i - 1] + 1 for i in later)
-        seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.tokens[micro.targets], strict=True)]
+        seen += [(int(i), int(t)) for i, t in zip(micro.sample_ids, micro.targets, strict=True)]
     expected = [(i, int(t)) for i, s in enumerate(samples) for t in s.tokens[1:]]
     assert sorted(seen) == sorted(expected)
     assert batch.num_target_tokens == len(expected)
@@ -69,7 +69,7 @@ def test_a_rank_without_a_sequence_gets_filler_that_is_never_a_target():
 
 def test_a_first_token_is_not_a_target_because_nothing_predicts_it():
     batch = pack([supervised_sample([], [5, 6])])
-    assert batch.ranks[0][0].tokens[batch.ranks[0][0].targets].tolist() == [6]
+    assert batch.ranks[0][0].targets.tolist() == [6]
 
 
 def test_a_sequence_over_the_limit_says_what_to_change():

@@ -49,12 +49,32 @@ class EngineActor(Actor):
         self._engine.adapters.copy(source, target)
 
     @endpoint
+    async def remove_adapter(self, name: str) -> None:
+        self._engine.adapters.remove(name)
+
+    @endpoint
+    async def save_adapter(self, name: str, out_dir: str, base_model: str, optimizer: bool) -> None:
+        adapters = self._engine.adapters
+        (adapters.save_state if optimizer else adapters.save)(name, out_dir, base_model)
+
+    @endpoint
+    async def load_adapter_state(self, name: str, path: str, optimizer: bool) -> None:
+        self._engine.adapters.load_state(name, path, optimizer)
+
+    @endpoint
     async def forward(self, batch: Batch, adapter: str | None) -> dict[int, np.ndarray]:
         return self._engine.forward(batch, adapter)
 
     @endpoint
     async def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None) -> dict[str, float]:
         return self._engine.forward_backward(batch, loss, adapter)
+
+    @endpoint
+    async def forward_backward_logprobs(
+        self, batch: Batch, loss: Loss, adapter: str | None
+    ) -> tuple[dict[str, float], dict[int, np.ndarray]]:
+        found: dict[int, np.ndarray] = {}
+        return self._engine.forward_backward(batch, loss, adapter, found), found
 
     @endpoint
     async def optim_step(self, params: OptimParams, adapter: str | None) -> dict[str, float]:
@@ -198,6 +218,17 @@ class EngineHandle:
         """`target` becomes what `source` is now."""
         await self._every("copy_adapter", source, target, kind="load")
 
+    async def remove_adapter(self, name: str) -> None:
+        await self._every("remove_adapter", name, kind="load")
+
+    async def save_adapter(self, name: str, out_dir: str, base_model: str, optimizer: bool) -> None:
+        """In PEFT's format; with the optimizer's moments beside it, `load_adapter_state` goes on from it."""
+        await self._every("save_adapter", name, out_dir, base_model, optimizer, kind="checkpoint")
+
+    async def load_adapter_state(self, name: str, path: str, optimizer: bool = True) -> None:
+        """What `save_adapter` wrote becomes the adapter `name`, whether or not there is one."""
+        await self._every("load_adapter_state", name, path, optimizer, kind="load")
+
     async def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
         """Sample index -> logprobs of its target tokens, fp32 nats; a critic's values."""
         parts = await self._data_parallel("forward", batch, adapter)
@@ -216,6 +247,16 @@ class EngineHandle:
     ) -> dict[str, float]:
         """Metrics over all ranks, still named `name:sum` or `name:max`."""
         return combine(await self._data_parallel("forward_backward", batch, loss, adapter))
+
+    async def forward_backward_samples(
+        self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None
+    ) -> tuple[dict[str, float], list[np.ndarray]]:
+        """`forward_backward`, and what `forward_samples` would have said before it."""
+        answers = await self._data_parallel("forward_backward_logprobs", self.pack(samples), loss, adapter)
+        found = {index: values for _, part in answers for index, values in part.items()}
+        nothing = np.zeros(0, np.float32)
+        logprobs = [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]
+        return combine(metrics for metrics, _ in answers), logprobs
 
     async def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
         return (await self._every("optim_step", params, adapter))[0]

@@ -55,9 +55,11 @@ class GeneratorPool(Pool[GeneratorReplica]):
         if self.num_alive == 0:
             raise ProcessDied("every generator has died for good; see their logs under the run's logs/")
 
-    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
-        """With whatever version is served."""
-        return await self._sample(lambda replica: True, prompt, n, params)
+    async def sample(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, max_deaths: int | None = None
+    ) -> list[Completion]:
+        """With whatever version is served. Raises ProcessDied where so many generators died on the way."""
+        return await self._sample(lambda replica: True, prompt, n, params, max_deaths)
 
     def at_least(self, version: PolicyVersion) -> Sampler:
         """A sampler that starts no completion with older weights."""
@@ -96,6 +98,7 @@ class GeneratorPool(Pool[GeneratorReplica]):
         prompt: Sequence[int],
         n: int,
         params: SamplingParams,
+        max_deaths: int | None = None,
     ) -> list[Completion]:
         prefix = tuple(prompt[:_PREFIX_TOKENS])
 
@@ -110,7 +113,7 @@ class GeneratorPool(Pool[GeneratorReplica]):
                 self._homes.popitem(last=False)
             return await replica.sample(prompt, n, params)
 
-        completions = await self.ask(on, takes, prefer=home)
+        completions = await self.ask(on, takes, prefer=home, max_deaths=max_deaths)
         self._num_prompt_tokens += n * len(prompt)
         self._num_cached_tokens += sum(completion.num_cached_tokens for completion in completions)
         return completions

@@ -64,7 +64,8 @@ class Replica(Generic[M]):
             try:
                 member = await self._spawn()
             except ProcessDied as error:
-                # A process may be killed at any moment. One that never starts is the machine's or the config's.
+                # A process may be killed at any moment. One that never starts is the machine's or the
+                # config's.
                 if not self._has_lived and (self.num_restarts or isinstance(error, ProcessSilent)):
                     raise RunError(f"{error}; it did not even start") from error
                 death = error
@@ -168,12 +169,15 @@ class Pool(Generic[R]):
         invoke: Callable[[R], Awaitable[T]],
         takes: Callable[[R], bool] = lambda replica: True,
         prefer: R | None = None,
+        max_deaths: int | None = None,
     ) -> T:
         """invoke(replica) does the work, which must be repeatable.
 
         `prefer`: the replica to use, unless it has far more to do than others. Waits while none that `takes`
-        it is serving. Raises ProcessDied once all are dead for good.
+        it is serving. Raises ProcessDied once all are dead for good, or so many died of this work or beside
+        it.
         """
+        num_deaths = 0
         while True:
             chosen = self._choose(takes, prefer)
             if chosen is None:
@@ -186,6 +190,9 @@ class Pool(Generic[R]):
             try:
                 return await invoke(chosen)
             except ProcessDied as death:
+                num_deaths += 1
+                if num_deaths == max_deaths:
+                    raise
                 _log.warning("%s; its work goes to another %s", death, self._name)
 
     def _choose(self, takes: Callable[[R], bool], prefer: R | None) -> R | None:

@@ -65,7 +65,11 @@ def sequence_sums(values: torch.Tensor, num: int, index: torch.Tensor) -> torch.
     return values.new_zeros(num).index_add(0, index, values)
 
 
-def sequence_means(values: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
-    """[M] -> [M]: each token gets the mean of its sequence."""
+def sequence_means(
+    values: torch.Tensor, sample_ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[M] -> [M]: each token gets the mean of its sequence, over the tokens where mask [M] is 1; else 0."""
     num, index = per_sequence(sample_ids)
-    return (sequence_sums(values, num, index) / sequence_sums(torch.ones_like(values), num, index))[index]
+    mask = torch.ones_like(values) if mask is None else mask
+    means = sequence_sums(values * mask, num, index) / sequence_sums(mask, num, index).clamp(min=1.0)
+    return means[index]

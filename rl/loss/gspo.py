@@ -17,7 +17,7 @@ class GSPO:
     loss = -sum_t w_t * min(s_i * A_t, clip(s_i, 1 - low, 1 + high) * A_t)
 
     In the token form s_i carries no gradient, and each token's own exp(logp_t - stop_gradient(logp_t)) = 1
-    does.
+    does. The loss input `sequence_ratio_mask`, where samples have it, says over which tokens the mean is (1).
     """
 
     low: Share = 3e-4
@@ -33,7 +33,8 @@ class GSPO:
     drops_zero_advantages: ClassVar[bool] = True
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
-        means = sequence_means(logprobs - inputs.old_logprobs, inputs.sample_ids)
+        mask = inputs.loss_inputs.get("sequence_ratio_mask")
+        means = sequence_means(logprobs - inputs.old_logprobs, inputs.sample_ids, mask)
         ratio = log_ratio(means, torch.zeros_like(means)).exp()
         if self.level == "token":
             ratio = ratio.detach() * (logprobs - logprobs.detach()).exp()

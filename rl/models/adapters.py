@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl.errors import ConfigError, RunError
 from rl.models.engine_config import EngineConfig
@@ -15,6 +17,9 @@ from rl.models.learner import Learner, whole
 from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
 from rl.models.platform import fail_together, new_group
 from rl.types import LoRA
+
+OPTIMIZER = "optimizer.safetensors"
+"""Beside an adapter in PEFT's format: AdamW's moments."""
 
 
 class Adapters:
@@ -79,6 +84,47 @@ class Adapters:
         except OSError as error:
             failure = RunError(f"{out_dir} could not be written: {error}")
         fail_together(failure)
+
+    def save_state(self, name: str, out_dir: str | Path, base_model: str) -> None:
+        """As `save`, with the optimizer's moments beside it: all that `load_state` goes on from."""
+        self.save(name, out_dir, base_model)
+        state = {
+            f"{parameter}/{key}": whole(tensor).cpu()
+            for parameter, tensors in self.learner(name).state().items()
+            for key, tensor in tensors.items()
+            if key != "value"
+        }
+        failure = None
+        try:
+            if dist.get_rank() == 0:
+                save_file(state, Path(out_dir) / OPTIMIZER)
+        except OSError as error:
+            failure = RunError(f"{out_dir} could not be written: {error}")
+        fail_together(failure)
+
+    @torch.no_grad()
+    def load_state(self, name: str, path: str | Path, optimizer: bool = True) -> None:
+        """Add an adapter from a directory that `save_state` wrote, in the place of one with that name.
+
+        Without `optimizer`, its moments are new. Raises ConfigError where they are not there.
+        """
+        if optimizer and not (Path(path) / OPTIMIZER).is_file():
+            raise ConfigError(f"{path} has no optimizer state; load its weights alone")
+        if name in self._members:
+            self.remove(name)
+        self.load(name, path)
+        if not optimizer:
+            return
+        saved = load_file(Path(path) / OPTIMIZER)
+        for parameter, tensors in self.learner(name).state().items():
+            for key, tensor in tensors.items():
+                if key != "value":
+                    given = saved[f"{parameter}/{key}"]
+                    if isinstance(tensor, DTensor):
+                        given = distribute_tensor(
+                            given, tensor.device_mesh, tensor.placements, src_data_rank=None
+                        )
+                    tensor.copy_(given)
 
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:

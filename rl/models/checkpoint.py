@@ -133,7 +133,11 @@ class Checkpoints:
         fail_together(reason, self._group)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Load what any layout saved, adapters included; returns the caller's `state`."""
+        """Load what any layout saved, adapters included; returns the caller's `state`.
+
+        The random state is restored where as many processes saved it. Raises RunError where there is no
+        complete checkpoint.
+        """
         broken = None
         try:
             check_content(path, dist.get_rank(), dist.get_world_size())

@@ -37,8 +37,8 @@ from rl.models.export import shards, whole_tensors, write_directory
 from rl.models.learner import Learner
 from rl.models.load_weights import load_tensors
 from rl.models.lora import Site
-from rl.models.loss_metrics import LossMetrics, check_finite, measure, token_inputs
-from rl.models.packing import packing
+from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, measure, token_inputs
+from rl.models.packing import packing, score
 from rl.models.placement import Placement
 from rl.models.platform import init_process_group, reshard
 from rl.types import Batch, MicroBatch, OptimParams
@@ -117,16 +117,17 @@ class Engine(ABC):
         with self._computing(adapter):
             self._model.eval()
             for micro in self._micro_batches(batch):
-                values = self._run(micro, with_targets=True)[0].cpu().numpy()
-                logprobs |= {int(i): values[micro.sample_ids == i] for i in np.unique(micro.sample_ids)}
+                logprobs |= by_sample(score(self._run, micro)[0], micro)
         return logprobs
 
-    def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None = None) -> dict[str, float]:
+    def forward_backward(
+        self, batch: Batch, loss: Loss, adapter: str | None = None, found: dict[int, np.ndarray] | None = None
+    ) -> dict[str, float]:
         """Add the gradient of `loss`, a sum over the batch's target tokens, to that of earlier calls.
 
         Returns this rank's share of the metrics, named `name:sum` or `name:max`; the caller combines
-        data-parallel ranks. Raises NotFinite on every rank where the loss is not finite on one, and drops all
-        that has accumulated since `optim_step`.
+        data-parallel ranks. `found` is given what `forward` returns. Raises NotFinite on every rank where the
+        loss is not finite on one, and drops all that has accumulated since `optim_step`.
         """
         self._placement.require("forward_backward", "model")
         if self._placement.mode == "eval":
@@ -136,12 +137,14 @@ class Engine(ABC):
         with self._computing(adapter, learner):
             self._model.train()
             for micro in self._micro_batches(batch):
-                logprobs, entropy = self._run(micro, with_targets=True)
+                logprobs, entropy = score(self._run, micro)
                 inputs = token_inputs(micro, entropy if self.config.head == "tokens" else None, self.device)
                 output = loss(logprobs, inputs)
                 output.loss.backward()
                 losses.append(output.loss.detach())
                 metrics.add(measure(output, logprobs.detach(), inputs))
+                if found is not None:
+                    found |= by_sample(logprobs, micro)
             check_finite(losses, self.device)
         return metrics.totals()
 
@@ -282,11 +285,7 @@ class Engine(ABC):
         self._checkpoints.wait()
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Load what any layout saved, adapters included; returns the caller's `state`.
-
-        The random state is restored where as many processes saved it. Raises RunError where there is no
-        complete checkpoint.
-        """
+        """Load what any layout saved, adapters included; returns the caller's `state`: see Checkpoints."""
         return self._checkpoints.load(Path(path))
 
     # ---- for the kinds of engine

@@ -169,7 +169,7 @@ class HFEngine(Engine):
         return super()._name(parameter).removeprefix("lm.")
 
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
-        targets = micro.tokens[micro.targets] if with_targets else None
+        targets = micro.targets if with_targets else None
         return self._forward(micro.tokens, micro.positions, micro.predictors, targets)
 
     def _forward(

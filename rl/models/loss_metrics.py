@@ -29,6 +29,12 @@ def token_inputs(micro: MicroBatch, entropy: torch.Tensor | None, device: torch.
     )
 
 
+def by_sample(values: torch.Tensor, micro: MicroBatch) -> dict[int, np.ndarray]:
+    """[M] of a micro-batch's target tokens -> sample index -> [target tokens of the sample]."""
+    array = values.detach().cpu().numpy()
+    return {int(i): array[micro.sample_ids == i] for i in np.unique(micro.sample_ids)}
+
+
 def check_finite(losses: list[torch.Tensor], device: torch.device) -> None:
     """Raises NotFinite on every rank where a loss, a scalar, is not finite on one. A collective.
 

@@ -1,8 +1,16 @@
-"""What `batching.pack` has to know of an engine."""
+"""What `batching.pack` has to know of an engine, and what rows that share tokens share of the head."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from rl.models.engine_config import EngineConfig
+from rl.types import MicroBatch
+
+_WORTH_SHARING = 0.9  # of the targets are left
 
 
 def packing(config: EngineConfig, hf_config: dict[str, Any], shares_prefixes: bool) -> dict[str, Any]:
@@ -24,3 +32,18 @@ def attention_cost(hf_config: dict[str, Any]) -> float:
     text = hf_config.get("text_config") or hf_config
     dim = text.get("hidden_size") or text.get("n_embd")
     return 1 / (6 * dim) if dim else 0.0
+
+
+def score(run: Callable[[MicroBatch, bool], Any], micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """What run(micro, True) gives, [M] each.
+
+    Where sequences that share tokens are scored on them too, as a group's on its prompt, each of those meets
+    the vocabulary once.
+    """
+    pairs = micro.predictors << 32 | micro.targets
+    once, index = np.unique(pairs, return_inverse=True)
+    if len(once) > _WORTH_SHARING * len(pairs):
+        return run(micro, True)
+    values = run(replace(micro, predictors=once >> 32, targets=once & 0xFFFFFFFF), True)
+    places = torch.from_numpy(index).to(values[0].device)
+    return tuple(value.index_select(0, places) for value in values)

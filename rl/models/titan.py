@@ -135,15 +135,14 @@ class TitanEngine(Engine):
             )
         if self._context_group is not None:
             return self._run_context_parallel(micro, with_targets)
-        tokens, positions, index = (self._tensor(a) for a in (micro.tokens, micro.positions, micro.targets))
-        predictors = self._tensor(micro.predictors)
+        tokens, positions = self._tensor(micro.tokens), self._tensor(micro.positions)
+        targets = self._tensor(micro.targets) if with_targets else None
         documents: Any
         if self._packed_sdpa:
             documents = pack_documents(micro.positions, self.device)
         else:
             documents = gpu_documents(micro.positions, self.device)
-        targets = tokens[index] if with_targets else None
-        return self._model(tokens[None], positions[None], documents, predictors, targets)
+        return self._model(tokens[None], positions[None], documents, self._tensor(micro.predictors), targets)
 
     def _run_context_parallel(self, micro: MicroBatch, with_targets: bool) -> Any:
         """Each rank holds pieces of the row, and computes for the targets whose predecessor it holds.
@@ -156,7 +155,7 @@ class TitanEngine(Engine):
         here = pieces[self._context_rank]
         mine = np.flatnonzero(np.isin(micro.predictors, here))  # which of the target tokens
         predictors = np.searchsorted(here, micro.predictors[mine])
-        targets = self._tensor(micro.tokens[micro.targets[mine]]) if with_targets else None
+        targets = self._tensor(micro.targets[mine]) if with_targets else None
         documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
         tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]
         outputs = self._model(tokens, positions, documents, self._tensor(predictors), targets)

@@ -1,7 +1,8 @@
 """The tokenizer of a Hugging Face directory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl.errors import ConfigError, one_line
 
@@ -63,9 +64,15 @@ class HFTokenizer:
     def encode_chat(self, user: str, system: str = "") -> list[int]:
         """One user's turn in the model's chat template, ready for the assistant's answer."""
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": user})
+        return self.encode_messages([*messages, {"role": "user", "content": user}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation in the model's chat template, ready for the assistant's answer.
+
+        messages: {role, content} and what else the template reads.
+        """
         settings = {"add_generation_prompt": True, "return_dict": False}
-        return list(self._tokenizer.apply_chat_template(messages, **settings))
+        return list(self._tokenizer.apply_chat_template(list(messages), **settings))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

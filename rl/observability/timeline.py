@@ -19,6 +19,7 @@ KINDS = {
     "score": "reward",
     "forward": "forward",
     "forward_backward": "train",
+    "forward_backward_logprobs": "train",
     "optim_step": "train",
     "publish_weights": "sync",
     "load_weights": "sync",

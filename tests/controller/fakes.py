@@ -46,7 +46,7 @@ class FakeEngine(EngineHandle):
     def _scores(self, micro, who=""):
         seeds = [
             zlib.crc32(f"{self.name} {who} {self.updates} {i} {t}".encode())
-            for i, t in enumerate(micro.tokens[micro.targets])
+            for i, t in enumerate(micro.targets)
         ]
         return np.array([np.random.default_rng(seed).normal(-1.5, 0.4) for seed in seeds], np.float32)
 
@@ -79,7 +79,7 @@ class FakeEngine(EngineHandle):
             bad = (
                 self.fail_on is not None
                 and self.updates >= self.fail_on[2]
-                and self.fail_on[1] in [None, *micro.tokens[micro.targets]]
+                and self.fail_on[1] in [None, *micro.targets]
             )
             if bad and self.fail_on[0] == "loss":
                 raise NotFinite("the loss is nan", "loss")
@@ -98,7 +98,7 @@ class FakeEngine(EngineHandle):
             totals["entropy:sum"] += -logprobs.sum().item()
             for name, value in output.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-            self.note("learn", micro.tokens[micro.targets].tolist(), output.loss.item(), gradient.tolist())
+            self.note("learn", micro.targets.tolist(), output.loss.item(), gradient.tolist())
         return totals
 
     async def optim_step(self, params, adapter=None):

@@ -1,5 +1,7 @@
 """The engines' contract: gradients accumulate as sums, the denominator comes once, bad input is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -263,3 +265,57 @@ def test_a_layout_or_a_setting_that_cannot_be_is_named(model_dir):
                 kind(model_dir, EngineConfig(compile=True))
     with pytest.raises(ConfigError, match="HFEngine has no float8"):
         ENGINES["hf"](model_dir, EngineConfig(float8=True))
+
+
+def test_the_logprobs_of_a_gradient_are_those_of_a_forward_pass(make):
+    engine = make()
+    batch, found = pack(samples()), {}
+    expected = engine.forward(batch)
+    engine.forward_backward(batch, CrossEntropy(), found=found)
+    assert found.keys() == expected.keys()
+    assert all(np.abs(found[i] - expected[i]).max() < 1e-5 for i in expected)
+
+
+def test_labels_are_scored_in_the_place_of_the_tokens_that_follow(make):
+    """Three labels a position, as samples with equal tokens: the logits' own logprobs, each computed once."""
+    engine = make()
+    rng = np.random.default_rng(4)
+    plain = samples(1)[0]
+    labels = rng.integers(0, 100, (3, len(plain)))
+    labelled = [replace(plain, labels=row) for row in labels]
+    batch = pack(labelled, **engine.packing)
+    if engine.packing["share_prefixes"]:
+        assert len(batch.ranks[0][0].tokens) < 2 * len(plain)
+    (logits,) = engine.logits(pack([plain]))
+    every = logits.log_softmax(-1)
+    for i, logprobs in engine.forward(batch).items():
+        wanted = every.gather(1, torch.tensor(labels[i][plain.target_mask])[:, None])[:, 0]
+        assert (torch.from_numpy(logprobs) - wanted).abs().max() < 1e-4
+
+
+def test_what_a_group_is_scored_on_together_meets_the_vocabulary_once(make, monkeypatch):
+    """A prompt that is taught beside its answers, as Tinker's clients send it: outputs and gradients are the same."""
+    rng, counted = np.random.default_rng(5), []
+    prompt = rng.integers(0, 100, 20)
+    group = [supervised_sample(prompt[:1], [*prompt[1:], *rng.integers(0, 100, 4)]) for _ in range(6)]
+    engine = make()
+    if not engine.packing["share_prefixes"]:
+        pytest.skip("this engine's rows share nothing")
+    plain = pack(group)
+    expected = engine.forward(plain)
+    engine.forward_backward(plain, CrossEntropy())
+    gradient = gradients(engine)
+    engine._learner(None).clear()
+    run = engine._run
+
+    def count(micro, with_targets):
+        counted.append(len(micro.targets))
+        return run(micro, with_targets)
+
+    monkeypatch.setattr(engine, "_run", count)
+    shared = pack(group, **engine.packing)
+    got = engine.forward(shared)
+    engine.forward_backward(shared, CrossEntropy())
+    assert counted == [19 + 6 * 4] * 2
+    assert all(np.abs(got[i] - expected[i]).max() < 1e-5 for i in expected)
+    assert worst(gradients(engine), gradient) < 1e-4

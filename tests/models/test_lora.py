@@ -230,3 +230,32 @@ def test_what_cannot_be_is_named(make, model_dir, tmp_path):
         engine.adapters.load("b", tmp_path / "a")
     with pytest.raises(ConfigError, match="this engine's own weights learn"):
         ENGINES["titan"](model_dir).adapters.add("a", LoRA(4))
+
+
+def test_an_adapters_state_goes_on_bit_for_bit(make, tmp_path):
+    """Its weights and moments, as a server keeps one of many models; beside it another one learns on."""
+    engine = make()
+
+    def learn(name, steps):
+        for _ in range(steps):
+            engine.forward_backward(BATCH, CrossEntropy(), name)
+            engine.optim_step(OptimParams(1e-2), name)
+
+    engine.adapters.add("a", TARGETS["all"], seed=1)
+    engine.adapters.add("b", TARGETS["attention"], seed=2)
+    learn("a", 2)
+    engine.adapters.save_state("a", tmp_path / "a", "base")
+    learn("b", 1)
+    learn("a", 2)
+    expected = {n: p.detach().clone() for n, p in engine.adapters["a"].parameters.items()}
+    others = {n: p.detach().clone() for n, p in engine.adapters["b"].parameters.items()}
+    engine.adapters.load_state("a", tmp_path / "a")
+    learn("a", 2)
+    assert all(torch.equal(p, expected[n]) for n, p in engine.adapters["a"].parameters.items())
+    assert all(torch.equal(p, others[n]) for n, p in engine.adapters["b"].parameters.items())
+    engine.adapters.load_state("new", tmp_path / "a", optimizer=False)
+    learn("new", 2)
+    assert not all(torch.equal(p, expected[n]) for n, p in engine.adapters["new"].parameters.items())
+    engine.save_adapter("b", tmp_path / "b")
+    with pytest.raises(ConfigError, match="has no optimizer state"):
+        engine.adapters.load_state("b", tmp_path / "b")

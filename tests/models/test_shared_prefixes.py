@@ -61,10 +61,10 @@ def test_a_row_of_trees_holds_every_sample_whole(seed):
             paths.append(path)
         for i in np.unique(micro.sample_ids):
             mine = micro.sample_ids == i
-            last = paths[micro.targets[mine][-1]]
+            last = paths[micro.predictors[mine][-1]]
             targets = np.flatnonzero(samples[i].target_mask)
             assert micro.tokens[last].tolist() == samples[i].tokens[: len(last)].tolist()
-            assert micro.targets[mine].tolist() == [last[t] for t in targets]
+            assert micro.targets[mine].tolist() == samples[i].tokens[targets].tolist()
             assert micro.predictors[mine].tolist() == [last[t - 1] for t in targets]
             assert micro.advantages[mine].tolist() == samples[i].advantages[targets].tolist()
             seen.append(int(i))

@@ -46,7 +46,9 @@ class GeneratorEngine:
         that cannot be served; others go on.
         """
         tokens = tuple(prompt)
-        admits = [Admit(next(self._numbers), tokens, replace(params, seed=params.seed + i)) for i in range(n)]
+        each = [replace(params, seed=params.seed + i) for i in range(n)]
+        each[1:] = [replace(p, prompt_likeliest=None) for p in each[1:]]  # the prompt is the same
+        admits = [Admit(next(self._numbers), tokens, p) for p in each]
         answers = [self._expect(admit.id) for admit in admits]
         self._sampling |= {admit.id for admit in admits}
         self._submit(self._complete_wave(admits, wave) if wave else admits)

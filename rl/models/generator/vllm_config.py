@@ -24,3 +24,4 @@ class VLLMConfig:
     )
     max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
     max_adapters: int = 1
+    stop_texts: bool = False  # load the tokenizer, for requests with SamplingParams.stop_texts

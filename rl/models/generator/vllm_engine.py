@@ -6,8 +6,8 @@ Synchronous; knows no event loop.
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,19 +16,20 @@ from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.config.lora import MaxLoRARanks
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rl.errors import RunError
 from rl.interfaces import Transport
+from rl.models.generator import cpu_lora
+from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
 from rl.models.generator.vllm_arguments import graph_args, memory_args, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
 from rl.models.hf import max_positions, read_config
 from rl.models.lora import write_adapter
-from rl.types import Completion, LoRA, PolicyVersion, SamplingParams, StopReason, VersionRange
+from rl.types import Completion, Likeliest, LoRA, PolicyVersion, SamplingParams, StopReason, VersionRange
 from rl.weight_sync.manifest import Manifest, assemble
 
 
@@ -54,6 +55,8 @@ class VLLM:
             torch.cpu._init_amx()
             if config.tensor_parallel > 1:
                 _name_shared_memory(config.shared_prefix)
+            if config.max_lora_rank:
+                cpu_lora.install()
         take_own_device()
         register_backend(transport)
         self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
@@ -64,16 +67,18 @@ class VLLM:
         its_own = max_positions(read_config(config.model_dir))
         raise_it = "raise trainer.max_tokens, or make the prompt shorter"
         self._remedy = raise_it if config.max_model_len < its_own else "make the prompt shorter"
-        self._max_adapters = config.max_adapters if config.max_lora_rank else 0
+        held = config.max_adapters if config.max_lora_rank else 0
+        self._adapters = AdapterSlots(self._engine.add_lora, self._engine.remove_lora, held)
         self._running: dict[str, _Running] = {}  # by the number of its command
-        self._adapters: dict[str, LoRARequest] = {}
+        self._waiting: list[Admit] = []  # for a place for their adapter
         self._adapter_files = tempfile.TemporaryDirectory(prefix="rl-adapters-")
         self._versions: dict[str | None, PolicyVersion] = {}  # of the model (None) and of each adapter
 
     def tick(self, commands: Sequence[Command]) -> Tick:
         """Run the commands in order, then decode one step. A command that cannot be done costs no other."""
         answers: dict[int, Completion | Exception | None] = {}
-        for command in commands:
+        waited, self._waiting = self._waiting, []
+        for command in [*waited, *commands]:
             try:
                 answers |= self._run(command)
             except RunError as error:
@@ -81,7 +86,7 @@ class VLLM:
         if self._running:
             finished = [output for output in self._engine.step() if output.finished]
             answers |= dict(map(self._finish, finished))
-        return Tick(answers, len(self._running))
+        return Tick(answers, len(self._running) + len(self._waiting))
 
     def _run(self, command: Command) -> dict[int, Exception | None]:
         match command:
@@ -89,6 +94,7 @@ class VLLM:
                 self._admit(command)
                 return {}
             case Abort():
+                self._waiting = [admit for admit in self._waiting if admit.id not in command.requests]
                 self._drop([str(number) for number in command.requests])
                 return {command.id: None}
             case Load(manifest=manifest):
@@ -97,7 +103,9 @@ class VLLM:
 
     def _admit(self, command: Admit) -> None:
         params = command.params
-        for needed in dict.fromkeys((None, params.adapter)):
+        adapter = params.adapter
+        is_directory = adapter is not None and os.path.isabs(adapter)
+        for needed in dict.fromkeys((None, None if is_directory else adapter)):
             if needed not in self._versions:
                 what = "weights" if needed is None else f"adapter {needed!r}"
                 raise RunError(
@@ -108,16 +116,23 @@ class VLLM:
                 f"a prompt of {len(command.prompt)} tokens leaves no room in "
                 f"max_model_len={self._max_model_len}; {self._remedy}"
             )
+        if adapter is not None and is_directory and not self._adapters.read(adapter, self._sampled_with()):
+            self._waiting.append(command)
+            return
         try:
             vllm_id = self._engine.add_request(
                 str(command.id),
                 {"prompt_token_ids": list(command.prompt)},
                 _vllm_params(params),
-                lora_request=self._adapters.get(params.adapter) if params.adapter else None,
+                lora_request=self._adapters[adapter] if adapter else None,
             )
         except Exception as error:  # vLLM's many ways to refuse a request
             raise RunError(f"vLLM refused a request: {error}") from error
-        self._running[str(command.id)] = _Running(command, vllm_id, [(0, self._versions[params.adapter])])
+        version = self._versions[None if is_directory else adapter]
+        self._running[str(command.id)] = _Running(command, vllm_id, [(0, version)])
+
+    def _sampled_with(self) -> set[str]:
+        return {r.command.params.adapter for r in self._running.values() if r.command.params.adapter}
 
     def _finish(self, output: RequestOutput) -> tuple[int, Completion]:
         request = self._running.pop(output.request_id)
@@ -127,7 +142,14 @@ class VLLM:
         stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
         versions, per_token = _versions_of(request.changes, len(tokens))
         cached = output.num_cached_tokens or 0
-        return request.command.id, Completion(tokens, logprobs, versions, stop, per_token, cached)
+        params, prompt = request.command.params, request.command.prompt
+        completion = Completion(tokens, logprobs, versions, stop, per_token, cached)
+        if params.num_likeliest:
+            likeliest = tuple(_likeliest(position, params.num_likeliest) for position in sample.logprobs)
+            completion = replace(completion, likeliest=likeliest)
+        if params.prompt_likeliest is not None:
+            completion = replace(completion, **_of_prompt(prompt, output, params.prompt_likeliest))
+        return request.command.id, completion
 
     def _drop(self, numbers: Sequence[str]) -> None:
         dropped = [n for n in numbers if self._running.pop(n, None)]
@@ -168,17 +190,14 @@ class VLLM:
 
     def _load_adapter(self, manifest: Manifest, name: str, lora: LoRA) -> None:
         """Through a directory in PEFT's format, which is what vLLM reads adapters from."""
-        if name not in self._adapters and len(self._adapters) >= self._max_adapters:
-            raise RunError(
-                f"adapter {name!r} is one more than the {self._max_adapters} that this generator holds; "
-                f"raise max_adapters"
-            )
-        number = self._adapters[name].lora_int_id if name in self._adapters else 1 + len(self._adapters)
-        path = Path(self._adapter_files.name) / str(number)
-        tensors = assemble(self._transport.fetch(manifest))
-        write_adapter(path, lora, "", {n: t.float() for n, t in tensors})
-        self._engine.add_lora(LoRARequest(name, number, str(path), load_inplace=True))
-        self._adapters[name] = LoRARequest(name, number, str(path))
+
+        def write(number: int) -> Path:
+            path = Path(self._adapter_files.name) / str(number)
+            tensors = assemble(self._transport.fetch(manifest))
+            write_adapter(path, lora, "", {n: t.float() for n, t in tensors})
+            return path
+
+        self._adapters.publish(name, write)
 
 
 def _name_shared_memory(prefix: str) -> None:
@@ -207,10 +226,24 @@ def _versions_of(
     return VersionRange(oldest, newest), per_token if oldest != newest else ()
 
 
+def _likeliest(position: Mapping[int, Any], count: int) -> Likeliest:
+    """position: vLLM's logprobs of one token's place, the sampled one among them."""
+    ranked = sorted(((token, entry.logprob) for token, entry in position.items()), key=lambda pair: -pair[1])
+    return tuple(ranked[:count])
+
+
+def _of_prompt(prompt: Sequence[int], output: RequestOutput, count: int) -> dict[str, Any]:
+    """The prompt's part of a Completion."""
+    places = list(zip(prompt, output.prompt_logprobs, strict=True))
+    own = tuple(None if place is None else place[token].logprob for token, place in places)
+    likeliest = tuple(() if place is None else _likeliest(place, count) for _, place in places)
+    return {"prompt_logprobs": own, "prompt_likeliest": likeliest if count else ()}
+
+
 def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
     return EngineArgs(
         model=config.model_dir,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not config.stop_texts,
         load_format="dummy",
         dtype=config.dtype,
         enforce_eager=not (config.compile or config.cuda_graphs),
@@ -238,10 +271,8 @@ def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
     rank = min(
         (r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank
     )  # vLLM takes some ranks alone
-    # On a CPU, vLLM 0.32 computes requests without an adapter with whatever is in its last slot: that one
-    # stays empty.
-    slots = max_adapters + (not torch.accelerator.is_available())
-    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots}
+    held = {"max_loras": max_adapters, "max_cpu_loras": max_adapters}
+    return {"enable_lora": True, "max_lora_rank": rank, **held}
 
 
 def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
@@ -249,8 +280,13 @@ def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
         max_tokens=params.max_new_tokens,
         temperature=params.temperature,
         seed=params.seed,
+        top_k=max(params.top_k, 0),  # 0: all
+        top_p=params.top_p,
         stop_token_ids=list(params.stop_token_ids),
-        logprobs=0,  # of the sampled token alone
-        detokenize=False,
+        ignore_eos=params.ignore_eos,
+        stop=list(params.stop_texts),
+        logprobs=params.num_likeliest,  # 0: of the sampled token alone
+        prompt_logprobs=params.prompt_likeliest,
+        detokenize=bool(params.stop_texts),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -1,0 +1,74 @@
+"""LoRA products by adapter, and who has a place in vLLM."""
+
+import pytest
+import torch
+
+from rl.errors import RunError
+from rl.models.generator.adapter_slots import AdapterSlots
+from rl.models.generator.cpu_lora import bgmv_expand, bgmv_expand_slice, bgmv_shrink
+
+
+@pytest.mark.parametrize("indices", [[0, 0, 0, 0], [2, -1, 0, 2], [-1, -1, -1, -1], [1, 2, 0, -1]])
+def test_each_token_meets_its_own_adapters_matrices(indices):
+    torch.manual_seed(0)
+    x, a, b = torch.randn(4, 6), torch.randn(3, 1, 2, 6), torch.randn(3, 1, 5, 2)
+    index, y = torch.tensor(indices), torch.randn(4, 9)
+    shrunk = torch.full((4, 2), 7.0)
+    bgmv_shrink(x, a, shrunk, index, 0.5)
+    added, put = y.clone(), y.clone()
+    bgmv_expand(shrunk, b, added, index)
+    bgmv_expand_slice(shrunk, b, put, index, 3, 5, add_inputs=False)
+    for t, i in enumerate(indices):
+        inner = 0.5 * a[i, 0] @ x[t] if i >= 0 else torch.zeros(2)
+        outer = b[i, 0] @ inner if i >= 0 else torch.zeros(5)
+        assert torch.allclose(shrunk[t], inner)
+        assert torch.allclose(added[t], y[t] + torch.cat([outer, torch.zeros(4)]), atol=1e-6)
+        assert torch.allclose(put[t], torch.cat([y[t, :3], outer, y[t, 8:]]), atol=1e-6)
+
+
+class VLLM:
+    def __init__(self, size):
+        self.held = {}
+        self.slots = AdapterSlots(self.add, lambda number: self.held.pop(number), size)
+
+    def add(self, request):
+        if "broken" in request.lora_path:
+            raise ValueError("no such file")
+        assert request.lora_int_id not in self.held or request.load_inplace
+        self.held[request.lora_int_id] = request.lora_path
+
+
+def test_the_directory_used_longest_ago_makes_room():
+    vllm = VLLM(2)
+    for directory in ("/a", "/b"):
+        assert vllm.slots.read(directory, ())
+    assert vllm.slots["/a"].lora_path == "/a"  # used again
+    assert vllm.slots.read("/c", ())
+    assert sorted(vllm.held.values()) == ["/a", "/c"]
+    assert not vllm.slots.read("/d", {"/a", "/c"})
+    assert vllm.slots.read("/d", {"/a"})
+    assert sorted(vllm.held.values()) == ["/a", "/d"] and len(vllm.held) == 2
+    vllm.slots.clear()
+    assert not vllm.held
+
+
+def test_what_was_published_stays():
+    vllm = VLLM(2)
+    vllm.slots.publish("policy", lambda number: f"/files/{number}")
+    assert vllm.slots.read("/a", ()) and vllm.slots.read("/b", ())
+    assert sorted(vllm.held.values()) == ["/b", "/files/1"]
+    vllm.slots.publish("policy", lambda number: f"/files/{number}")
+    assert vllm.slots["policy"].lora_int_id == 1
+    vllm.slots.publish("other", lambda number: f"/files/{number}")
+    with pytest.raises(RunError, match="one more than the 2 that this generator holds"):
+        vllm.slots.publish("third", lambda number: "/files")
+    assert not vllm.slots.read("/a", ())
+
+
+def test_an_adapter_that_cannot_be_read_takes_no_place():
+    vllm = VLLM(1)
+    with pytest.raises(RunError, match="could not load the adapter /broken: no such file"):
+        vllm.slots.read("/broken", ())
+    assert vllm.slots.read("/a", ())
+    with pytest.raises(RunError, match="takes no adapters"):
+        VLLM(0).slots.read("/a", ())
