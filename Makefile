@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup tasks quickstart smollm2 test test-all chaos bench-shared lint lock
+.PHONY: help setup tasks cookbook quickstart smollm2 test test-all chaos bench-shared lint lock
 
 help:
 	@echo "make quickstart  set up, then train a tiny model: minutes on two CPU cores"
 	@echo "make test        set up, then run the tests;  make test-all adds the slow ones"
 	@echo "make smollm2     set up, then train SmolLM2-135M on reasoning-gym"
 	@echo "make chaos       kill processes of runs at random moments, 50 times: half an hour"
+	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: ten minutes"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
 	@echo "make setup       create $(VENV) alone;  make lint, make lock: for developers"
 
@@ -34,7 +35,7 @@ $(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
 # torchstore's metadata pins an old torch; it runs with this one.
 $(VENV)/.setup-gpu: $(VENV)/.created pyproject.toml
 	@echo "installing vLLM and torch for CUDA ..."
-	@$(PIP) install -qq -e '.[gpu,dev,fetch]'
+	@$(PIP) install -qq -e '.[gpu,dev,fetch,serve]'
 	@$(PIP) install -qq --no-deps torchstore==0.1.2 pygtrie==2.6.2
 	@touch $@
 
@@ -44,6 +45,16 @@ $(VENV)/.tasks: $(VENV)/.setup-$(DEVICE) requirements/tasks.txt
 	@echo "installing requirements/tasks.txt ..."
 	@$(PIP) install -qq --no-deps -r requirements/tasks.txt
 	@touch $@
+
+# tinker-cookbook's metadata asks for a package that PyPI does not have; its recipes here do without.
+$(VENV)/.cookbook: $(VENV)/.setup-$(DEVICE) requirements/cookbook.txt
+	@echo "installing requirements/cookbook.txt ..."
+	@$(PIP) install -qq --no-deps -r requirements/cookbook.txt
+	@touch $@
+
+cookbook: $(VENV)/.cookbook
+	$(BIN)/rl fetch smollm2
+	$(BIN)/python -m tests.tinker.cookbook
 
 quickstart: setup
 	$(BIN)/rl train quickstart
@@ -55,7 +66,7 @@ smollm2: tasks
 test: setup
 	$(BIN)/python -m pytest -m "not slow" --durations 10
 
-test-all: tasks
+test-all: tasks $(VENV)/.cookbook
 	$(BIN)/rl fetch smollm2
 	$(BIN)/python -m pytest
 
@@ -70,7 +81,7 @@ lint: setup
 
 lock:
 	$(PIP) install -qq uv
-	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --override requirements/overrides.txt \
+	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --extra serve --override requirements/overrides.txt \
 	  --no-emit-package torch --only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
 	  --no-annotate --no-header -o requirements/cpu.txt
 	sed -i '/^nvidia-/d; /^cuda-/d' requirements/cpu.txt  # what an index without CPU builds of torch brings

@@ -15,6 +15,7 @@ PositiveFloat = Annotated[float, Gt(0), tyro.conf.arg(metavar="FLOAT > 0")]
 NonNegativeFloat = Annotated[float, Ge(0), tyro.conf.arg(metavar="FLOAT >= 0")]
 HalfShare = Annotated[float, Ge(0), Le(0.5), tyro.conf.arg(metavar="0 <= FLOAT <= 0.5")]
 Share = Annotated[float, Ge(0), Le(1), tyro.conf.arg(metavar="0 <= FLOAT <= 1")]
+Port = Annotated[int, Ge(0), Le(65535), tyro.conf.arg(metavar="0 <= INT <= 65535")]
 Problems = Annotated[int, Ge(1), Le(100_000), tyro.conf.arg(metavar="1 <= INT <= 100000")]
 
 

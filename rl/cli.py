@@ -1,4 +1,4 @@
-"""The command line: rl train | replay | plan | doctor | gpu-check | fetch.
+"""The command line: rl train | replay | serve | plan | doctor | gpu-check | fetch.
 
 Bad input is one line on standard error, and exit code 2.
 """
@@ -15,6 +15,7 @@ _USAGE = """usage: rl COMMAND ...
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
+  rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
   rl plan RECIPE [--devices 8xH100-80] [...]    memory of each role on such devices, and what would not fit
   rl doctor                                     what this machine has, and what it lacks
   rl gpu-check [--model DIRECTORY]              what only a GPU can show, in one table: minutes
@@ -67,6 +68,8 @@ def _dispatch(arguments: list[str]) -> int:
         from rl.controller.replay import replay
 
         return replay(rest)
+    if command == "serve":
+        return _serve(rest)
     if command == "plan":
         from rl.controller.plan import plan
 
@@ -88,7 +91,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, replay, plan, doctor, gpu-check or fetch, as "
+        f"unknown command {command!r}; use train, replay, serve, plan, doctor, gpu-check or fetch, as "
         f"rl train quickstart (rl --help)"
     )
 
@@ -108,6 +111,43 @@ def _train(arguments: list[str]) -> int:
     from rl.controller.run import run
 
     return run(recipe, config, source_of(arguments[0]), found=[*found, *misread])
+
+
+def _serve(arguments: list[str]) -> int:
+    import contextlib
+    import io
+
+    from rl.errors import ConfigError
+
+    try:
+        import tinker  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rl serve needs the package {error.name}; install it with: pip install 'rl[serve]'"
+        ) from None
+    import tyro
+
+    from rl.fields import check_fields
+    from rl.tinker.serve import ServeConfig, serve
+
+    options = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = tyro.cli(
+                ServeConfig, args=arguments, prog="rl serve", use_underscores=True, config=options
+            )
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        lines = [line.strip(" │╭╰─╮╯") for line in said.getvalue().splitlines()]
+        known = ("Unrecognized options:", "Error parsing")
+        what = next((line for line in lines if line.startswith(known)), "name a model, as rl serve MODEL")
+        raise ConfigError(f"{what}; rl serve --help lists the settings") from None
+    config, problems = check_fields(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return serve(config)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""Paths that a user gives: whether they can be paths at all, and whether a directory can be made there."""
+"""Paths that a user gives: can they be paths, can a directory be made there, and who has it."""
 
+import fcntl
 import os
+from pathlib import Path
+
+from rl.errors import ConfigError
 
 _LONGEST_PATH, _LONGEST_NAME = 3900, 255  # bytes; logs and checkpoints add to the path
 
@@ -30,3 +34,23 @@ def why_not_made(path: str) -> str:
     if there == os.path.abspath(path) and os.listdir(there):
         return "exists and is not empty; give another directory"
     return ""
+
+
+def lock_directory(directory: Path, owner: str) -> int:
+    """A file descriptor that keeps the directory for this process until it is closed, or the process ends.
+
+    owner: what has it, for people. Raises ConfigError where another process has it.
+    """
+    lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(lock, 32).decode(errors="replace").strip()
+        os.close(lock)
+        raise ConfigError(
+            f"the {owner}'s directory {directory} belongs to a {owner} that is under way (pid {pid}); "
+            f"wait for it, end it, or give another directory"
+        ) from None
+    os.truncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    return lock

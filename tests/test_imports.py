@@ -23,7 +23,7 @@ LAYERS = [
     {"rl.models"},
     {"rl.actors"},
     {"rl.cluster"},
-    {"rl.controller"},
+    {"rl.controller", "rl.tinker"},
     {"rl.cli", "rl.doctor", "rl.fetch", "rl.gpu_check", "rl.gpu_checks", "configs", "rl.configs"},
 ]
 

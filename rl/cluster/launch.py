@@ -63,7 +63,7 @@ class ActorSpecs:
     roles: dict[str, int]  # role -> number of processes, in the order in which devices are dealt out
     trainer: EngineSpec
     generator: VLLMConfig
-    env: Env
+    env: Env | None = None  # what reward workers score by; None: there are none
     threads: dict[str, int] = field(default_factory=dict)  # role -> of each process; others share the cores
     overlap: bool = False  # generators work at the same time as the engines
     share_devices: bool = False  # processes of several roles may have the same GPU
@@ -225,6 +225,7 @@ class _Launcher:
 
         def spawner(name: str) -> Callable[[], Awaitable[RewardProcess]]:
             async def spawn() -> RewardProcess:
+                assert specs.env is not None
                 mesh = self._spawn(name, Place(1, (), 1), keep=False)
                 actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(
                     procs=0

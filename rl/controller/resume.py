@@ -1,12 +1,10 @@
 """Going on with a run: which checkpoint `--resume` means, and that only one run at a time has a directory."""
 
-import fcntl
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from rl.controller.config import RunConfig
-from rl.errors import ConfigError
 from rl.models.checkpoint_dir import latest
 
 
@@ -37,23 +35,3 @@ def is_own(config: RunConfig) -> bool:
     if not (config.resume and config.run_dir):
         return False
     return Path(config.resume).resolve().parent.parent == Path(config.run_dir).resolve()
-
-
-def lock_run(run_dir: Path) -> int:
-    """A file descriptor that keeps the directory for this process until it is closed, or the process ends.
-
-    Raises ConfigError where another run has it.
-    """
-    lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.read(lock, 32).decode(errors="replace").strip()
-        os.close(lock)
-        raise ConfigError(
-            f"the run's directory {run_dir} belongs to a run that is under way (pid {pid}); wait for it, end "
-            f"it, or give another run_dir"
-        ) from None
-    os.truncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
-    return lock

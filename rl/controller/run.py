@@ -18,7 +18,7 @@ from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import with_budgets
 from rl.controller.recovery import step_of, train_and_export
-from rl.controller.resume import is_own, lock_run, with_newest_checkpoint
+from rl.controller.resume import is_own, with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
@@ -28,6 +28,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import SharingWatch
+from rl.paths import lock_directory
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SIGNAL_SECONDS = 1.0
@@ -47,7 +48,7 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_run(run_dir)
+        lock = lock_directory(run_dir, "run")
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
     except OSError as error:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.resume import is_own, lock_run, with_newest_checkpoint
+from rl.controller.resume import is_own, with_newest_checkpoint
 from rl.errors import ConfigError
+from rl.paths import lock_directory
 
 
 def complete(directory, step):
@@ -32,13 +33,13 @@ def test_latest_with_a_run_directory_is_its_own_newest_or_the_beginning(tmp_path
 
 
 def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_path):
-    code = "import sys; from rl.controller.resume import *; lock_run(Path(sys.argv[1])); print(1, flush=True); input()"
+    code = "import sys; from rl.paths import *; lock_directory(Path(sys.argv[1]), 'run'); print(1, flush=True); input()"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert other.stdout.readline()
     with pytest.raises(ConfigError, match=rf"belongs to a run that is under way \(pid {other.pid}\)"):
-        lock_run(tmp_path)
+        lock_directory(tmp_path, "run")
     other.kill()
     other.wait()
-    os.close(lock_run(tmp_path))
+    os.close(lock_directory(tmp_path, "run"))

@@ -1,0 +1,73 @@
+"""ActorsBackend: the service's calls, on the same actors that the controller drives."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from rl.actors.actors import Actors
+from rl.actors.remote import EngineDied
+from rl.errors import ConfigError
+from rl.tinker.backend import Backend, Datum, Learned, ModelsLost, UserError
+from rl.tinker.losses import make_loss, to_logprobs, to_samples
+from rl.types import Completion, LoRA, OptimParams, SamplingParams
+
+T = TypeVar("T")
+_MAX_DEATHS = 3  # of generators, before a request is taken for what kills them
+_SHOWN = ("loss:sum", "clip_fraction:sum", "dual_clip_fraction:sum", "apart_squared:sum")
+"""Metrics of the engine that say something of any data."""
+
+
+class ActorsBackend(Backend):
+    def __init__(self, actors: Actors, base_model: str, context_length: int, vocab_size: int):
+        """base_model: what adapter_config.json says that adapters belong to."""
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self._actors = actors
+        self._base_model = base_model
+
+    async def create(self, model: str, lora: LoRA, seed: int) -> None:
+        await self._train(lambda: self._actors.trainer.add_adapter(model, lora, seed))
+
+    async def remove(self, model: str) -> None:
+        await self._train(lambda: self._actors.trainer.remove_adapter(model))
+
+    async def forward_backward(
+        self, model: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], forward_only: bool
+    ) -> Learned:
+        samples, trainer = to_samples(data, loss), self._actors.trainer
+        if forward_only:
+            computed = await self._train(lambda: trainer.forward_samples(samples, model))
+            return Learned(to_logprobs(data, computed), {})
+        objective = make_loss(loss, config)
+        metrics, computed = await self._train(
+            lambda: trainer.forward_backward_samples(samples, objective, model)
+        )
+        shown = {name: value for name, value in metrics.items() if name in _SHOWN}
+        return Learned(to_logprobs(data, computed), shown)
+
+    async def optim_step(self, model: str, params: OptimParams) -> dict[str, float]:
+        return await self._train(lambda: self._actors.trainer.optim_step(params, model))
+
+    async def save(self, model: str, directory: Path, optimizer: bool) -> None:
+        call = self._actors.trainer.save_adapter
+        await self._train(lambda: call(model, str(directory), self._base_model, optimizer))
+
+    async def load(self, model: str, directory: Path, optimizer: bool) -> None:
+        await self._train(lambda: self._actors.trainer.load_adapter_state(model, str(directory), optimizer))
+
+    async def sample(
+        self, adapter: Path | None, prompt: Sequence[int], n: int, params: SamplingParams
+    ) -> list[Completion]:
+        with_adapter = replace(params, adapter=str(adapter.absolute()) if adapter else None)
+        return await self._actors.generators.sample(prompt, n, with_adapter, _MAX_DEATHS)
+
+    async def _train(self, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await call()
+        except ConfigError as error:
+            raise UserError(str(error)) from error
+        except EngineDied as death:
+            assert self._actors.revival is not None
+            await self._actors.revival.restart(death)
+            raise ModelsLost(f"{death}; the training engine was started again") from death

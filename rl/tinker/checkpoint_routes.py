@@ -1,0 +1,124 @@
+"""The routes of training runs and their checkpoints."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from sqlalchemy.engine import Row
+
+from rl.tinker.backend import UserError
+from rl.tinker.database import now
+from rl.tinker.paths import KINDS
+from rl.tinker.service import Service
+
+_MOST = 2**63 - 1
+
+
+class _Ttl(BaseModel):
+    ttl_seconds: int | None = None
+
+
+class _Path(BaseModel):
+    tinker_path: str
+
+
+def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> None:
+    checkpoints = service.checkpoints
+
+    def tenant(request: Request) -> str:
+        return request.state.tenant
+
+    @api.get("/training_runs")
+    async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Any:
+        found = service.list_models(tenant(request))
+        runs = [_run(row) for row in page(found, limit, offset)]
+        return {"training_runs": runs, "cursor": _cursor(limit, offset, len(found))}
+
+    @api.get("/training_runs/{id}")
+    async def training_run(id: str, request: Request) -> Any:
+        return _run(service.model(tenant(request), id))
+
+    def _run(row: Row) -> Any:
+        own = [_checkpoint(c) for c in checkpoints.list(row.tenant, row.id)]
+        return {
+            "training_run_id": row.id,
+            "base_model": base_model,
+            "model_owner": row.tenant,
+            "is_lora": True,
+            "lora_rank": row.lora["rank"],
+            "last_request_time": _time(row.seen),
+            "last_checkpoint": next((c for c in own if c["checkpoint_type"] == "training"), None),
+            "last_sampler_checkpoint": next((c for c in own if c["checkpoint_type"] == "sampler"), None),
+            "user_metadata": row.user_metadata,
+        }
+
+    @api.get("/training_runs/{id}/checkpoints")
+    async def checkpoints_of(id: str, request: Request) -> Any:
+        service.model(tenant(request), id)
+        return {"checkpoints": [_checkpoint(row) for row in checkpoints.list(tenant(request), id)]}
+
+    @api.get("/checkpoints")
+    async def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Any:
+        found = checkpoints.list(tenant(request))
+        rows = [_checkpoint(row) for row in page(found, limit, offset)]
+        return {"checkpoints": rows, "cursor": _cursor(limit, offset, len(found))}
+
+    @api.post("/weights_info")
+    async def weights_info(body: _Path, request: Request) -> Any:
+        lora = checkpoints.readable(tenant(request), body.tinker_path).lora
+        return {
+            "base_model": base_model,
+            "is_lora": True,
+            "lora_rank": lora["rank"],
+            "train_unembed": False,
+            "train_mlp": "up_proj" in lora["targets"],
+            "train_attn": "q_proj" in lora["targets"],
+        }
+
+    one = "/training_runs/{id}/checkpoints/{kind}/{name}"
+
+    @api.delete(one)
+    async def delete(id: str, kind: str, name: str, request: Request) -> Response:
+        checkpoints.delete(checkpoints.own(tenant(request), id, kind, name))
+        return Response(status_code=204)
+
+    @api.put(f"{one}/ttl")
+    async def set_ttl(id: str, kind: str, name: str, body: _Ttl, request: Request) -> Response:
+        if body.ttl_seconds is not None and not 0 < body.ttl_seconds < _MOST:
+            raise UserError("ttl_seconds has to be over 0")
+        expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
+        checkpoints.change(checkpoints.own(tenant(request), id, kind, name), expires=expires)
+        return Response(status_code=204)
+
+    @api.api_route(f"{one}/publish", methods=["POST", "DELETE"])
+    async def publish(id: str, kind: str, name: str, request: Request) -> Response:
+        public = request.method == "POST"
+        checkpoints.change(checkpoints.own(tenant(request), id, kind, name), public=public)
+        return Response(status_code=204)
+
+
+def _checkpoint(row: Row) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": KINDS[row.kind],
+        "time": _time(row.created),
+        "tinker_path": row.path,
+        "size_bytes": row.num_bytes,
+        "public": row.public,
+        "expires_at": None if row.expires is None else _time(row.expires),
+        "user_metadata": row.user_metadata,
+    }
+
+
+def page(rows: Any, limit: int, offset: int) -> Any:
+    return rows[max(0, offset) : max(0, offset) + max(0, min(limit, 1000))]
+
+
+def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
+    return {"limit": limit, "offset": offset, "total_count": total}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(min(seconds, 253_402_300_799), UTC).isoformat()

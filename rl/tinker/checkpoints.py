@@ -1,0 +1,115 @@
+"""Checkpoints: what models were saved as, under a name or for one sampler: directories that PEFT opens."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.engine import Row
+
+from rl.tinker.backend import Backend, NotFound, UserError
+from rl.tinker.database import Database, checkpoints, now, samplers
+from rl.tinker.paths import CheckpointPath
+
+
+class Checkpoints:
+    """Owns the directories of checkpoints and samplers. A directory is complete or not there."""
+
+    def __init__(self, database: Database, backend: Backend, root: Path):
+        self._database = database
+        self._backend = backend
+        self._root = root
+
+    async def save(self, request: Row, model: Row) -> dict[str, Any]:
+        """save_weights and save_weights_for_sampler, when their turn has come."""
+        body = json.loads(request.body)
+        kind = "weights" if request.kind == "save_weights" else "sampler_weights"
+        name = body.get("path")
+        if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
+            return await self._save_for_session(request, model, body)
+        path = CheckpointPath.make(model.id, kind, name or f"{request.number:08d}")
+        there = self._database.get(checkpoints, str(path))
+        if there is not None and there.request != request.id:
+            if not body.get("overwrite"):
+                raise UserError(f"{path} is there already; choose another name, or set overwrite")
+        elif there is not None:  # written before a restart
+            return {"path": str(path), "type": request.kind}
+        directory = path.directory(self._root)
+        await self._write(model, directory, optimizer=kind == "weights")
+        self._database.delete(checkpoints, checkpoints.c.path == str(path))
+        ttl = body.get("ttl_seconds")
+        self._database.insert(
+            checkpoints, path=str(path), model=model.id, tenant=model.tenant, kind=kind, name=path.name,
+            request=request.id, directory=str(directory), lora=model.lora, created=now(),
+            num_bytes=_size(directory), public=False, expires=now() + ttl if ttl else None,
+            user_metadata=body.get("user_metadata"),
+        )  # fmt: skip
+        return {"path": str(path), "type": request.kind}
+
+    async def _save_for_session(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights without a name, for one sampler."""
+        id = f"{model.session}:sample:{body['sampling_session_seq_id']}"
+        inflight = body.get("kind") == "inflight"
+        if self._database.get(samplers, id) is None:
+            directory = self._of_samplers(model.session) / str(request.number)
+            await self._write(model, directory, optimizer=False)
+            if inflight:
+                newest = samplers.c.inflight_of == model.id
+                self._database.update(samplers, newest, directory=str(directory))
+            self._database.insert(
+                samplers, id=id, session=model.session, tenant=model.tenant, model_path=None,
+                directory=str(directory), inflight_of=model.id if inflight else None,
+                created=now(),
+            )  # fmt: skip
+        return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
+
+    async def _write(self, model: Row, directory: Path, optimizer: bool) -> None:
+        """The directory appears when it is complete, in the place of one that is overwritten."""
+        partial = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        await self._backend.save(model.id, partial, optimizer)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+    def readable(self, tenant: str, path: str) -> Row:
+        """A checkpoint of this tenant's, or one that is public."""
+        row = self._database.get(checkpoints, str(CheckpointPath.parse(path)))
+        if row is None or (row.tenant != tenant and not row.public):
+            raise NotFound(f"there is no checkpoint {path}")
+        return row
+
+    def own(self, tenant: str, model: str, kind: str, name: str) -> Row:
+        """This tenant's own."""
+        row = self._database.get(checkpoints, str(CheckpointPath.make(model, kind, name)))
+        if row is None or row.tenant != tenant:
+            raise NotFound(f"there is no checkpoint {kind}/{name} of {model}")
+        return row
+
+    def list(self, tenant: str, model: str | None = None) -> Sequence[Row]:
+        where = [checkpoints.c.tenant == tenant, *([checkpoints.c.model == model] if model else [])]
+        return self._database.find(checkpoints, *where, order=checkpoints.c.created.desc())
+
+    def change(self, checkpoint: Row, **values: Any) -> None:
+        self._database.update(checkpoints, checkpoints.c.path == checkpoint.path, **values)
+
+    def delete(self, checkpoint: Row) -> None:
+        self._database.delete(checkpoints, checkpoints.c.path == checkpoint.path)
+        shutil.rmtree(checkpoint.directory, ignore_errors=True)
+
+    def drop_samplers(self, session: str) -> None:
+        """Of a session that is over, with the weights that were written for them alone."""
+        self._database.delete(samplers, samplers.c.session == session)
+        shutil.rmtree(self._of_samplers(session), ignore_errors=True)
+
+    def _of_samplers(self, session: str) -> Path:
+        return self._root / "samplers" / session
+
+    def sweep(self) -> None:
+        """Those past their time go."""
+        for row in self._database.find(checkpoints, checkpoints.c.expires < now()):
+            self.delete(row)
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())

@@ -1,0 +1,147 @@
+"""Tinker's losses as ours, and its data as samples. The formulas: https://tinker-docs.thinkingmachines.ai.
+
+Every loss is a sum over target tokens. A position that names several targets (K > 1) becomes as many samples
+with equal tokens, which are computed once (see batching.pack).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rl.interfaces import Loss
+from rl.loss.cispo import CISPO
+from rl.loss.clip import Clip
+from rl.loss.cross_entropy import CrossEntropy
+from rl.loss.dro import DRO
+from rl.loss.gspo import GSPO
+from rl.loss.importance_sampling import ImportanceSampling
+from rl.tinker.backend import Datum, UserError
+from rl.types import Sample
+
+CLIP = ("clip_low_threshold", "clip_high_threshold")
+NEEDS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": ("logprobs", "advantages"),
+    "ppo": ("logprobs", "advantages"),
+    "cispo": ("logprobs", "advantages"),
+    "dro": ("logprobs", "advantages"),
+    "gspo": ("logprobs", "advantages"),
+}
+"""Loss -> what each datum has to carry beside target_tokens; cross_entropy's weights are 1 where missing."""
+SETTINGS = {"ppo": CLIP, "cispo": CLIP, "gspo": CLIP, "dro": ("beta",)}
+MAY_CARRY = {"gspo": ("sequence_ratio_mask",)}
+SEVERAL_TARGETS = ("cross_entropy", "importance_sampling")
+NOT_OFFERED = {
+    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo, dro or gspo",
+    "custom": "custom losses run in the client here; create_custom_loss makes such a one",
+}
+
+
+def make_loss(name: str, config: Mapping[str, float]) -> Loss:
+    """Raises UserError where a setting is not one of this loss, or makes no sense."""
+    if unknown := sorted(set(config) - set(SETTINGS.get(name, ()))):
+        raise UserError(
+            f"{name} has no setting {unknown[0]!r}; it has {list(SETTINGS.get(name, ())) or 'none'}"
+        )
+    if name == "cross_entropy":
+        return CrossEntropy()
+    if name == "importance_sampling":
+        return ImportanceSampling()
+    if name == "dro":
+        return DRO(beta=config.get("beta", 0.05))
+    defaults = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}[name]
+    low, high = (config.get(key, default) for key, default in zip(CLIP, defaults, strict=True))
+    if not 0 <= low <= 1 <= high:
+        raise UserError(
+            f"{name} clips ratios to [{low}, {high}], which does not hold 1; set 0 <= low <= 1 <= high"
+        )
+    if name == "gspo":
+        return GSPO(1 - low, high - 1, level="token")
+    return (Clip if name == "ppo" else CISPO)(1 - low, high - 1)
+
+
+def check(data: Sequence[Datum], loss: str, context_length: int, vocab_size: int) -> None:
+    """Raises UserError, which names the datum."""
+    if loss in NOT_OFFERED:
+        raise UserError(f"loss_fn {loss!r} is not offered here: {NOT_OFFERED[loss]}")
+    if loss not in NEEDS:
+        raise UserError(f"unknown loss_fn {loss!r}; use one of {sorted(NEEDS)}")
+    if not data:
+        raise UserError("a forward_backward without data; send at least one datum")
+    for i, datum in enumerate(data):
+        if problem := _problem(datum, loss, context_length, vocab_size):
+            raise UserError(f"datum {i}: {problem}")
+
+
+def _problem(datum: Datum, loss: str, context_length: int, vocab_size: int) -> str:
+    n, shape = len(datum.tokens), datum.targets.shape
+    if not 0 < n < context_length:
+        return f"{n} input tokens, of which there have to be 1 to {context_length - 1}"
+    if not len(shape) or shape[0] != n or len(shape) > 2 or not all(shape):
+        return f"target_tokens of shape {list(shape)} for {n} input tokens; make it [N] or [N, K]"
+    if len(shape) == 2 and loss not in SEVERAL_TARGETS:
+        return f"{loss} takes one target for each token, not {shape[1]}"
+    for name, tokens in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            return f"{name} has a token outside the vocabulary of {vocab_size}"
+    known = {*NEEDS[loss], *MAY_CARRY.get(loss, ())}
+    missing = [name for name in NEEDS[loss] if name not in datum.inputs and loss != "cross_entropy"]
+    if missing:
+        return f"{loss} needs {missing}; put them into loss_fn_inputs"
+    if unknown := sorted(set(datum.inputs) - known):
+        return f"{loss} does not read {unknown}; leave them out of loss_fn_inputs"
+    for name, values in datum.inputs.items():
+        if values.shape != shape:
+            return f"{name} has shape {list(values.shape)} and target_tokens {list(shape)}; make them equal"
+        if not np.isfinite(values).all():
+            return f"{name} is not finite"
+    return ""
+
+
+def to_samples(data: Sequence[Datum], loss: str) -> list[Sample]:
+    """One for each datum, or for each column of its targets, in order."""
+    samples = []
+    for number, datum in enumerate(data):
+        columns = datum.targets.reshape(len(datum.tokens), -1)
+        inputs = {name: values.reshape(columns.shape) for name, values in datum.inputs.items()}
+        # The last target follows the last token; no other token sees it.
+        tokens = np.concatenate([datum.tokens, columns[-1:, 0]])
+        for k in range(columns.shape[1]):
+            own = {name: _behind_first(values[:, k], np.float32) for name, values in inputs.items()}
+            samples.append(
+                _sample(tokens, _behind_first(columns[:, k], np.int64), own, loss, f"datum {number}")
+            )
+    return samples
+
+
+def _sample(
+    tokens: np.ndarray, labels: np.ndarray, inputs: dict[str, np.ndarray], loss: str, id: str
+) -> Sample:
+    zeros, ones = np.zeros(len(tokens), np.float32), np.ones(len(tokens), np.float32)
+    extra = {name: values for name, values in inputs.items() if name not in NEEDS[loss]}
+    return Sample(
+        tokens=tokens,
+        loss_mask=np.ones(len(tokens), bool),
+        generator_logprobs=inputs.get("logprobs", zeros),
+        advantages=inputs.get("advantages", zeros),
+        weights=inputs.get("weights", ones),
+        loss_inputs=extra,
+        id=id,
+        labels=labels,
+    )
+
+
+def to_logprobs(data: Sequence[Datum], computed: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """computed: [N + 1] of each sample -> of each datum, in its targets' shape."""
+    columns = iter(computed)
+    return [
+        np.stack([next(columns)[1:] for _ in range(datum.targets[0].size)], axis=1).reshape(
+            datum.targets.shape
+        )
+        for datum in data
+    ]
+
+
+def _behind_first(values: np.ndarray, dtype: type) -> np.ndarray:
+    """[N] of positions -> [N + 1] of the tokens that they predict."""
+    return np.concatenate([np.zeros(1, dtype), values.astype(dtype)])

@@ -1,0 +1,239 @@
+"""The routes of Tinker's REST API. Requests are read by the SDK's own types: they are what it sends."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from tinker import types
+
+from rl.tinker import wire
+from rl.tinker.backend import NotFound, UserError
+from rl.tinker.checkpoint_routes import add_checkpoint_routes, page
+from rl.tinker.service import Service
+from rl.tinker.status import status_page
+
+_POLL_SECONDS = 20.0  # the SDK gives up a poll after 45
+NOT_OFFERED = (
+    "create_custom_loss",
+    "save_weights_external",
+    "auth/token",
+    "billing/usage/events",
+    "billing/usage/checkpoints/current",
+    "audit",
+    "sessions/search",
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server says of itself."""
+
+    model_names: tuple[str, ...]
+    tokenizer_id: str | None
+    architecture: str
+    context_length: int
+
+
+class _Cancel(BaseModel):
+    request_id: str
+
+
+class _Finish(BaseModel):
+    reason: Any = None
+    detail: str | None = None
+
+
+class _Any(BaseModel):
+    model_config = {"extra": "allow"}
+
+
+def add_routes(
+    app: FastAPI, service: Service, served: Served, read_body: Callable[[Request], Awaitable[bytes]]
+) -> None:
+    api = APIRouter(prefix="/api/v1")
+
+    def tenant(request: Request) -> str:
+        return request.state.tenant
+
+    # ---- the server
+
+    @api.get("/healthz")
+    async def healthz() -> Any:
+        return {"status": "ok"}
+
+    @api.post("/client/config")
+    async def client_config(_body: _Any) -> Any:
+        return {}
+
+    @api.post("/client/dynamic_config")
+    async def dynamic_config(_body: _Any) -> Any:
+        return {"sample_cancel_enabled": True}
+
+    @api.post("/telemetry")
+    async def telemetry(_body: _Any) -> Any:
+        return {"status": "accepted"}  # and thrown away
+
+    @api.get("/get_server_capabilities")
+    async def capabilities() -> Any:
+        length = served.context_length
+        model = {"max_context_length": length, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": name, **model} for name in served.model_names]}
+
+    # ---- sessions
+
+    @api.post("/create_session")
+    async def create_session(body: types.CreateSessionRequest, request: Request) -> Any:
+        id = service.create_session(tenant(request), body.display_name, body.user_metadata)
+        told = "train_unembed has no effect on this server: adapters leave the unembedding as it is"
+        return {"type": "create_session", "session_id": id, "info_message": told}
+
+    @api.post("/session_heartbeat")
+    async def heartbeat(body: types.SessionHeartbeatRequest, request: Request) -> Any:
+        service.heartbeat(tenant(request), body.session_id)
+        return {"type": "session_heartbeat"}
+
+    @api.post("/sessions/{id}/finish")
+    async def finish(id: str, _body: _Finish, request: Request) -> Response:
+        service.finish_session(tenant(request), id)
+        return Response(status_code=204)
+
+    @api.get("/sessions")
+    async def sessions(request: Request, limit: int = 20, offset: int = 0) -> Any:
+        found = page(service.list_sessions(tenant(request)), limit, offset)
+        return {"sessions": [row.id for row in found]}
+
+    @api.get("/sessions/{id}")
+    async def session(id: str, request: Request) -> Any:
+        row = service.session(tenant(request), id)
+        runs = service.list_models(tenant(request), id)
+        return {
+            "training_run_ids": [run.id for run in runs],
+            "sampler_ids": [sampler.id for sampler in service.list_samplers(id)],
+            "user_metadata": row.user_metadata,
+            "display_name": row.display_name,
+        }
+
+    # ---- training
+
+    @api.post("/create_model")
+    async def create_model(body: types.CreateModelRequest, request: Request) -> Any:
+        asked = body.model_dump(mode="json")
+        id = service.create_model(tenant(request), body.session_id, body.model_seq_id, body.base_model, asked)
+        return _future(id, id.rpartition(":")[0])
+
+    @api.post("/get_info")
+    async def get_info(body: types.GetInfoRequest, request: Request) -> Any:
+        model = service.model(tenant(request), body.model_id)
+        name = served.model_names[0]
+        data = {"model_name": name, "tokenizer_id": served.tokenizer_id, "arch": served.architecture}
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": data,
+            "model_name": name,
+            "is_lora": True,
+            "lora_rank": model.lora["rank"],
+        }
+
+    @api.post("/forward_backward")
+    async def forward_backward(request: Request) -> Any:
+        body = await read_body(request)
+        model, seq_id = wire.model_of(body)
+        return _future(service.submit(tenant(request), "forward_backward", model, seq_id, body), model)
+
+    @api.post("/optim_step")
+    async def optim_step(body: types.OptimStepRequest, request: Request) -> Any:
+        params = body.optim_params
+        if not isinstance(params, types.AdamParams):
+            raise UserError("only Adam is offered here; send AdamParams")
+        id = service.optim_step(tenant(request), body.model_id, body.seq_id or 0, params.model_dump())
+        return _future(id, body.model_id)
+
+    @api.post("/save_weights")
+    async def save_weights(body: types.SaveWeightsRequest, request: Request) -> Any:
+        return _save("save_weights", body, request)
+
+    @api.post("/save_weights_for_sampler")
+    async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, request: Request) -> Any:
+        return _save("save_weights_for_sampler", body, request)
+
+    def _save(kind: str, body: Any, request: Request) -> Any:
+        id = service.save(
+            tenant(request), kind, body.model_id, body.seq_id or 0, body.model_dump(mode="json")
+        )
+        return _future(id, body.model_id)
+
+    @api.post("/load_weights")
+    async def load_weights(body: types.LoadWeightsRequest, request: Request) -> Any:
+        if body.session_id is not None and body.model_seq_id is not None:
+            asked = body.model_dump(mode="json", exclude={"weights_access_token"})
+            id = service.create_model_from(
+                tenant(request), body.session_id, body.model_seq_id, body.path, body.optimizer, asked
+            )
+            return _future(id, id.rpartition(":")[0])
+        if body.model_id is None:
+            raise UserError("load_weights needs model_id, or session_id with model_seq_id")
+        id = service.load_weights(tenant(request), body.model_id, body.seq_id or 0, body.path, body.optimizer)
+        return _future(id, body.model_id)
+
+    # ---- sampling
+
+    @api.post("/create_sampling_session")
+    async def create_sampling_session(body: types.CreateSamplingSessionRequest, request: Request) -> Any:
+        number = body.sampling_session_seq_id
+        id = service.create_sampler(
+            tenant(request), body.session_id, number, body.base_model, body.model_path
+        )
+        return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    @api.get("/samplers/{id}")
+    async def sampler(id: str, request: Request) -> Any:
+        row = service.sampler(tenant(request), id)
+        return {"sampler_id": row.id, "base_model": served.model_names[0], "model_path": row.model_path}
+
+    @api.post("/asample")
+    async def asample(body: types.SampleRequest, request: Request) -> Any:
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise UserError("asample needs sampling_session_id and seq_id; create a sampling session first")
+        asked = body.model_dump(mode="json")
+        id = service.sample(tenant(request), body.sampling_session_id, body.seq_id, asked)
+        ids = [f"{id}:{i}" for i in range(body.num_samples)]
+        return {**_future(id), "sample_sequence_ids": ids}
+
+    # ---- futures
+
+    @api.post("/retrieve_future")
+    async def retrieve_future(body: types.FutureRetrieveRequest, request: Request) -> Response:
+        row = await service.queue.wait(body.request_id, tenant(request), _POLL_SECONDS)
+        if row is None:
+            raise NotFound(f"there is no request {body.request_id[:200]}")
+        if row.state == "waiting":
+            again = {"type": "try_again", "request_id": row.id, "queue_state": "active"}
+            return JSONResponse(again)
+        return Response(row.result, media_type=row.media_type)
+
+    @api.post("/cancel_future")
+    async def cancel_future(body: _Cancel, request: Request) -> Response:
+        service.cancel(tenant(request), body.request_id)
+        return Response(status_code=204)
+
+    # ---- the rest
+
+    async def not_offered(request: Request) -> Response:
+        raise UserError(f"{request.url.path} is not offered by this server")
+
+    for path in NOT_OFFERED:
+        api.add_api_route(f"/{path}", not_offered, methods=["GET", "POST"])
+    add_checkpoint_routes(api, service, served.model_names[0])
+    app.include_router(api)
+
+    @app.get("/")
+    async def status() -> Response:
+        return Response(status_page(service, served.model_names), media_type="text/html")
+
+
+def _future(id: str, model: str | None = None) -> dict[str, Any]:
+    return {"request_id": id, "model_id": model} if model else {"request_id": id}

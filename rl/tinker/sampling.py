@@ -1,0 +1,142 @@
+"""Sampling: requests for samples, all at the same time; the generators batch them."""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.engine import Row
+
+from rl.errors import RunError
+from rl.tinker import wire
+from rl.tinker.backend import Backend, UserError
+from rl.tinker.database import Database, samplers
+from rl.tinker.requests import Requests
+from rl.types import Completion, SamplingParams
+
+_MAX_LIKELIEST = 20
+_log = logging.getLogger(__name__)
+
+
+class Sampling:
+    def __init__(
+        self,
+        database: Database,
+        queue: Requests,
+        backend: Backend,
+        eos_ids: tuple[int, ...],
+        max_samples: int,
+    ):
+        """eos_ids: what ends a sample where the request says nothing else."""
+        self._database = database
+        self._queue = queue
+        self._backend = backend
+        self._eos_ids = eos_ids
+        self._max_samples = max_samples
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.num_tokens = 0
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """body: of asample. Raises UserError."""
+        self._read(body)
+
+    def submit(self, request: Row) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(request))
+        self._running[request.id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.id, None))
+
+    async def sample(self, adapter: Path | None, body: Mapping[str, Any]) -> list[Completion]:
+        """body: as of asample. Raises UserError."""
+        prompt, params = self._read(body)
+        if adapter is not None and not adapter.is_dir():
+            raise UserError("these weights were deleted; create another sampling session")
+        completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
+        self.num_tokens += sum(len(completion.tokens) for completion in completions)
+        return completions
+
+    def cancel(self, request: Row) -> None:
+        """One that nobody waits for any more."""
+        task = self._running.get(request.id)
+        if task is not None and task.cancel():
+            self._queue.failed(request, "the request was cancelled", "user")
+
+    async def _answer(self, request: Row) -> None:
+        try:
+            body = json.loads(request.body)
+            _, params = self._read(body)
+            sampler = self._database.get(samplers, request.target)
+            if sampler is None:
+                raise UserError("its sampling session is over; create another")
+            adapter = Path(sampler.directory) if sampler.directory else None
+            completions = await self.sample(adapter, body)
+            top, of_prompt = params.num_likeliest, params.prompt_likeliest or 0
+            self._queue.done(request, wire.write_samples(completions, top, of_prompt), wire.PROTOBUF)
+        except UserError as error:
+            self._queue.failed(request, str(error), "user", refused=True)
+        except RunError as error:
+            self._queue.failed(request, str(error), "server")
+        except Exception as error:
+            _log.exception("request %s failed", request.id)
+            self._queue.failed(request, f"sampling failed: {error!r}", "server")
+
+    def _read(self, body: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
+        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+            if body.get(name):
+                raise UserError(f"{name} is not offered here")
+        asked = body["sampling_params"]
+        prompt: list[int] = []
+        for chunk in body["prompt"]["chunks"]:
+            if chunk.get("type") != "encoded_text":
+                raise UserError(f"a chunk of type {chunk.get('type')!r}; only encoded_text is offered here")
+            prompt += chunk["tokens"]
+        room = self._backend.context_length - len(prompt)
+        if not prompt or room < 1:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens; it has to have 1 to {self._backend.context_length - 1}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._backend.vocab_size:
+            raise UserError(f"the prompt has a token outside the vocabulary of {self._backend.vocab_size}")
+        if not 1 <= body["num_samples"] <= self._max_samples:
+            raise UserError(f"num_samples={body['num_samples']}; it has to be 1 to {self._max_samples}")
+        wanted = asked.get("max_tokens")
+        if wanted is not None and wanted < 1:
+            raise UserError(f"max_tokens={wanted}; it has to be at least 1")
+        temperature, top_p, top_k = asked["temperature"], asked["top_p"], asked["top_k"]
+        if not 0 <= temperature <= 100 or not 0 < top_p <= 1 or (top_k < 1 and top_k != -1):
+            raise UserError(
+                f"temperature={temperature}, top_p={top_p}, top_k={top_k}: "
+                f"use 0 to 100, over 0 to 1, -1 or over 0"
+            )
+        likeliest = body.get("topk_sample_logprobs") or 0
+        of_prompt = body.get("topk_prompt_logprobs") or 0
+        if not 0 <= likeliest <= _MAX_LIKELIEST or not 0 <= of_prompt <= _MAX_LIKELIEST:
+            raise UserError(f"at most {_MAX_LIKELIEST} of the likeliest tokens are offered here")
+        token_ids, texts = self._stops(asked.get("stop"))
+        seed = asked.get("seed")
+        return prompt, SamplingParams(
+            max_new_tokens=min(wanted or room, room),
+            temperature=temperature,
+            seed=secrets.randbits(31) if seed is None else seed % 2**31,
+            stop_token_ids=token_ids,
+            top_k=top_k,
+            top_p=top_p,
+            stop_texts=texts,
+            ignore_eos=True,
+            num_likeliest=likeliest,
+            prompt_likeliest=of_prompt if body.get("prompt_logprobs") or of_prompt else None,
+        )
+
+    def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """None: at EOS; nothing: nowhere; else there, and at EOS."""
+        if stop is None:
+            return self._eos_ids, ()
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if not stop:
+            return (), ()
+        texts = tuple(s for s in stop if isinstance(s, str))
+        if any(not text for text in texts):
+            raise UserError("an empty stop string would end every sample at once; leave it out")
+        return (*self._eos_ids, *(s for s in stop if isinstance(s, int))), texts

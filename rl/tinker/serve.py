@@ -1,0 +1,226 @@
+"""`rl serve`: the actors, the service on them, and the HTTP server, from start to end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+import uvicorn
+from fastapi import FastAPI
+
+from rl.bounds import FilePath, NonNegativeFloat, Port, PositiveInt
+from rl.cluster.launch import ActorSpecs, EngineSpec, launch
+from rl.errors import ConfigError
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.hf import max_positions, read_config
+from rl.models.layout import Layout
+from rl.models.sources import ModelDir
+from rl.models.tokenizer import HFTokenizer
+from rl.observability.timeline import Timeline
+from rl.paths import lock_directory
+from rl.tinker.actors_backend import ActorsBackend
+from rl.tinker.app import make_app
+from rl.tinker.database import Database
+from rl.tinker.keys import read_keys
+from rl.tinker.limits import Limits
+from rl.tinker.routes import Served
+from rl.tinker.service import Service
+from rl.types import LoRA
+from rl.waiting import Deadlines, beside
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_ANSWERS_SECONDS = 2
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A Tinker server for one base model."""
+
+    model: Annotated[FilePath, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """The base model: a Hugging Face directory, or an id on the Hub."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. 0.0.0.0 lets other machines in."""
+
+    port: Port = 8000
+    """0 takes one that is free."""
+
+    api_key_file: FilePath = ""
+    """API keys, one a line; made with one new key where it is not there. Empty: DIRECTORY/api_keys."""
+
+    no_api_key: bool = False
+    """Serve whoever reaches the port, as one tenant."""
+
+    directory: FilePath = "tinker"
+    """Of checkpoints, logs and the database: a server that is started again goes on in it."""
+
+    database: str = ""
+    """An SQLAlchemy URL; empty for SQLite in the directory."""
+
+    names: tuple[str, ...] = ()
+    """Names under which clients may ask for the base model; empty: the last part of its path."""
+
+    context_length: PositiveInt = 2048
+    """Tokens of a prompt with its answer, where the model allows so many."""
+
+    engine: Literal["titan", "hf"] = "titan"
+    """TitanEngine, or HFEngine for architectures that only transformers has."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """In which trainer and generators compute; auto: bfloat16 on GPUs, else float32."""
+
+    layout: Layout = Layout()
+    """How the training engine is spread over processes."""
+
+    num_generators: PositiveInt = 1
+    """Generators, each in a process of its own."""
+
+    kv_cache_gib: NonNegativeFloat = 0.0
+    """Of each generator; 0: on a GPU what is free, else 0.25."""
+
+    max_body_mib: PositiveInt = 64
+    """Largest request."""
+
+    limits: Limits = field(default_factory=Limits)
+    deadlines: Deadlines = Deadlines()
+
+
+def serve(config: ServeConfig) -> int:
+    """Until SIGINT, SIGTERM or SIGHUP. Raises ConfigError before any process starts."""
+    source = ModelDir(config.model)
+    if problems := source.validate():
+        raise ConfigError("\n".join(problems))
+    if odd := [name for name in config.names if ":" in name or name.count("/") == 2]:
+        raise ConfigError(f"names={odd[0]!r}: the SDK takes no name with a colon or two slashes")
+    missing = sorted(set(LoRA.targets) - source.linear_layers())
+    if missing:
+        raise ConfigError(f"model {config.model} has no layers called {missing}, which Tinker's LoRA trains")
+    directory = Path(config.directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = lock_directory(directory, "server")
+    except OSError as error:
+        raise ConfigError(f"the directory {directory} cannot be used ({error}); give another") from error
+    try:
+        asyncio.run(_main(config, Path(source.directory), directory))
+    finally:
+        os.close(lock)
+    return 0
+
+
+async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
+    hf_config = read_config(model_dir)
+    context_length = min(config.context_length, max_positions(hf_config))
+    vocab_size = hf_config["vocab_size"]
+    key_file = Path(config.api_key_file or directory / "api_keys")
+    keys = [] if config.no_api_key else read_keys(key_file)
+    names = config.names or (model_dir.resolve().name,)
+    listener = _bind(config.host, config.port)
+    port = listener.getsockname()[1]
+    said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
+    database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
+    tokenizer, timeline = HFTokenizer(model_dir), Timeline()
+    print("starting the training engine and the generators ...", flush=True)
+    with contextlib.closing(database), listener:
+        async with launch(_specs(config, model_dir, context_length), directory, timeline) as actors:
+            await actors.publish(0)  # the base model, which stays
+            await actors.generators.wait_served(0)
+            backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
+            eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
+            service = Service(database, backend, directory, names, eos_ids, config.limits)
+            architecture = hf_config["model_type"]
+            served = Served(names, str(model_dir.resolve()), architecture, context_length)
+            app = make_app(service, keys, served, config.max_body_mib, tokenizer)
+            async with beside(service.run(), _forget(timeline)):
+                print(f"serving {', '.join(names)} at http://{config.host}:{port}; {said}", flush=True)
+                await _listen(app, listener)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Before anything starts, so that a port that is taken costs no time. Raises ConfigError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on ({error}); give another host or port"
+        ) from error
+
+
+async def _listen(app: FastAPI, listener: socket.socket) -> None:
+    """Until a signal."""
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_LAST_ANSWERS_SECONDS)
+    server = _Server(config)
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Signals are the server's own business: its processes have to be ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+
+def _specs(config: ServeConfig, model_dir: Path, context_length: int) -> ActorSpecs:
+    on_gpu = torch.accelerator.is_available()
+    auto: Literal["float32", "bfloat16"] = "bfloat16" if on_gpu else "float32"
+    dtype = auto if config.dtype == "auto" else config.dtype
+    engine = EngineConfig(
+        layout=config.layout,
+        dtype=dtype,
+        max_seq_len=context_length,
+        adapters=True,
+        timeout_seconds=config.deadlines.train,
+    )
+    generator = VLLMConfig(
+        model_dir=str(model_dir),
+        dtype=dtype,
+        max_model_len=context_length,
+        kv_cache_gib=config.kv_cache_gib or (None if on_gpu else 0.25),
+        max_lora_rank=config.limits.max_rank,
+        max_adapters=config.limits.max_models,
+        stop_texts=True,
+    )
+    return ActorSpecs(
+        roles={"trainer": config.layout.num_procs, "generator": config.num_generators, "reward": 0},
+        trainer=EngineSpec(config.engine, model_dir, engine),
+        generator=generator,
+        overlap=True,
+        num_generators=config.num_generators,
+        num_reward_procs=0,
+        max_trainer_restarts=1000,  # a server outlives many
+        max_generator_restarts=1000,
+        deadlines=config.deadlines,
+    )
+
+
+def _eos_ids(model_dir: Path, eos_id: int) -> tuple[int, ...]:
+    """The tokenizer's, and those of generation_config.json."""
+    ids = {eos_id}
+    path = model_dir / "generation_config.json"
+    if path.is_file():
+        more = json.loads(path.read_text()).get("eos_token_id")
+        ids |= set(more if isinstance(more, list) else [] if more is None else [more])
+    return tuple(sorted(ids))
+
+
+async def _forget(timeline: Timeline) -> None:
+    """What nobody will ask it for."""
+    while True:
+        await asyncio.sleep(60.0)
+        timeline.skip()

@@ -1,0 +1,288 @@
+"""Service: sessions, models, samplers and checkpoints of many tenants. It knows neither HTTP nor torch."""
+
+import asyncio
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.engine import Row
+
+from rl.tinker.backend import Backend, NotFound, UserError
+from rl.tinker.checkpoints import Checkpoints
+from rl.tinker.database import Database, models, now, requests, samplers, sessions
+from rl.tinker.limits import Limits
+from rl.tinker.paths import CheckpointPath
+from rl.tinker.requests import Requests
+from rl.tinker.sampling import Sampling
+from rl.tinker.training import Training
+from rl.types import Completion, LoRA, OptimParams
+from rl.waiting import beside
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_SWEEP_SECONDS = 60.0
+_SHOWN_ERRORS = 10
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the service has done since it started, and what waits."""
+
+    num_models: int  # in the engine
+    num_done: int  # training requests
+    num_tokens: int  # sampled
+    queues: Mapping[str, int]  # model -> requests
+    tenants: Mapping[str, int]  # tenant -> requests
+    errors: tuple[tuple[str, bytes], ...]  # the last, with their requests
+
+
+class Service:
+    """`run` works until it is cancelled; every other method returns at once."""
+
+    def __init__(
+        self,
+        database: Database,
+        backend: Backend,
+        root: Path,
+        model_names: tuple[str, ...],
+        eos_ids: tuple[int, ...],
+        limits: Limits = Limits(),
+    ):
+        """model_names: of the base model, the first its own. root: of checkpoints."""
+        self.backend = backend
+        self.model_names = model_names
+        self.limits = limits
+        self.queue = Requests(database, limits.max_waiting)
+        self.checkpoints = Checkpoints(database, backend, root)
+        self.training = Training(
+            database,
+            self.queue,
+            backend,
+            root,
+            self.checkpoints.save,
+            limits.snapshot_every,
+            limits.max_models,
+        )
+        self.sampling = Sampling(database, self.queue, backend, eos_ids, limits.max_samples)
+        self._database = database
+
+    async def run(self) -> None:
+        """What a restart found unfinished goes on."""
+        for request in self.queue.unfinished():
+            (self.sampling if request.kind == "sample" else self.training).submit(request)
+        async with beside(self.training.run(), self._sweep()):
+            await asyncio.Event().wait()
+
+    # ---- sessions
+
+    def create_session(self, tenant: str, display_name: str | None, user_metadata: Any) -> str:
+        id = secrets.token_hex(16)
+        self._database.insert(
+            sessions, id=id, tenant=tenant, created=now(), seen=now(), display_name=display_name,
+            user_metadata=user_metadata,
+        )  # fmt: skip
+        return id
+
+    def session(self, tenant: str, id: str) -> Row:
+        return self._own(sessions, id, tenant, "session")
+
+    def heartbeat(self, tenant: str, id: str) -> None:
+        self.session(tenant, id)
+        self._database.update(sessions, sessions.c.id == id, seen=now())
+
+    def finish_session(self, tenant: str, id: str) -> None:
+        """Its samplers go, with the weights that have no name. Models and checkpoints stay."""
+        self.session(tenant, id)
+        self.checkpoints.drop_samplers(id)
+
+    # ---- models
+
+    def create_model(
+        self, tenant: str, session: str, number: int, base_model: str, body: Mapping[str, Any]
+    ) -> str:
+        """body: lora_config, user_metadata. Returns the id of the request."""
+        self.session(tenant, session)
+        self._check_base(base_model)
+        config = body.get("lora_config") or {"rank": 32}
+        if not 1 <= config["rank"] <= self.limits.max_rank:
+            raise UserError(f"a LoRA rank of {config['rank']}; this server takes 1 to {self.limits.max_rank}")
+        targets = _ATTENTION * config.get("train_attn", True) + _MLP * config.get("train_mlp", True)
+        if not targets:
+            raise UserError("nothing would learn: set train_attn or train_mlp (train_unembed is not offered)")
+        seed = config.get("seed")
+        seed = secrets.randbits(31) if seed is None else seed % 2**63
+        lora = LoRA(config["rank"], 32.0, targets)
+        return self._begin_model(tenant, session, number, lora, seed, None, False, body)
+
+    def create_model_from(
+        self, tenant: str, session: str, number: int, path: str, optimizer: bool, body: Mapping[str, Any]
+    ) -> str:
+        self.session(tenant, session)
+        if body.get("base_model"):
+            self._check_base(body["base_model"])
+        checkpoint = self.checkpoints.readable(tenant, path)
+        self._check_optimizer(checkpoint, optimizer)
+        lora = LoRA.from_record(checkpoint.lora)
+        return self._begin_model(tenant, session, number, lora, 0, checkpoint.directory, optimizer, body)
+
+    def _begin_model(
+        self, tenant: str, session: str, number: int, lora: LoRA, seed: int, source: str | None,
+        optimizer: bool, body: Mapping[str, Any],
+    ) -> str:  # fmt: skip
+        id = f"{session}:train:{number}"
+        if self._database.get(models, id) is None:
+            self._database.insert(
+                models, id=id, session=session, tenant=tenant, lora=asdict(lora), seed=seed, source=source,
+                source_optimizer=optimizer, snapshot_number=0, created=now(), seen=now(),
+                user_metadata=body.get("user_metadata"),
+            )  # fmt: skip
+        return self.submit(tenant, "create_model", id, 0, json.dumps(dict(body)).encode())
+
+    def list_models(self, tenant: str, session: str | None = None) -> list[Row]:
+        where = [models.c.tenant == tenant, *([models.c.session == session] if session else [])]
+        return list(self._database.find(models, *where, order=models.c.created.desc()))
+
+    def list_sessions(self, tenant: str) -> list[Row]:
+        return list(
+            self._database.find(sessions, sessions.c.tenant == tenant, order=sessions.c.created.desc())
+        )
+
+    def model(self, tenant: str, id: str) -> Row:
+        return self._own(models, id, tenant, "model")
+
+    def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
+        """A request of a model. The same seq_id once more is the same request."""
+        self.model(tenant, model)
+        if seq_id < 1 and kind != "create_model":
+            raise UserError("seq_id has to be at least 1, and another for each request")
+        request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)
+        if is_new:
+            self._database.update(models, models.c.id == model, seen=now())
+            self.training.submit(request)
+        return request.id
+
+    def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:
+        checkpoint = self.checkpoints.readable(tenant, path)
+        self._check_optimizer(checkpoint, optimizer)
+        body = {"path": path, "directory": checkpoint.directory, "optimizer": optimizer}
+        return self.submit(tenant, "load_weights", model, seq_id, json.dumps(body).encode())
+
+    def optim_step(self, tenant: str, model: str, seq_id: int, adam: Mapping[str, float]) -> str:
+        """adam: Tinker's AdamParams."""
+        lr, eps, decay, clip = (adam[k] for k in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"))
+        betas = adam["beta1"], adam["beta2"]
+        numbers = (lr, eps, decay, clip)
+        if not all(0 <= number < math.inf for number in numbers) or not all(0 <= beta < 1 for beta in betas):
+            raise UserError(
+                f"AdamParams {dict(adam)} have a number that is negative, too large or not finite"
+            )
+        params = OptimParams(lr, betas=betas, eps=eps, weight_decay=decay, max_grad_norm=clip)
+        return self.submit(
+            tenant, "optim_step", model, seq_id, json.dumps({"params": asdict(params)}).encode()
+        )
+
+    def save(self, tenant: str, kind: str, model: str, seq_id: int, body: Mapping[str, Any]) -> str:
+        """kind: save_weights or save_weights_for_sampler."""
+        if body.get("path"):
+            CheckpointPath.make(model, "weights", body["path"])
+        if body.get("ttl_seconds") is not None and not 0 < body["ttl_seconds"] < 2**63:
+            raise UserError("ttl_seconds has to be over 0")
+        return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
+
+    def _check_base(self, name: str) -> None:
+        if name not in self.model_names:
+            raise UserError(f"this server has no base model {name!r}; it has {list(self.model_names)}")
+
+    def _check_optimizer(self, checkpoint: Row, optimizer: bool) -> None:
+        if optimizer and checkpoint.kind != "weights":
+            raise UserError(
+                f"{checkpoint.path} has weights for sampling alone; load it without its optimizer"
+            )
+
+    # ---- sampling
+
+    def create_sampler(
+        self, tenant: str, session: str, number: int, base_model: str | None, model_path: str | None
+    ) -> str:
+        self.session(tenant, session)
+        directory = None
+        if model_path:
+            directory = self.checkpoints.readable(tenant, model_path).directory
+        elif base_model:
+            self._check_base(base_model)
+        else:
+            raise UserError("a sampling session needs base_model or model_path")
+        id = f"{session}:sample:{number}"
+        if self._database.get(samplers, id) is None:
+            self._database.insert(
+                samplers, id=id, session=session, tenant=tenant, model_path=model_path or None,
+                directory=directory, inflight_of=None, created=now(),
+            )  # fmt: skip
+        return id
+
+    def sampler(self, tenant: str, id: str) -> Row:
+        return self._own(samplers, id, tenant, "sampling session")
+
+    def list_samplers(self, session: str) -> list[Row]:
+        return list(self._database.find(samplers, samplers.c.session == session))
+
+    def sample(self, tenant: str, sampler: str, seq_id: int, body: Mapping[str, Any]) -> str:
+        self.sampler(tenant, sampler)
+        self.sampling.check(body)
+        request, is_new = self.queue.submit(
+            f"{sampler}:{seq_id}", tenant, "sample", sampler, json.dumps(dict(body)).encode()
+        )
+        if is_new:
+            self.sampling.submit(request)
+        return request.id
+
+    async def sample_now(self, tenant: str, model: str, body: Mapping[str, Any]) -> list[Completion]:
+        """model: a name of the base model, or a checkpoint's path. Not kept: a restart loses it."""
+        directory = None
+        if model.startswith("tinker://"):
+            directory = Path(self.checkpoints.readable(tenant, model).directory)
+        else:
+            self._check_base(model)
+        return await self.sampling.sample(directory, body)
+
+    def cancel(self, tenant: str, request_id: str) -> None:
+        row = self._database.get(requests, request_id, "id")
+        if row is None or row.tenant != tenant:
+            raise NotFound(f"there is no request {request_id}")
+        self.sampling.cancel(row)
+
+    # ---- housekeeping
+
+    def status(self) -> "Status":
+        failed = self.queue.last_failed(_SHOWN_ERRORS)
+        return Status(
+            num_models=self.training.num_models,
+            num_done=self.training.num_done,
+            num_tokens=self.sampling.num_tokens,
+            queues=self.training.queue_lengths(),
+            tenants=self.queue.waiting(),
+            errors=tuple((row.id, row.result) for row in failed),
+        )
+
+    def _own(self, table: Any, id: str, tenant: str, what: str) -> Row:
+        row = self._database.get(table, id)
+        if row is None or row.tenant != tenant:
+            raise NotFound(f"there is no {what} {id[:200]}")
+        return row
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Checkpoints past their time go, and what sessions without a heartbeat left."""
+        self.checkpoints.sweep()
+        before = now() - self.limits.keep_seconds
+        self.queue.forget_before(before)
+        for session in self._database.find(sessions, sessions.c.seen < before):
+            self.checkpoints.drop_samplers(session.id)

@@ -1,0 +1,330 @@
+"""`rl serve` on real processes, through the official SDK: numbers against float64, sampling, a killed trainer."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
+import transformers  # noqa: E402
+from tinker import types  # noqa: E402
+from tinker.types.tensor_data import TensorData  # noqa: E402
+
+from rl.models.sources import TinyQwen3  # noqa: E402
+from tests.integration.runs import start  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+logging.getLogger("tinker").setLevel(logging.CRITICAL)  # it looks for the server when that is gone
+SECONDS = 180
+TOKENS = list(range(2, 14))
+AS_IT_IS = {"learning_rate": 1e6, "eps": 1e6, "beta1": 0.0, "beta2": 0.0}
+"""AdamW's first step with these moves a weight by u = -g / (1 + |g| / eps), g its gradient."""
+
+
+class Server:
+    def __init__(self, root: Path):
+        self.root = root
+        self.model_dir = TinyQwen3(alphabet="abcdefghijklmnop").materialize(root)
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(self.model_dir)
+        config.initializer_range = 0.15
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(self.model_dir)
+        self.directory = root / "server"
+        self.start()
+
+    def start(self):
+        output = (self.root / "output.txt").open("w+")
+        flags = ("--port", "0", "--context_length", "64", "--directory", self.directory, "--names", "tiny")
+        self.process = start("serve", self.model_dir, *flags, stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + SECONDS
+        while not (found := re.search(r"at (http://\S+);", (self.root / "output.txt").read_text())):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+        self.url = found[1]
+        self.key = (self.directory / "api_keys").read_text().strip()
+
+    def output(self) -> str:
+        return (self.root / "output.txt").read_text()[-3000:]
+
+    def client(self):
+        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+
+    def trainable(self, seed=0):
+        return self.client().create_lora_training_client(base_model="tiny", rank=4, seed=seed).result()
+
+    def saved(self, training, name: str) -> Path:
+        """The directory of a checkpoint."""
+        path = training.save_state(name).result().path
+        model, kind, name = path.removeprefix("tinker://").split("/")
+        return self.directory / "checkpoints" / model.replace(":", "-") / kind / name
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    os.environ["TINKER_TELEMETRY"] = "0"
+    server = Server(tmp_path_factory.mktemp("serve"))
+    yield server
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0, server.output()
+    _, alive = psutil.wait_procs(children, 10)
+    assert not alive
+
+
+def reference(server, adapter: Path, data):
+    """Logprobs of the targets [N] or [N, K] of each datum, float64, and the parameters that they depend on."""
+    from peft import PeftModel
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(server.model_dir, dtype=torch.float64)
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).double()
+    logprobs = []
+    for datum in data:
+        logits = model(torch.tensor([datum.model_input.to_ints()])).logits[0]
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch()
+        several = targets.reshape(len(targets), -1)
+        logprobs.append(logits.log_softmax(-1).gather(1, several).reshape(targets.shape))
+    parameters = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    return logprobs, parameters
+
+
+def expected_loss(loss, config, logprobs, datum):
+    """Tinker's formulas."""
+    given = {name: data.to_torch().double() for name, data in datum.loss_fn_inputs.items()}
+    if loss == "cross_entropy":
+        return -(given["weights"] * logprobs).sum()
+    q, a = given["logprobs"], given["advantages"]
+    ratio = (logprobs - q).exp()
+    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+    if loss == "importance_sampling":
+        return -(ratio * a).sum()
+    if loss == "ppo":
+        return -torch.minimum(ratio * a, ratio.clamp(low or 0.8, high or 1.2) * a).sum()
+    if loss == "cispo":
+        return -(ratio.clamp(low or 0.0, high or 4.0).detach() * logprobs * a).sum()
+    if loss == "dro":
+        return -(logprobs * a - config["beta"] / 2 * (logprobs - q) ** 2).sum()
+    assert loss == "gspo"
+    mask = given["sequence_ratio_mask"]
+    s = (((logprobs - q) * mask).sum() / mask.sum()).exp().detach()
+    ratio = s * (logprobs - logprobs.detach()).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
+
+
+def make_data(loss, columns=0, seed=0):
+    """Two sequences, of which one's targets are not its own next tokens."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for number, length in enumerate((9, 6)):
+        tokens = rng.integers(2, 18, length + 1)
+        shape = (length, columns) if columns else (length,)
+        targets = tokens[1:] if number == 0 and not columns else rng.integers(2, 18, shape)
+        inputs = {"target_tokens": torch.tensor(targets)}
+        if loss == "cross_entropy":
+            inputs["weights"] = torch.tensor(rng.normal(size=shape), dtype=torch.float32)
+        else:
+            inputs["logprobs"] = torch.tensor(rng.normal(-2.8, 0.4, shape), dtype=torch.float32)
+            inputs["advantages"] = torch.tensor(rng.normal(size=shape), dtype=torch.float32)
+        if loss == "gspo":
+            inputs["sequence_ratio_mask"] = torch.tensor([0.0] * 2 + [1.0] * (length - 2))
+        given = {name: TensorData.from_torch(tensor) for name, tensor in inputs.items()}
+        prompt = types.ModelInput.from_ints(tokens[:-1].tolist())
+        data.append(types.Datum(model_input=prompt, loss_fn_inputs=given))
+    return data
+
+
+WIDE = {"clip_low_threshold": 0.2, "clip_high_threshold": 1.5}
+LOSSES = [
+    ("cross_entropy", {}, 0),
+    ("cross_entropy", {}, 3),
+    ("importance_sampling", {}, 0),
+    ("importance_sampling", {}, 2),
+    ("ppo", {}, 0),
+    ("ppo", WIDE, 0),
+    ("cispo", {}, 0),
+    ("cispo", WIDE, 0),
+    ("dro", {"beta": 0.05}, 0),
+    ("gspo", WIDE, 0),
+]
+
+
+def test_each_loss_and_its_gradient_equal_a_float64_reference(server):
+    training = server.trainable(seed=1)
+    training.forward_backward(make_data("cross_entropy", seed=5), "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=0.02)).result()  # else B is 0 and A has no gradient
+    before = training.save_state("before").result().path
+    directory = server.saved(training, "begin")
+    for loss, config, columns in LOSSES:
+        data = make_data(loss, columns)
+        logprobs, parameters = reference(server, directory, data)
+        wanted = sum(expected_loss(loss, config, lp, d) for lp, d in zip(logprobs, data, strict=True))
+        wanted.backward()
+        learner = server.client().create_training_client_from_state(before).result()
+        result = learner.forward_backward(data, loss, config).result()
+        learner.optim_step(types.AdamParams(**AS_IT_IS)).result()
+        label = (loss, config, columns)
+        for got, lp in zip(result.loss_fn_outputs, logprobs, strict=True):
+            assert list(got["logprobs"].shape) == list(lp.shape), label
+            assert (got["logprobs"].to_torch() - lp).abs().max() < 1e-5, label
+        assert result.metrics["loss:sum"] == pytest.approx(wanted.item(), abs=2e-5), label
+        old = load_file(directory / "adapter_model.safetensors")
+        new = load_file(server.saved(learner, "after") / "adapter_model.safetensors")
+        assert old.keys() == parameters.keys()
+        scale = max(p.grad.abs().max() for p in parameters.values())
+        for name, p in parameters.items():
+            moved = old[name].double() - new[name].double()
+            gradient = moved / (1 - moved.abs() / AS_IT_IS["eps"])
+            assert (gradient - p.grad).abs().max() < 1e-5 * max(1.0, scale), (label, name)
+
+
+def test_parts_in_any_order_are_the_whole_and_tenants_do_not_change_each_other(server):
+    data = make_data("cross_entropy", seed=2) + make_data("cross_entropy", seed=3)
+    adam = types.AdamParams(learning_rate=0.01)
+
+    def learn(training, parts):
+        for _ in range(3):
+            for part in parts:
+                training.forward_backward(part, "cross_entropy")
+            training.optim_step(adam)
+
+    whole, parts, beside = (server.trainable(seed=7) for _ in range(3))
+    learn(whole, [data])
+    alone = load_file(server.saved(whole, "alone") / "adapter_model.safetensors")
+    learn(parts, [data[2:], data[:2]])
+    learn(beside, [data])  # both wait at the same time, and take turns
+    together = load_file(server.saved(beside, "beside") / "adapter_model.safetensors")
+    in_parts = load_file(server.saved(parts, "parts") / "adapter_model.safetensors")
+    for name, tensor in alone.items():
+        assert torch.equal(together[name], tensor)
+        assert (in_parts[name] - tensor).abs().max() < 1e-4
+
+
+def test_samples_are_the_models_own(server):
+    training = server.trainable(seed=3)
+    for _ in range(3):
+        training.forward_backward(make_data("cross_entropy", seed=4), "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    learned = training.save_weights_and_get_sampling_client().result()
+    base = server.client().create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints(TOKENS[:4])
+    params = types.SamplingParams(max_tokens=12, seed=5, stop=[])
+    futures = [client.sample(prompt, 4, params) for client in (learned, base, learned)]  # in one batch
+    first, of_base, again = (future.result().sequences for future in futures)
+    assert [s.tokens for s in first] == [s.tokens for s in again]
+    assert len({tuple(s.tokens) for s in first}) == 4
+    assert [s.tokens for s in first] != [s.tokens for s in of_base]
+    for sequence in first:
+        tokens = TOKENS[:4] + sequence.tokens
+        target = {"target_tokens": tokens[1:]}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)
+        exact = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+        assert (exact[3:] - torch.tensor(sequence.logprobs)).abs().max() < 1e-4
+    whole = TOKENS[:4] + first[0].tokens
+    scored = learned.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+    assert scored[0] is None and scored[4:] == pytest.approx(first[0].logprobs, abs=1e-4)
+    top = learned.sample(
+        prompt, 1, types.SamplingParams(max_tokens=2, temperature=0.0, stop=[]),
+        include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
+    ).result()  # fmt: skip
+    assert [len(place) for place in top.topk_prompt_logprobs[1:]] == [3, 3, 3]
+    greedy = top.sequences[0]
+    assert [place[0][0] for place in greedy.topk_logprobs] == greedy.tokens
+    stopped = base.sample(
+        prompt, 8, types.SamplingParams(max_tokens=40, seed=0, stop=["a"])
+    ).result().sequences  # fmt: skip
+    tokenizer = training.get_tokenizer()
+    ends = {tokenizer.decode(s.tokens[-1:]) for s in stopped if s.stop_reason == "stop"}
+    assert "a" in ends and ends <= {"a", tokenizer.eos_token}
+    assert all("a" not in tokenizer.decode(s.tokens[:-1]) for s in stopped)
+
+
+def test_openais_client_samples_the_base_model_and_checkpoints(server):
+    openai = pytest.importorskip("openai")
+    training = server.trainable(seed=2)
+    for _ in range(5):
+        training.forward_backward(make_data("cross_entropy", seed=8), "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    path = training.save_weights_for_sampler("eval").result().path
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key)
+    assert {"tiny", path} <= {model.id for model in client.models.list()}
+    asked = {"prompt": TOKENS[:4], "max_tokens": 6, "seed": 1, "n": 2, "logprobs": 1}
+    more = {"extra_body": {"return_token_ids": True}}
+    ours, of_base = (client.completions.create(model=m, **asked, **more) for m in (path, "tiny"))
+    assert ours.choices[0].token_ids != of_base.choices[0].token_ids
+    assert ours.usage.prompt_tokens == 4 and len(ours.choices) == 2
+    sampler = server.client().create_sampling_client(model_path=path).result()
+    params = types.SamplingParams(max_tokens=6, seed=1)
+    same = sampler.sample(types.ModelInput.from_ints(TOKENS[:4]), 2, params).result().sequences
+    assert [c.token_ids for c in ours.choices] == [s.tokens for s in same]
+    assert ours.choices[0].logprobs.token_logprobs == pytest.approx(list(same[0].logprobs), abs=1e-4)
+    text = client.completions.create(model="tiny", prompt="abc", max_tokens=3)
+    assert isinstance(text.choices[0].text, str)
+    for call, match in [
+        (lambda: client.completions.create(model="other", prompt="a"), "no base model 'other'"),
+        (lambda: client.completions.create(model="tiny", prompt="a", stream=True), "stream is not offered"),
+        (lambda: client.completions.create(model="tiny", prompt="a", best_of=2), "best_of is not offered"),
+        (
+            lambda: client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}]),
+            "no chat template",
+        ),
+    ]:
+        with pytest.raises(openai.UnprocessableEntityError, match=match):
+            call()
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-no", max_retries=0).models.list()
+
+
+def test_a_killed_trainer_comes_back_with_every_model(server):
+    quiet, disturbed = server.trainable(seed=9), server.trainable(seed=9)
+    data, adam = make_data("cross_entropy", seed=6), types.AdamParams(learning_rate=0.02)
+    for step in range(14):
+        for training in (quiet, disturbed):
+            training.forward_backward(data, "cross_entropy")
+            training.optim_step(adam).result()
+        if step == 12:
+            (log,) = [line for line in _processes(server) if "trainer" in line[1]]
+            os.kill(log[0], signal.SIGKILL)
+    files = [server.saved(t, "end") / "adapter_model.safetensors" for t in (quiet, disturbed)]
+    one, other = map(load_file, files)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    fresh = server.trainable(seed=9)
+    for _ in range(14):
+        fresh.forward_backward(data, "cross_entropy")
+        fresh.optim_step(adam).result()
+    undisturbed = load_file(server.saved(fresh, "end") / "adapter_model.safetensors")
+    assert all(torch.equal(one[name], undisturbed[name]) for name in one)
+
+
+def _processes(server) -> list[tuple[int, str]]:
+    """(pid, the log that it writes to) of the server's processes."""
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            found.append((child.pid, os.readlink(f"/proc/{child.pid}/fd/1")))
+        except OSError:
+            continue
+    return found
+
+
+def test_settings_of_an_adapter_are_honoured(server):
+    made = server.client().create_lora_training_client(
+        base_model="tiny", rank=2, seed=4, train_mlp=False, train_unembed=False
+    ).result()  # fmt: skip
+    directory = server.saved(made, "attention")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    assert config["r"] == 2 and set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    same = server.client().create_lora_training_client(base_model="tiny", rank=2, seed=4).result()
+    ours, theirs = (
+        load_file(d / "adapter_model.safetensors") for d in (directory, server.saved(same, "all"))
+    )
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+    assert len(theirs) > len(ours)

@@ -1,0 +1,128 @@
+"""A backend that computes nothing, and a server on it in a thread."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+
+import numpy as np
+import uvicorn
+
+from rl.tinker.app import make_app
+from rl.tinker.backend import Backend, Learned, ModelsLost, UserError
+from rl.tinker.database import Database
+from rl.tinker.limits import Limits
+from rl.tinker.routes import Served
+from rl.tinker.service import Service
+from rl.types import Completion, StopReason, VersionRange
+
+# The SDK goes on to look for servers that are no more.
+logging.getLogger("tinker").setLevel(logging.CRITICAL)
+KEYS = ("tml-first", "tml-second")
+NAME = "tiny"
+VOCABULARY = 128
+
+
+class FakeBackend(Backend):
+    """A model is one number: optim_step adds lr times what forward_backward summed of the weights (1 each without).
+
+    Logprobs are minus that number. `log` is what was called, in order.
+    """
+
+    context_length = 64
+    vocab_size = VOCABULARY
+
+    def __init__(self):
+        self.models, self.log, self.busy = {}, [], False
+        self.lose_at = None  # the number of calls at which all models are lost, once
+        self.delay = 0.0
+
+    async def _call(self, *what):
+        assert not self.busy, "training calls come one after the other"
+        self.busy = True
+        try:
+            await asyncio.sleep(self.delay)
+            self.log.append(what)
+            if len(self.log) == self.lose_at:
+                self.models.clear()
+                raise ModelsLost("the engine died")
+        finally:
+            self.busy = False
+
+    async def create(self, model, lora, seed):
+        await self._call("create", model)
+        assert model not in self.models
+        self.models[model] = {"value": float(seed % 7), "gradient": 0.0, "steps": 0, "rank": lora.rank}
+
+    async def remove(self, model):
+        await self._call("remove", model)
+        del self.models[model]
+
+    async def forward_backward(self, model, data, loss, config, forward_only):
+        await self._call("forward" if forward_only else "forward_backward", model)
+        state = self.models[model]
+        if any(13 in datum.tokens for datum in data):
+            raise UserError("13 is not a token that anybody wants")
+        total = sum(float(d.inputs.get("weights", np.ones(d.targets.shape)).sum()) for d in data)
+        if not forward_only:
+            state["gradient"] += total
+        logprobs = [np.full(d.targets.shape, -state["value"], np.float32) for d in data]
+        return Learned(logprobs, {"loss:sum": total * state["value"]})
+
+    async def optim_step(self, model, params):
+        await self._call("optim_step", model)
+        state = self.models[model]
+        state["value"] += params.lr * state["gradient"]
+        state["gradient"], state["steps"] = 0.0, state["steps"] + 1
+        return {"grad_norm": 1.0}
+
+    async def save(self, model, directory, optimizer):
+        await self._call("save", model)
+        directory.mkdir(parents=True)
+        (directory / "adapter_config.json").write_text(json.dumps(self.models[model]))
+
+    async def load(self, model, directory, optimizer):
+        await self._call("load", model)
+        state = json.loads((directory / "adapter_config.json").read_text())
+        self.models[model] = state | {"gradient": 0.0} | ({} if optimizer else {"steps": 0})
+
+    async def sample(self, adapter, prompt, n, params):
+        await asyncio.sleep(self.delay)
+        value = json.loads((adapter / "adapter_config.json").read_text())["value"] if adapter else 0.0
+        tokens = [(params.seed + i) % VOCABULARY for i in range(min(3, params.max_new_tokens))]
+        one = Completion(tokens, [-value] * len(tokens), VersionRange(0, 0), StopReason.LENGTH)
+        return [one] * n
+
+
+@contextlib.contextmanager
+def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0):
+    """(URL, service) of a server in a thread."""
+    backend = backend or FakeBackend()
+    root.mkdir(exist_ok=True)
+    database = Database(f"sqlite:///{root}/server.db?check_same_thread=false")
+    service = Service(database, backend, root, (NAME,), (0,), limits)
+    app = make_app(service, keys, Served((NAME,), None, "qwen3", backend.context_length), 4)
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
+
+    async def main():
+        working = asyncio.create_task(service.run())
+        try:
+            await server.serve()
+        finally:
+            working.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", service
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        database.close()

@@ -1,0 +1,244 @@
+"""A server that is killed, or whose engine dies: clients go on, and no optim_step is lost or done twice."""
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
+
+from tinker.proto.response_conv import deserialize_forward_backward_output  # noqa: E402
+
+from rl.tinker.database import Database  # noqa: E402
+from rl.tinker.limits import Limits  # noqa: E402
+from rl.tinker.service import Service  # noqa: E402
+from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
+from tests.tinker.test_protocol import ADAM, client, datum, request_body, value_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SERVER = """
+import sys, time
+from pathlib import Path
+from tests.tinker.fakes import FakeBackend, Limits, serving
+backend = FakeBackend()
+backend.delay = 0.005
+with serving(Path(sys.argv[1]), backend, Limits(snapshot_every=4), port=int(sys.argv[2])):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("lose_at", [3, 7, 12, 20])
+def test_where_the_engine_dies_every_model_is_what_it_was(tmp_path, lose_at):
+    backend = FakeBackend()
+    backend.lose_at = lose_at
+    with serving(tmp_path / "server", backend, Limits(snapshot_every=3)) as (url, _):
+        models = [
+            client(url).create_lora_training_client(base_model=NAME, rank=8, seed=i).result()
+            for i in range(2)
+        ]
+        for _ in range(8):
+            for training in models:
+                training.forward_backward([datum(), datum()], "cross_entropy")
+                training.optim_step(ADAM).result()
+        assert [value_of(t) for t in models] == pytest.approx([8 * 0.6, 1 + 8 * 0.6])
+
+
+def test_more_models_than_the_engine_holds_take_turns(tmp_path):
+    backend = FakeBackend()
+    with serving(tmp_path / "server", backend, Limits(max_models=2)) as (url, _):
+        models = [
+            client(url).create_lora_training_client(base_model=NAME, rank=8, seed=i).result()
+            for i in range(5)
+        ]
+        for _ in range(3):
+            for training in models:
+                training.forward_backward([datum()], "cross_entropy")
+                training.optim_step(ADAM).result()
+                assert len(backend.models) <= 2
+        assert [value_of(t) for t in models] == pytest.approx([i + 0.9 for i in range(5)])
+
+
+def test_models_with_a_gradient_make_room_for_others_too(tmp_path):
+    backend = FakeBackend()
+    with serving(tmp_path / "server", backend, Limits(max_models=2)) as (url, _):
+        models = [
+            client(url).create_lora_training_client(base_model=NAME, rank=8, seed=i).result()
+            for i in range(4)
+        ]
+        for _ in range(3):
+            for training in models:
+                training.forward_backward([datum()], "cross_entropy").result()
+            for training in models:
+                training.optim_step(ADAM).result()
+            assert len(backend.models) <= 2
+        assert [value_of(t) for t in models] == pytest.approx([i + 0.9 for i in range(4)])
+
+
+def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_path):
+    """Three clients train while the server is killed at random moments; they only see the SDK's own retries."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "server"), str(port)]
+
+    def start():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "up\n"
+        return process
+
+    server, rng, found = start(), random.Random(0), {}
+
+    def train(i):
+        training = client(f"http://127.0.0.1:{port}").create_lora_training_client(
+            base_model=NAME, rank=8, seed=i
+        ).result()  # fmt: skip
+        for _ in range(30):
+            training.forward_backward([datum()], "cross_entropy")
+            training.optim_step(ADAM).result()
+        found[i] = value_of(training)
+
+    clients = [threading.Thread(target=train, args=(i,), daemon=True) for i in range(3)]
+    for thread in clients:
+        thread.start()
+    num_kills = 0
+    while any(thread.is_alive() for thread in clients):
+        time.sleep(rng.uniform(0.2, 1.0))
+        if num_kills < 4:
+            os.kill(server.pid, signal.SIGKILL)
+            server.wait()
+            server, num_kills = start(), num_kills + 1
+    server.kill()
+    server.wait()
+    assert num_kills >= 2
+    assert [found[i] for i in range(3)] == pytest.approx([i + 30 * 0.3 for i in range(3)])
+
+
+def test_a_key_of_the_first_tenant_still_finds_its_model_after_a_restart(tmp_path):
+    with serving(tmp_path / "server") as (url, _):
+        training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=4).result()
+        path = training.save_state("kept").result().path
+    with serving(tmp_path / "server") as (url, _):
+        rest = tinker.RestClient(base_url=url, api_key=KEYS[0])
+        assert [run.training_run_id for run in rest.list_training_runs().result().training_runs] == [
+            training.model_id
+        ]
+        assert value_of(client(url).create_training_client_from_state(path).result()) == 4
+
+
+class Dead(BaseException):
+    """The process was killed."""
+
+
+class MortalDatabase(Database):
+    """Dies before its k-th change."""
+
+    def __init__(self, url, k):
+        self.left = math.inf
+        super().__init__(url)
+        self.left = k
+
+    def _run(self, statement, values=None, changes=False):
+        self.left -= changes
+        if self.left < 0:
+            raise Dead
+        return super()._run(statement, values, changes)
+
+
+class MortalBackend(FakeBackend):
+    """Dies before its k-th call."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.k = k
+
+    async def _call(self, *what):
+        if len(self.log) >= self.k:
+            raise Dead
+        await super()._call(*what)
+
+
+STEPS = 7
+
+
+async def train_once(root, database, backend, acknowledged):
+    """One life of a server, whose client sends again what was not answered. Returns the model's value at the end."""
+    limits = Limits(snapshot_every=2)
+    service = Service(database, backend, root, (NAME,), (0,), limits)
+    working = asyncio.create_task(service.run())
+    await asyncio.sleep(0)
+    tenant = "me"
+
+    async def answered(id):
+        waiting = asyncio.create_task(service.queue.wait(id, tenant, 5))
+        await asyncio.wait({waiting, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            waiting.cancel()
+            raise Dead
+        row = waiting.result()
+        assert row.state == "done", row.result
+        return row
+
+    try:
+        if "session" not in acknowledged:
+            acknowledged["session"] = service.create_session(tenant, None, None)
+        session, model = acknowledged["session"], f"{acknowledged['session']}:train:0"
+        lora = {"lora_config": {"rank": 4, "seed": 0}}
+        await answered(service.create_model(tenant, session, 0, NAME, lora))
+        adam = {
+            "learning_rate": 0.1,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "grad_clip_norm": 0.0,
+            "beta1": 0.9,
+            "beta2": 0.9,
+        }
+        for step in range(acknowledged.get("steps", 0), STEPS):
+            for part in (1, 2):
+                body = request_body(model, 10 * step + part)
+                await answered(service.submit(tenant, "forward_backward", model, 10 * step + part, body))
+            await answered(service.optim_step(tenant, model, 10 * step + 3, adam))
+            acknowledged["steps"] = step + 1
+        row = await answered(service.submit(tenant, "forward_backward", model, 999, request_body(model, 999)))
+        output = deserialize_forward_backward_output(row.result)
+        return -output.loss_fn_outputs[0]["logprobs"].data[0]
+    finally:
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError, BaseException):
+            await working
+        database._connection.close()
+
+
+@pytest.mark.parametrize("what", ["database", "backend"])
+def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
+    """Before each change of the database, and before each call of the backend; and once more in its second life."""
+    deaths = 0
+    for k in range(0, 400, 2):
+        root = tmp_path / f"{what}-{k}"
+        root.mkdir()
+        url, acknowledged = f"sqlite:///{root}/server.db", {}
+        for life in (k, k // 2, math.inf):
+            database = MortalDatabase(url, life if what == "database" else math.inf)
+            backend = MortalBackend(life if what == "backend" else math.inf)
+            try:
+                value = asyncio.run(train_once(root, database, backend, acknowledged))
+                break
+            except BaseExceptionGroup:
+                deaths += 1
+            except Dead:
+                deaths += 1
+        assert value == pytest.approx(STEPS * 0.1 * 6), (what, k)
+        if life == k:  # it lived through it all
+            break
+    else:
+        raise AssertionError("it never lived")
+    assert deaths > 20

@@ -1,0 +1,86 @@
+"""What `rl serve` is told, and what it refuses before any process starts."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("tinker", reason="needs the extra `serve`")
+
+from rl.cli import _serve
+from rl.errors import ConfigError
+from rl.models.layout import Layout
+from rl.models.sources import TinyQwen3
+from rl.paths import lock_directory
+from rl.tinker.limits import Limits
+from rl.tinker.serve import ServeConfig, _specs, serve
+from rl.waiting import Deadlines
+from tests.tiny import write_model
+
+
+def test_settings_reach_the_processes(tmp_path):
+    config = ServeConfig(str(tmp_path))
+    plain = _specs(config, tmp_path, 64)
+    assert plain.trainer.config.adapters and plain.trainer.config.max_seq_len == 64
+    assert plain.generator.max_model_len == 64 and plain.generator.stop_texts
+    for change, found in [
+        ({"engine": "hf"}, lambda s: s.trainer.kind == "hf"),
+        ({"dtype": "bfloat16"}, lambda s: s.trainer.config.dtype == s.generator.dtype == "bfloat16"),
+        ({"layout": Layout(shard=2)}, lambda s: s.roles["trainer"] == 2 == s.trainer.config.layout.shard),
+        ({"num_generators": 3}, lambda s: s.roles["generator"] == 3 == s.num_generators),
+        ({"kv_cache_gib": 0.5}, lambda s: s.generator.kv_cache_gib == 0.5),
+        ({"limits": Limits(max_rank=8)}, lambda s: s.generator.max_lora_rank == 8),
+        ({"limits": Limits(max_models=3)}, lambda s: s.generator.max_adapters == 3),
+        (
+            {"deadlines": Deadlines(train=7.0)},
+            lambda s: s.trainer.config.timeout_seconds == 7.0 == s.deadlines.train,
+        ),
+    ]:
+        assert not found(plain)
+        assert found(_specs(replace(config, **change), tmp_path, 64)), change
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    path = TinyQwen3(alphabet="abcdefgh").materialize(tmp_path)
+    write_model(path, vocab_size=64)
+    return path
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path, model_dir):
+    with pytest.raises(ConfigError, match="nowhere"):
+        serve(ServeConfig(str(tmp_path / "nowhere")))
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    lock_directory(occupied, "server")
+    with pytest.raises(ConfigError, match="belongs to a server that is under way"):
+        serve(ServeConfig(str(model_dir), directory=str(occupied)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        serve(ServeConfig(str(model_dir), directory=str(tmp_path / "file")))
+    (tmp_path / "keys").write_text("not a key\n")
+    with pytest.raises(ConfigError, match="begin with tml-"):
+        serve(ServeConfig(str(model_dir), directory=str(tmp_path / "a"), api_key_file=str(tmp_path / "keys")))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot be listened on"):
+            serve(ServeConfig(str(model_dir), directory=str(tmp_path / "c"), port=port))
+    with pytest.raises(ConfigError, match="with a colon or two slashes"):
+        serve(ServeConfig(str(model_dir), names=("a/b/c",)))
+    with pytest.raises(ConfigError, match="database"):
+        serve(ServeConfig(str(model_dir), directory=str(tmp_path / "b"), database="nonsense://"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ([], "MODEL"),
+        (["m", "--port", "70000"], "port=70000 must be at least 0 and at most 65535"),
+        (["m", "--port", "x"], "port"),
+        (["m", "--limits.max_rank", "0"], "limits.max_rank=0 must be at least 1"),
+        (["m", "--nonsense", "1"], "nonsense"),
+    ],
+)
+def test_bad_flags_are_one_line(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        _serve(arguments)
