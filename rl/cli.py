@@ -127,7 +127,7 @@ def _serve(arguments: list[str]) -> int:
         ) from None
     import tyro
 
-    from rl.fields import check_fields
+    from rl.fields import check_fields, expand_paths
     from rl.tinker.serve import ServeConfig, serve
 
     options = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
@@ -147,7 +147,7 @@ def _serve(arguments: list[str]) -> int:
     config, problems = check_fields(config)
     if problems:
         raise ConfigError("\n".join(problems))
-    return serve(config)
+    return serve(expand_paths(config))
 
 
 if __name__ == "__main__":

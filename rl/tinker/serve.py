@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -95,7 +95,10 @@ class ServeConfig:
 
 
 def serve(config: ServeConfig) -> int:
-    """Until SIGINT, SIGTERM or SIGHUP. Raises ConfigError before any process starts."""
+    """Until SIGINT, SIGTERM or SIGHUP, which are a good end once it serves.
+
+    Raises ConfigError before any process starts.
+    """
     source = ModelDir(config.model)
     if problems := source.validate():
         raise ConfigError("\n".join(problems))
@@ -111,10 +114,26 @@ def serve(config: ServeConfig) -> int:
     except OSError as error:
         raise ConfigError(f"the directory {directory} cannot be used ({error}); give another") from error
     try:
-        asyncio.run(_main(config, Path(source.directory), directory))
+        asyncio.run(_interruptible(_main(config, Path(source.directory), directory)))
     finally:
         os.close(lock)
     return 0
+
+
+async def _interruptible(main: Coroutine[Any, Any, None]) -> None:
+    """A signal while it starts ends its processes too; later ones are `_listen`'s."""
+    starting, came = asyncio.ensure_future(main), list[int]()
+
+    def interrupt(number: int) -> None:
+        came.append(number)
+        starting.cancel()
+
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
+    try:
+        await starting
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt(*came[:1]) from None
 
 
 async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:

@@ -328,3 +328,17 @@ def test_settings_of_an_adapter_are_honoured(server):
     )
     assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
     assert len(theirs) > len(ours)
+
+
+def test_a_signal_while_it_starts_ends_every_process(server, tmp_path):
+    process = start("serve", server.model_dir, "--port", "0", "--directory", tmp_path / "server")
+    log, deadline = tmp_path / "server" / "logs" / "trainer.log", time.monotonic() + SECONDS
+    while not log.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    _, alive = psutil.wait_procs(children, 10)
+    assert not alive
