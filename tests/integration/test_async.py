@@ -6,6 +6,7 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from rl.models.checkpoint_dir import latest
 from tests.integration.runs import (
@@ -48,6 +49,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_measures_one_version(tmp_path):
     assert len(set(prompts)) == 12  # the first group of each step, and none twice
 
 
+@pytest.mark.slow
 def test_killed_generators_and_reward_workers_come_back_and_the_run_goes_on(tmp_path):
     run_dir = tmp_path / "run"
     process = start("train", RECIPE, "--run_dir", run_dir, "--steps", "1000000", "--env.num_eval", "8")

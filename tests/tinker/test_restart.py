@@ -84,6 +84,7 @@ def test_models_with_a_gradient_make_room_for_others_too(tmp_path):
         assert [value_of(t) for t in models] == pytest.approx([i + 0.9 for i in range(4)])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_path):
     """Three clients train while the server is killed at random moments; they only see the SDK's own retries."""
     with socket.socket() as free:
