@@ -66,13 +66,12 @@ class Sampling:
     async def _answer(self, request: Row) -> None:
         try:
             body = json.loads(request.body)
-            _, params = self._read(body)
             sampler = self._database.get(samplers, request.target)
             if sampler is None:
                 raise UserError("its sampling session is over; create another")
             adapter = Path(sampler.directory) if sampler.directory else None
             completions = await self.sample(adapter, body)
-            top, of_prompt = params.num_likeliest, params.prompt_likeliest or 0
+            top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
             self._queue.done(request, wire.write_samples(completions, top, of_prompt), wire.PROTOBUF)
         except UserError as error:
             self._queue.failed(request, str(error), "user", refused=True)

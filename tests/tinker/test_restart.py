@@ -37,15 +37,18 @@ with serving(Path(sys.argv[1]), backend, Limits(snapshot_every=4), port=int(sys.
 """
 
 
+def seeded(url, count):
+    """Models with the seeds 0, 1, ..."""
+    sdk = client(url)
+    return [sdk.create_lora_training_client(base_model=NAME, rank=8, seed=i).result() for i in range(count)]
+
+
 @pytest.mark.parametrize("lose_at", [3, 7, 12, 20])
 def test_where_the_engine_dies_every_model_is_what_it_was(tmp_path, lose_at):
     backend = FakeBackend()
     backend.lose_at = lose_at
     with serving(tmp_path / "server", backend, Limits(snapshot_every=3)) as (url, _):
-        models = [
-            client(url).create_lora_training_client(base_model=NAME, rank=8, seed=i).result()
-            for i in range(2)
-        ]
+        models = seeded(url, 2)
         for _ in range(8):
             for training in models:
                 training.forward_backward([datum(), datum()], "cross_entropy")
@@ -56,10 +59,7 @@ def test_where_the_engine_dies_every_model_is_what_it_was(tmp_path, lose_at):
 def test_more_models_than_the_engine_holds_take_turns(tmp_path):
     backend = FakeBackend()
     with serving(tmp_path / "server", backend, Limits(max_models=2)) as (url, _):
-        models = [
-            client(url).create_lora_training_client(base_model=NAME, rank=8, seed=i).result()
-            for i in range(5)
-        ]
+        models = seeded(url, 5)
         for _ in range(3):
             for training in models:
                 training.forward_backward([datum()], "cross_entropy")
@@ -71,10 +71,7 @@ def test_more_models_than_the_engine_holds_take_turns(tmp_path):
 def test_models_with_a_gradient_make_room_for_others_too(tmp_path):
     backend = FakeBackend()
     with serving(tmp_path / "server", backend, Limits(max_models=2)) as (url, _):
-        models = [
-            client(url).create_lora_training_client(base_model=NAME, rank=8, seed=i).result()
-            for i in range(4)
-        ]
+        models = seeded(url, 4)
         for _ in range(3):
             for training in models:
                 training.forward_backward([datum()], "cross_entropy").result()
