@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup tasks cookbook quickstart smollm2 test test-all chaos bench-shared lint lock
+.PHONY: help setup tasks environments cookbook quickstart smollm2 test test-all chaos bench-shared lint lock
 
 help:
 	@echo "make quickstart  set up, then train a tiny model: minutes on two CPU cores"
@@ -14,6 +14,7 @@ help:
 	@echo "make chaos       kill processes of runs at random moments, 50 times: half an hour"
 	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: ten minutes"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
+	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers"
 	@echo "make setup       create $(VENV) alone;  make lint, make lock: for developers"
 
 setup: $(VENV)/.setup-$(DEVICE)
@@ -46,6 +47,13 @@ $(VENV)/.tasks: $(VENV)/.setup-$(DEVICE) requirements/tasks.txt
 	@$(PIP) install -qq --no-deps -r requirements/tasks.txt
 	@touch $@
 
+# TextArena, SkyRL-Gym and verifiers, without what of their dependencies would downgrade ours.
+environments: $(VENV)/.environments
+$(VENV)/.environments: $(VENV)/.setup-$(DEVICE) requirements/environments.txt
+	@echo "installing requirements/environments.txt ..."
+	@$(PIP) install -qq --no-deps -r requirements/environments.txt
+	@touch $@
+
 # tinker-cookbook's metadata asks for a package that PyPI does not have; its recipes here do without.
 $(VENV)/.cookbook: $(VENV)/.setup-$(DEVICE) requirements/cookbook.txt
 	@echo "installing requirements/cookbook.txt ..."
@@ -66,7 +74,7 @@ smollm2: tasks
 test: setup
 	$(BIN)/python -m pytest -m "not slow" --durations 10
 
-test-all: tasks $(VENV)/.cookbook
+test-all: tasks environments $(VENV)/.cookbook
 	$(BIN)/rl fetch smollm2
 	$(BIN)/python -m pytest
 

@@ -7,19 +7,33 @@ from itertools import pairwise
 import numpy as np
 
 from rl.errors import RunError
-from rl.types import Batch, MicroBatch, Rollout, Sample
+from rl.micro_batch import Batch, MicroBatch
+from rl.types import Rollout, Sample, Segment
 
 
 def to_sample(rollout: Rollout, advantages: float | np.ndarray = 0.0, id: str = "") -> Sample:
-    """advantages: [M] of its sampled tokens, or one for all of them. Weight 1 each."""
-    sampled = [np.full(len(s.tokens), s.sampled) for s in rollout.segments]
-    loss_mask = np.concatenate(sampled)
+    """Of a rollout without forks. advantages: [M] of its sampled tokens, or one for all. Weight 1 each."""
+    return segments_sample(rollout.segments, advantages, id)
+
+
+def segments_sample(
+    segments: Sequence[Segment], advantages: float | np.ndarray = 0.0, id: str = ""
+) -> Sample:
+    """One sequence. advantages: [M] of its sampled tokens, or one for all of them. Weight 1 each."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    sampled: list[bool] = []
+    for segment in segments:
+        tokens += segment.tokens
+        logprobs += segment.logprobs
+        sampled += [segment.sampled] * len(segment.tokens)
+    loss_mask = np.array(sampled, bool)
     per_token = np.zeros(len(loss_mask), np.float32)
     per_token[loss_mask] = advantages
     return Sample(
-        tokens=np.concatenate([np.asarray(s.tokens, np.int64) for s in rollout.segments]),
+        tokens=np.array(tokens, np.int64),
         loss_mask=loss_mask,
-        generator_logprobs=np.concatenate([np.asarray(s.logprobs, np.float32) for s in rollout.segments]),
+        generator_logprobs=np.array(logprobs, np.float32),
         advantages=per_token,
         weights=loss_mask.astype(np.float32),
         id=id,

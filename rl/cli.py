@@ -1,4 +1,4 @@
-"""The command line: rl train | replay | serve | plan | doctor | gpu-check | fetch.
+"""The command line: rl train | eval | replay | serve | plan | doctor | gpu-check | fetch.
 
 Bad input is one line on standard error, and exit code 2.
 """
@@ -14,6 +14,7 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
+  rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
   rl plan RECIPE [--devices 8xH100-80] [...]    memory of each role on such devices, and what would not fit
@@ -64,6 +65,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command == "train":
         return _train(rest)
+    if command == "eval":
+        from rl.controller.evaluate import evaluate
+
+        return evaluate(rest)
     if command == "replay":
         from rl.controller.replay import replay
 
@@ -91,7 +96,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, replay, serve, plan, doctor, gpu-check or fetch, as "
+        f"unknown command {command!r}; use train, eval, replay, serve, plan, doctor, gpu-check or fetch, as "
         f"rl train quickstart (rl --help)"
     )
 

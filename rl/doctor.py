@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from rl.envs.sandbox import why_no_sandbox
+
 _REQUIRED = (
     "torch",
     "torchtitan",
@@ -41,6 +43,7 @@ def doctor() -> int:
     for name, remedy in _OPTIONAL.items():
         print(f"{name:14} {_version(name) or f'not installed (optional; run: {remedy})'}")
     _machine(problems)
+    print(f"sandbox        {why_no_sandbox() or 'isolates what a model writes'}")
     for problem in problems:
         print(f"problem: {problem}")
     print("a run can start" if not problems else "a run cannot start")

@@ -13,6 +13,24 @@ class GeneratorFailed(RunError):
     """A generator's engine is broken; others may go on, and it may be started again."""
 
 
+class EpisodeLost(Exception):
+    """The process of an episode is gone, for no fault of the episode: it may begin again."""
+
+
+class EpisodeFailed(Exception):
+    """An environment's code failed: it costs this sample. `cause`: one word, for metrics."""
+
+    def __init__(self, message: str, cause: str):
+        super().__init__(message, cause)  # both, for pickling
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+    @property
+    def cause(self) -> str:
+        return self.args[1]
+
+
 class NotFinite(RunError):
     """A loss or a gradient that is not a number. `metric` says which."""
 

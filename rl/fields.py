@@ -127,11 +127,19 @@ def expectation(config: Any, name: str) -> str:
 
 
 def type_hints(kind: type) -> dict[str, Any]:
-    """With bounds; empty where a class of the user's names types that cannot be found."""
+    """With bounds; empty where a class of the user's names types that cannot be found.
+
+    A subclass that annotates a field again as a plain int or float keeps the bounds.
+    """
     try:
-        return get_type_hints(kind, include_extras=True)
+        hints = get_type_hints(kind, include_extras=True)
+        inherited = [get_type_hints(base, include_extras=True) for base in kind.__mro__[1:]]
     except (NameError, TypeError):
         return {}
+    for name, hint in hints.items():
+        bounded = (base[name] for base in inherited if get_origin(base.get(name)) is Annotated)
+        hints[name] = next((b for b in bounded if get_args(b)[0] is hint), hint)
+    return hints
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.cluster.machine import this_machine
+from rl.envs.base import RolloutContext
 
 _NUM_PROMPTS = 64
 
@@ -245,9 +246,8 @@ async def _parity(
             await _served(actors.generators, version)
             sync, began = time.monotonic() - began, time.monotonic()
             params = SamplingParams(64, 1.0, version, (tokenizer.eos_id,))
-            groups = await asyncio.gather(
-                *(config.env.drive(prompt, 4, params, actors.generators, tokenizer) for prompt in prompts)
-            )
+            context = RolloutContext(actors.generators, tokenizer, params, config.trainer.max_tokens)
+            groups = await asyncio.gather(*(config.env.drive(prompt, 4, context) for prompt in prompts))
             seconds = time.monotonic() - began
             rollouts = [rollout for group in groups for rollout in group]
             tokens = sum(sum(rollout.turn_lengths) for rollout in rollouts)

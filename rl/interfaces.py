@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rl.types import Completion, PolicyVersion, SamplingParams
+from rl.types import Completion, Message, PolicyVersion, Problem, SamplingParams, Score, StopReason
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from rl.envs.chat.episode import Member, Opening, Reply
+    from rl.envs.chat.session import ChatSession
     from rl.loss.advantages.base import Groups
     from rl.loss.base import LossOutput, TokenInputs
     from rl.weight_sync.manifest import LocalShard, Manifest, Shard
@@ -55,15 +58,69 @@ class Sampler(Protocol):
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]: ...
 
 
+class EpisodeProcess(Protocol):
+    """Where an environment's code runs for one episode.
+
+    Every call has a deadline. Raises EpisodeFailed where that code failed, EpisodeLost where its process is
+    gone for no fault of its own.
+    """
+
+    async def begin(self) -> Opening: ...
+    async def step(self, message: Message, malformed: Sequence[str]) -> Reply: ...
+    async def note(self, messages: Sequence[Message]) -> None:
+        """What was said without an answer of the environment's."""
+        ...
+
+    async def act(self, base_url: str, api_key: str) -> None:
+        """Have the environment's agent talk to the policy over HTTP, until it is done."""
+        ...
+
+    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score: ...
+
+    async def score_group(self, members: Sequence[Member]) -> Sequence[Score]:
+        """Of a problem's episodes after their end, in any process of them."""
+        ...
+
+
+class Episodes(Protocol):
+    """Opens a process for each episode; waits while there are too many."""
+
+    def open(self, problem: Problem, seed: int) -> AbstractAsyncContextManager[EpisodeProcess]: ...
+
+
+class Door(Protocol):
+    """An OpenAI-compatible endpoint, at which each session has a key."""
+
+    async def enter(self, session: ChatSession) -> tuple[str, str]:
+        """Its base URL, and the session's key."""
+        ...
+
+    async def leave(self, key: str) -> Sequence[Message]:
+        """No more requests are taken; the conversation as its last request and answer left it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class Tokenizer(Protocol):
     """Text to tokens once, and back for people and verifiers."""
 
     eos_id: int
+    chat_template: str  # empty where there is none
 
     def encode(self, text: str) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...
     def encode_chat(self, user: str, system: str = "") -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode_with_special(self, tokens: Sequence[int]) -> str: ...
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
+        """A conversation as text, by the chat template. tools: as OpenAI's API describes them."""
+        ...
 
 
 class Transport(Protocol):

@@ -5,6 +5,7 @@ A token at index t is a *target* when the policy sampled it (or is taught it). I
 log p(token t | tokens < t).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -37,7 +38,11 @@ class ProcessInfo:
 
 class StopReason(StrEnum):
     STOP = "stop"  # the model ended the completion (EOS or a stop token)
-    LENGTH = "length"  # max_new_tokens was reached
+    LENGTH = "length"  # a budget was used up: max_new_tokens, or an episode's
+
+
+Message = Mapping[str, Any]
+"""A message of a chat as OpenAI's API writes it: role, content, and a call's `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,15 @@ class Problem:
 
     id: str
     question: str
-    answer: str
+    answer: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the task needs to know of it
+    messages: tuple[Message, ...] = ()  # of a ChatEnv: the conversation so far, in place of the question
+
+    @property
+    def key(self) -> str:
+        """What tells it from other problems: all but its id."""
+        parts = [self.question, self.answer, self.metadata, self.messages]
+        return json.dumps(parts, sort_keys=True, default=repr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +127,30 @@ class Rollout:
 
     problem: Problem
     segments: tuple[Segment, ...]
-    response: str  # the policy's text, decoded, without special tokens
+    response: str  # the policy's text, of its last turn, decoded, without special tokens
     stop: StopReason
-    versions: VersionRange
+    versions: VersionRange | None  # None where nothing was sampled
+    forks: tuple[tuple[Segment, ...], ...] = ()  # more branches; what an earlier one sampled is given
+    messages: tuple[Message, ...] = ()  # of a chat: all of it, for people
+    score: "Score | None" = None  # where the episode has scored itself; else Env.reward does
+    counts: Mapping[str, float] = field(default_factory=dict)  # metric -> its number: turns, tool calls, ...
+
+    @property
+    def branches(self) -> tuple[tuple[Segment, ...], ...]:
+        """Each sampled token is a sampled one of exactly one branch."""
+        return (self.segments, *self.forks)
+
+    @property
+    def turn_tokens(self) -> list[list[int]]:
+        """Of each sampled segment."""
+        return [s.tokens for branch in self.branches for s in branch if s.sampled]
 
     @property
     def turn_lengths(self) -> list[int]:
         """Tokens of each sampled segment."""
-        return [len(segment.tokens) for segment in self.segments if segment.sampled]
+        if not self.forks:  # nearly always, and asked of every rollout of a step
+            return [len(s.tokens) for s in self.segments if s.sampled]
+        return [len(tokens) for tokens in self.turn_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +163,14 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's verdict. `error` holds the cause when the reward function raised or ran out of time."""
+    """A verifier's verdict. `error`: why there is none, where the reward function, or the episode, failed."""
 
     reward: float  # in all
     error: str | None = None
     parts: Rewards = Rewards()  # how it is spread over the rollout; empty for one reward at the end
+    components: Mapping[str, float] = field(default_factory=dict)  # what it is the sum of, by name
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what the episode wrote down for people: JSON
+    cause: str = ""  # of an error, in a word, for metrics: raised, timeout, crashed, type, too_long, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +189,13 @@ class Group:
     @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest weights that sampled any of its tokens."""
-        return min(rollout.versions.oldest for rollout in self.rollouts)
+        versions = [rollout.versions for rollout in self.rollouts if rollout.versions is not None]
+        return min(version.oldest for version in versions)
+
+    @property
+    def was_sampled(self) -> bool:
+        """Whether any of its rollouts came as far as a token."""
+        return any(rollout.versions is not None for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +225,11 @@ class Sample:
         mask[:1] = False
         return mask
 
+    @property
+    def num_targets(self) -> int:
+        """M"""
+        return int(np.count_nonzero(self.loss_mask[1:]))
+
     def scatter(self, values: np.ndarray | float) -> np.ndarray:
         """[M] values of the target tokens, or one for all -> [T], 0 elsewhere."""
         scattered = np.zeros(len(self), np.float32)
@@ -200,48 +243,6 @@ class Sample:
     def with_advantages(self, advantages: np.ndarray | float) -> "Sample":
         """advantages: [M] of its target tokens, or one for all of them."""
         return replace(self, advantages=self.scatter(advantages))
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Sequences packed without padding into one row; the [M] arrays hold only their target tokens.
-
-    Sequences may share leading tokens, which then stand in the row once: a sequence whose first token has
-    position p > 0 goes on after the first p tokens of the sequence before it. So a row is trees, depth first.
-    Trailing filler tokens form a sequence of their own and are never targets.
-    """
-
-    tokens: np.ndarray  # [T] int64
-    positions: np.ndarray  # [T] int64
-    targets: np.ndarray  # [M] int64, tokens; one that sequences share is there for each of them
-    predictors: np.ndarray  # [M] int64, indices into T: the hidden state there predicts the target
-    sample_ids: np.ndarray  # [M] int64, indices into the samples that were packed
-    generator_logprobs: np.ndarray  # [M] float32
-    advantages: np.ndarray  # [M] float32
-    weights: np.ndarray  # [M] float32
-    loss_inputs: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # [M] float32 each: those that every sample has
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; all have equally many."""
-
-    ranks: tuple[tuple[MicroBatch, ...], ...]
-    # Of all ranks, so that all raise where one would.
-    longest: int  # tokens of the longest sequence
-    num_tokens: int  # of all rows, without filler
-    num_unshared_tokens: int  # what they would be if sequences shared none
-    num_cuts: int = 0  # how often tokens that could be shared are in two rows, for space or for balance
-
-    def for_rank(self, rank: int) -> "Batch":
-        """What one data-parallel rank is sent: its own micro-batches."""
-        return replace(self, ranks=tuple(part if i == rank else () for i, part in enumerate(self.ranks)))
-
-    @property
-    def num_target_tokens(self) -> int:
-        return sum(len(micro.targets) for rank in self.ranks for micro in rank)
 
 
 POLICY = "policy"

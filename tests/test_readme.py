@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 from rl.controller.config import RunConfig
+from rl.envs.chat.testing import play
 from rl.types import StopReason
+from tests.envs.chat.templates import make_tokenizer
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -20,3 +22,30 @@ def test_the_recipe_is_a_recipe_and_the_reward_rewards():
     problem = env.generate(3)
     assert env.reward(problem, f"It is {problem.answer}", StopReason.STOP) == 1
     assert env.reward(problem, "It is x", StopReason.STOP) == 0
+
+
+def test_the_shop_and_the_docs_game_are_played(tmp_path):
+    tokenizer = make_tokenizer("qwen2_5", tmp_path)
+    names: dict = {"__name__": "readme"}
+    for block in BLOCKS:
+        exec(block, names)
+    env = names["Shop"]()
+    assert isinstance(names["shop"](), RunConfig) and len(env.eval_problems()) == 256
+    problem = env.generate(5)
+    fruit = next(fruit for fruit in problem.metadata["prices"] if fruit in problem.question)
+    call = f'<tool_call>{{"name": "price", "arguments": {{"fruit": "{fruit}"}}}}</tool_call>'
+    played = play(env, tokenizer, [call, problem.answer], problem)
+    assert played.score.reward == 1 and "The price of one fruit." in played.text
+    docs = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
+    exec(
+        next(
+            block for block in re.findall(r"```python\n(.*?)```", docs, re.DOTALL) if "GuessNumber" in block
+        ),
+        names,
+    )
+    game = names["GuessNumber"]()
+    problem = game.train_problem(1)
+    number = int(problem.answer)
+    played = play(game, tokenizer, [str(number - 1), str(number + 1), str(number)], problem)
+    assert [m["content"] for m in played.rollout.messages[2::2]] == ["Higher.", "Lower."]
+    assert played.score.reward == 1

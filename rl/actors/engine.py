@@ -16,10 +16,11 @@ from rl.actors.remote import Caller, Deadline, EngineDied, ProcessDied
 from rl.batching import pack
 from rl.errors import RunError
 from rl.interfaces import Loss
+from rl.micro_batch import Batch
 from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
 from rl.processes import is_gone, is_stopped, kill_processes, process_info
-from rl.types import Batch, LoRA, OptimParams, ProcessInfo, Sample
+from rl.types import LoRA, OptimParams, ProcessInfo, Sample
 from rl.waiting import Deadlines, beside
 
 

@@ -1,26 +1,52 @@
-"""RewardWorker: verifies rollouts away from the controller; and the pool that spreads groups over them."""
+"""RewardWorker: runs an environment's code away from the controller; and the pool that spreads the work."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.remote import Caller, Deadline, ProcessDied, ProcessSilent, only
-from rl.actors.replica import Pool, Replica
+from rl.actors.replica import Pool, Replica, State
 from rl.envs.base import Env
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.episode import Member, Opening, Reply
+from rl.envs.chat.host import EpisodeHost, HostedEpisode
 from rl.envs.verifier import START_SECONDS, Verifier
+from rl.errors import EpisodeFailed, EpisodeLost
 from rl.observability.timeline import Timeline
 from rl.processes import kill_processes, process_info
-from rl.types import ProcessInfo, Rollout, Score
+from rl.types import Message, Problem, ProcessInfo, Rollout, Score, StopReason
 from rl.waiting import Deadlines, Signal
 
+T = TypeVar("T")
 _PING_SECONDS = 60.0
+_NUMBERS = count()  # of episodes, in the controller
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeCall:
+    """A verb of EpisodeProcess; the first opens the episode, the last ends it."""
+
+    number: int  # of the episode
+    problem: Problem
+    seed: int
+    verb: str
+    arguments: tuple
+    is_first: bool
+    is_last: bool
 
 
 class RewardWorker(Actor):
+    """Runs an environment's code: its reward function, or, of a ChatEnv, whole episodes."""
+
     def __init__(self, env: Env, limit_seconds: float):
-        self._verifier = Verifier(env, limit_seconds)
+        self._verifier = None if isinstance(env, ChatEnv) else Verifier(env, limit_seconds)
+        self._host = EpisodeHost(env, limit_seconds) if isinstance(env, ChatEnv) else None
+        self._episodes: dict[int, tuple[HostedEpisode, AsyncExitStack]] = {}
 
     @concurrent_endpoint
     async def ready(self) -> ProcessInfo:
@@ -29,7 +55,32 @@ class RewardWorker(Actor):
     @concurrent_endpoint
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout. If a reward raises or exceeds the limit, its Score gives the cause."""
+        assert self._verifier is not None
         return await asyncio.to_thread(self._verifier.score, rollouts)
+
+    @concurrent_endpoint
+    async def ask_episode(self, call: EpisodeCall) -> Any:
+        """What a verb of its process returned; an EpisodeFailed or EpisodeLost is returned, too."""
+        assert self._host is not None
+        try:
+            if call.is_first:
+                async with AsyncExitStack() as stack:
+                    episode = await stack.enter_async_context(self._host.open(call.problem, call.seed))
+                    self._episodes[call.number] = episode, stack.pop_all()
+            answer = await getattr(self._episodes[call.number][0], call.verb)(*call.arguments)
+        except (EpisodeFailed, EpisodeLost) as failure:
+            answer = failure
+        if call.is_last:
+            await self._close(call.number)
+        return answer
+
+    @concurrent_endpoint
+    async def close_episode(self, number: int) -> None:
+        await self._close(number)
+
+    async def _close(self, number: int) -> None:
+        if number in self._episodes:
+            await self._episodes.pop(number)[1].aclose()
 
 
 class RewardProcess:
@@ -60,6 +111,19 @@ class RewardProcess:
                 call, "score", Deadline("reward.limit_seconds", seconds), past=ProcessDied
             )
 
+    async def ask_episode(self, call: EpisodeCall) -> Any:
+        """The worker limits what it waits for."""
+        asked = only(self._actor.ask_episode.call(call))
+        return await self._caller.call(asked, call.verb, self._patience, past=ProcessDied)
+
+    async def close_episode(self, number: int) -> None:
+        asked = only(self._actor.close_episode.call(number))
+        await self._caller.call(asked, "close_episode", self._patience, past=ProcessDied)
+
+    @property
+    def _patience(self) -> Deadline:
+        return Deadline("env.turn_seconds", self._limit + _PING_SECONDS)
+
     async def check(self) -> None:
         deadline = Deadline("reward.limit_seconds", _PING_SECONDS)
         await self._caller.call(only(self._actor.ready.call()), "ready", deadline, past=ProcessDied)
@@ -69,10 +133,14 @@ class RewardProcess:
 
 
 class RewardPool(Pool[Replica[RewardProcess]]):
-    """The workers as one; each verifies one group at a time."""
+    """The workers as one. Each verifies one group at a time; all have up to `max_episodes` under way."""
 
-    def __init__(self, name: str, replicas: Sequence[Replica[RewardProcess]], changed: Signal):
+    def __init__(
+        self, name: str, replicas: Sequence[Replica[RewardProcess]], changed: Signal, max_episodes: int
+    ):
         super().__init__(name, replicas, changed)
+        self._room = asyncio.Semaphore(max_episodes)
+        self._num_episodes = dict.fromkeys(replicas, 0)
         # As many ask as there are workers; without it, each verdict would wake all groups that wait.
         self._turns = asyncio.Semaphore(len(replicas))
 
@@ -82,3 +150,74 @@ class RewardPool(Pool[Replica[RewardProcess]]):
                 lambda replica: replica.ask(lambda process: process.score(rollouts)),
                 takes=lambda replica: replica.load == 0,
             )
+
+    @asynccontextmanager
+    async def open(self, problem: Problem, seed: int) -> AsyncIterator["RemoteEpisode"]:
+        """A process for an episode, of the worker with the fewest of them. See interfaces.Episodes."""
+        async with self._room:
+            await self.changed.wait_for(lambda: self.num_serving > 0 or self.num_alive == 0)
+            if self.num_alive == 0:
+                raise ProcessDied(f"every {self._name} has died for good; see their logs under logs/")
+            serving = [replica for replica in self.replicas if replica.state is State.SERVING]
+            replica = min(serving, key=self._num_episodes.__getitem__)
+            self._num_episodes[replica] += 1
+            episode = RemoteEpisode(replica, problem, seed)
+            try:
+                yield episode
+            finally:
+                self._num_episodes[replica] -= 1
+                await asyncio.shield(episode.close())
+
+
+class RemoteEpisode:
+    """An EpisodeProcess (rl/interfaces.py) of a reward worker, which may die meanwhile."""
+
+    def __init__(self, replica: Replica[RewardProcess], problem: Problem, seed: int):
+        self._replica = replica
+        self._life = replica.num_restarts
+        self._problem = problem
+        self._seed = seed
+        self._number = next(_NUMBERS)
+        self._has_begun = self._has_ended = False
+
+    async def begin(self) -> Opening:
+        return await self._verb("begin")
+
+    async def step(self, message: Message, malformed: Sequence[str]) -> Reply:
+        return await self._verb("step", message, malformed)
+
+    async def note(self, messages: Sequence[Message]) -> None:
+        await self._verb("note", messages)
+
+    async def act(self, base_url: str, api_key: str) -> None:
+        await self._verb("act", base_url, api_key)
+
+    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
+        return await self._verb("score", stop, turn_tokens, is_last=True)
+
+    async def score_group(self, members: Sequence[Member]) -> list[Score]:
+        return await self._verb("score_group", members, is_last=True)
+
+    async def close(self) -> None:
+        if self._has_begun and not self._has_ended:
+            with suppress(EpisodeLost):
+                await self._ask(lambda process: process.close_episode(self._number))
+
+    async def _verb(self, verb: str, *arguments: Any, is_last: bool = False) -> Any:
+        ends = not self._has_begun, is_last
+        call = EpisodeCall(self._number, self._problem, self._seed, verb, arguments, *ends)
+        self._has_begun = True
+        answer = await self._ask(lambda process: process.ask_episode(call))
+        self._has_ended = is_last
+        if isinstance(answer, EpisodeFailed | EpisodeLost):
+            raise answer
+        return answer
+
+    async def _ask(self, invoke: Callable[[RewardProcess], Awaitable[T]]) -> T:
+        replica = self._replica
+        if replica.num_restarts != self._life or replica.state is not State.SERVING:
+            raise EpisodeLost
+        try:
+            return await replica.ask(invoke)
+        except ProcessDied as death:
+            raise EpisodeLost from death

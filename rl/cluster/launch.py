@@ -31,6 +31,7 @@ from rl.cluster.spawn import (
     visible_devices,
 )
 from rl.envs.base import Env
+from rl.envs.chat.env import ChatEnv
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.environment import generator_environment
@@ -222,6 +223,9 @@ class _Launcher:
 
     def _rewards(self) -> RewardPool:
         specs, changed = self._specs, Signal()
+        limit = specs.reward_limit_seconds
+        if isinstance(specs.env, ChatEnv):
+            limit = max(limit, specs.env.turn_seconds, specs.env.episode_seconds)
 
         def spawner(name: str) -> Callable[[], Awaitable[RewardProcess]]:
             async def spawn() -> RewardProcess:
@@ -230,17 +234,14 @@ class _Launcher:
                 actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(
                     procs=0
                 )
-                return await _ready(
-                    RewardProcess(
-                        name, mesh, actor, specs.reward_limit_seconds, specs.deadlines, self._timeline
-                    )
-                )
+                return await _ready(RewardProcess(name, mesh, actor, limit, specs.deadlines, self._timeline))
 
             return spawn
 
         names = [f"reward-{i}" for i in range(specs.num_reward_procs)]
         replicas = [Replica(name, spawner(name), specs.max_reward_restarts, changed) for name in names]
-        return RewardPool("reward worker", replicas, changed)
+        most = specs.env.max_episodes if isinstance(specs.env, ChatEnv) else 0
+        return RewardPool("reward worker", replicas, changed, most)
 
     def _spawn(self, name: str, where: Place, env: dict[str, str] | None = None, keep: bool = True) -> Any:
         """keep: end it at the end of the run; else its owner does."""
@@ -276,5 +277,5 @@ async def _stop(meshes: list[Any]) -> None:
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a") as file:
+    with suppress(OSError), path.open("a") as file:  # a full disk costs the log, not the run
         file.write(text)

@@ -2,15 +2,19 @@
 
 import dataclasses
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import cloudpickle
 
 from rl.controller.config import RunConfig
 from rl.envs.base import Env, checked
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.loop import chat_template
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, shown
+from rl.interfaces import Tokenizer
+from rl.types import Problem
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -45,8 +49,18 @@ def _not_an_env(env: Env) -> list[str]:
     made_of, name, found = type(env), type(env).__name__, []
     if made_of.generate is Env.generate and made_of.train_problem is Env.train_problem:
         found.append(f"env {name} has no generate(self, seed), which makes a problem; add it")
-    if made_of.reward is Env.reward:
-        found.append(f"env {name} has no reward(self, problem, response, stop), which verifies; add it")
+    scores_episodes = isinstance(env, ChatEnv) and (
+        type(env).reward_episode is not ChatEnv.reward_episode or env.rewards_groups
+    )
+    if made_of.reward is Env.reward and not scores_episodes:
+        chats = "reward_episode(self, episode), or " if isinstance(env, ChatEnv) else ""
+        found.append(
+            f"env {name} has no {chats}reward(self, problem, response, stop), which verifies; add it"
+        )
+    if "__dataclass_fields__" not in vars(made_of) and vars(made_of).get("__annotations__"):
+        found.append(
+            f"env {name} is no dataclass, so that its own fields are ignored; add @dataclass(frozen=True)"
+        )
     try:
         hash(env)
     except Exception as error:  # whatever a field of the user's raises
@@ -61,6 +75,40 @@ def _not_an_env(env: Env) -> list[str]:
         found.append(
             f"env {name} cannot be sent to other processes ({error}); open files and connections in prepare()"
         )
+    return found
+
+
+def _chat_text(env: ChatEnv, problem: Problem, seed: int) -> str:
+    """What its demonstration says. Raises ConfigError where that is no conversation."""
+    said = env.chat_demonstration(problem, seed)
+    if (
+        isinstance(said, str)
+        or not isinstance(said, Sequence)
+        or not all(isinstance(m, Mapping) and "role" in m for m in said)
+        or not any(m["role"] == "assistant" for m in said)
+    ):
+        raise ConfigError(
+            f"{type(env).__name__}.chat_demonstration() returned {shown(said)}; return messages; the "
+            f"assistant's are taught"
+        )
+    return "".join(str(m.get("content") or "") for m in said)
+
+
+def check_chat_env(env: ChatEnv, tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with it for the model's chat template, one line each."""
+    found = []
+    if not env.chat:
+        found.append("env.chat=False has no effect on a ChatEnv, which talks in the chat template; remove it")
+    if env.stop:
+        found.append("env.stop has no effect on a ChatEnv, whose turns end as the chat template ends them")
+    try:
+        template = chat_template(tokenizer, env.call_format)
+        tools = [tool.schema for tool in env.tools()]
+        asked = {"role": "user", "content": "x"}
+        template.prompt(env.opening(env.train_problem(0)) or [asked], tools)
+        template.continuation([asked], tools)
+    except ConfigError as error:
+        found.append(str(error))
     return found
 
 
@@ -82,7 +130,8 @@ def _at_work(config: RunConfig) -> list[str]:
         )
     problems = [checked(made) for made in [env.train_problem(config.seed), *held_out]]
     if config.warmup.steps > 0 or config.data == "demonstrations":
-        text = env.demonstration(problems[0], config.seed)
+        text = _chat_text(env, problems[0], config.seed) if isinstance(env, ChatEnv) else None
+        text = env.demonstration(problems[0], config.seed) if text is None else text
         if not isinstance(text, str):
             raise ConfigError(f"{type(env).__name__}.demonstration() returned {kind(text)}; return a string")
     if config.data == "preferences":

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rl.envs.base import Env, derive_seed
+from rl.envs.base import Env, RolloutContext, derive_seed
 from rl.errors import RunError
-from rl.interfaces import Sampler, Tokenizer
+from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.types import Group, Prompt, Rollout, SamplingParams, Score
 
 
@@ -19,7 +19,10 @@ class Rollouts:
     score: Callable[[Sequence[Rollout]], Awaitable[list[Score]]]
     group_size: int
     seed: int
+    max_tokens: int  # longest sequence
     adapter: str | None = None  # the policy, where it is one
+    episodes: Episodes | None = None  # where a ChatEnv's code runs
+    door: Door | None = None  # where an AgentEnv's agents find the policy
     _prepared: dict[int, Prompt] = field(default_factory=dict)
 
     async def train_group(self, index: int, sampler: Sampler) -> Group:
@@ -38,11 +41,19 @@ class Rollouts:
         problem = self.env.train_problem(derive_seed(self.seed, "problem", index))
         return self.env.encode(problem, self.tokenizer)
 
-    async def evaluate(self, sampler: Sampler) -> list[Group]:
-        """A greedy answer to each held-out problem."""
+    async def evaluate(self, sampler: Sampler, size: int = 1, temperature: float = 0.0) -> list[Group]:
+        """A greedy answer to each held-out problem; or `size` samples."""
         prompts = [self.env.encode(problem, self.tokenizer) for problem in self.env.eval_problems()]
-        groups = (self._group(i, prompt, sampler, 1, 0.0, 0) for i, prompt in enumerate(prompts))
+        seeds = [derive_seed(self.seed, "eval", i) % 2**32 for i in range(len(prompts))]
+        groups = (
+            self._group(i, prompt, sampler, size, temperature, seed)
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        )
         return await asyncio.gather(*groups)
+
+    async def close(self) -> None:
+        if self.door is not None:
+            await self.door.close()
 
     async def _group(
         self, index: int, prompt: Prompt, sampler: Sampler, size: int, temperature: float, seed: int
@@ -50,8 +61,11 @@ class Rollouts:
         ends = (self.tokenizer.encode_plain(text)[0] for text in self.env.stop)
         stop = (self.tokenizer.eos_id, *ends)
         params = SamplingParams(self.env.max_new_tokens, temperature, seed, stop, self.adapter)
-        rollouts = await self.env.drive(prompt, size, params, sampler, self.tokenizer)
-        return Group(index, tuple(rollouts), tuple(await self.score(rollouts)))
+        context = RolloutContext(sampler, self.tokenizer, params, self.max_tokens, self.episodes, self.door)
+        rollouts = await self.env.drive(prompt, size, context)
+        unscored = [rollout for rollout in rollouts if rollout.score is None]
+        scores = iter(await self.score(unscored) if unscored else ())
+        return Group(index, tuple(rollouts), tuple(r.score or next(scores) for r in rollouts))
 
 
 def check_rewards(groups: Sequence[Group]) -> None:
@@ -59,5 +73,6 @@ def check_rewards(groups: Sequence[Group]) -> None:
     causes = [score.error for group in groups for score in group.scores]
     if all(causes):
         raise RunError(
-            f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run"
+            f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run, "
+            f"and its rollouts.jsonl"
         )

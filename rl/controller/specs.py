@@ -62,6 +62,11 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
     )
 
 
+def longest_sequence(config: RunConfig) -> int:
+    """Prompt and all that is sampled."""
+    return min(max_positions(config.model.config()), config.trainer.max_tokens)
+
+
 def trainer_config(config: RunConfig, layout: Layout | None = None) -> EngineConfig:
     trainer = config.trainer
     layout = layout or trainer.layout
@@ -99,7 +104,7 @@ def generator_config(config: RunConfig, model_dir: Path = Path()) -> VLLMConfig:
     return VLLMConfig(
         model_dir=str(model_dir),
         dtype=config.dtype,
-        max_model_len=min(max_positions(config.model.config()), config.trainer.max_tokens),
+        max_model_len=longest_sequence(config),
         max_num_seqs=generator.max_num_seqs,
         kv_cache_gib=generator.kv_cache_gib or None,
         cuda_graphs=generator.cuda_graphs == "on",

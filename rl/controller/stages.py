@@ -13,12 +13,12 @@ from rl.controller.checkpoint_rules import checkpoint_state
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
 from rl.controller.config import RunConfig
 from rl.controller.loop import train
-from rl.controller.rollouts import Rollouts, check_rewards
+from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
-from rl.controller.updaters import scorers, updaters
+from rl.controller.updaters import rollouts, scorers, updaters
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.loss.entropy import EntropyBonus, EntropyControl
@@ -47,9 +47,7 @@ class RunStages:
         self._actors = actors
         self._recorder = recorder
         self._data = SupervisedData(config.env, tokenizer, config.seed)
-        self._rollouts = Rollouts(
-            config.env, tokenizer, actors.rewards.score, config.group_size, config.seed, actors.adapter
-        )
+        self._rollouts = rollouts(config, tokenizer, actors)
         self._updaters = updaters(config, actors)
         self._entropy = EntropyControl(config.entropy)
         self.buffer: RolloutBuffer | None = None
@@ -99,6 +97,7 @@ class RunStages:
                     await train(self._schedule, self)
             finally:
                 self.buffer.close()
+                await self._rollouts.close()
         except asyncio.CancelledError:
             if self._unrecorded is not None:
                 self.record(*self._unrecorded)

@@ -8,6 +8,8 @@ from rl.batching import supervised_sample
 from rl.controller.algorithm import Algorithm
 from rl.controller.training_batch import Scorers, TrainingBatch, TrainingGroup, weighted, with_loss_inputs
 from rl.envs.base import Env, derive_seed
+from rl.envs.chat.demonstration import chat_sample
+from rl.envs.chat.env import ChatEnv
 from rl.errors import NotFinite, RunError
 from rl.interfaces import Tokenizer
 from rl.loss.cross_entropy import CrossEntropy
@@ -29,13 +31,15 @@ class SupervisedData:
         if algorithm.data == "preferences":
             units = [self.pair(seed) for seed in seeds]
         else:
-            units = [weighted([self.demonstration(seed)], algorithm) for seed in seeds]
+            units = [list(weighted([self.demonstration(seed)], algorithm)) for seed in seeds]
         full = iter(await with_loss_inputs([sample for unit in units for sample in unit], scorers))
         groups = [_training_group([next(full) for _ in unit]) for unit in units]
         return TrainingBatch(groups, samples_per_unit=len(units[0]))
 
     def demonstration(self, seed: int) -> Sample:
         problem = self.env.train_problem(seed)
+        if isinstance(self.env, ChatEnv):
+            return chat_sample(self.env, problem, seed, self.tokenizer)
         return self._sample(problem, self.env.demonstration(problem, seed), "demonstration")
 
     def pair(self, seed: int) -> list[Sample]:
@@ -50,7 +54,7 @@ class SupervisedData:
 
 
 def _training_group(samples: list[Sample]) -> TrainingGroup:
-    return TrainingGroup(samples, sum(int(s.target_mask.sum()) for s in samples), len(samples))
+    return TrainingGroup(samples, sum(s.num_targets for s in samples), len(samples))
 
 
 async def warm_up(

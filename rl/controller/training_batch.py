@@ -9,19 +9,21 @@ usable -> (forward passes) -> rewards of tokens -> advantages -> without those t
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import cast
 
 import numpy as np
 import torch
 
-from rl.batching import to_sample
+from rl.batching import segments_sample
 from rl.controller.algorithm import Algorithm
+from rl.controller.member import Member, scatter_reward
 from rl.errors import RunError
 from rl.interfaces import EstimatorWithCritic
 from rl.loss.advantages.base import Trajectory
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
-from rl.types import Group, Rollout, Sample, Score
+from rl.types import Group, Sample
 
 Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
 """Loss input -> who computes it: the samples -> [T] each. "old_logprobs", "ref_logprobs", "values"."""
@@ -84,17 +86,7 @@ class TrainingBatch:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A rollout on its way to a sample."""
-
-    rollout: Rollout
-    score: Score
-    sample: Sample
-    rewards: np.ndarray  # [M] float64, of each target token
-
-
-_Groups = list[list[_Member]]
+_Groups = list[list[Member]]
 
 
 async def build_training_batch(
@@ -110,7 +102,7 @@ async def build_training_batch(
     members, means = _with_rewards(members, algorithm)
     if algorithm.reads_rewards:
         members = estimate_advantages(members, algorithm)
-        nonzero = [m.sample.advantages.any() for group in members for m in group]
+        nonzero = [m.has_advantages for group in members for m in group]
         means["advantages/nonzero"] = float(sum(nonzero)), len(nonzero)
     counted = [[m for m in group if not algorithm.shaping.drops(m.rollout.stop)] for group in members]
     learning = _with_gradient(counted, algorithm)
@@ -120,22 +112,26 @@ async def build_training_batch(
     return TrainingBatch(made, list(groups), means=means)
 
 
-def _usable(group: Group, algorithm: Algorithm) -> list[_Member]:
+def _usable(group: Group, algorithm: Algorithm) -> list[Member]:
     """Without those whose reward failed, where rewards are read."""
     members = []
     for i, (rollout, score) in enumerate(zip(group.rollouts, group.scores, strict=True)):
         if score.error is None or not algorithm.reads_rewards:
-            sample = to_sample(rollout, id=f"{rollout.problem.id}, rollout {i}")
-            members.append(_Member(rollout, score, sample, np.zeros(0)))
+            name = f"{rollout.problem.id}, rollout {i}"
+            samples = tuple(segments_sample(branch, id=name) for branch in rollout.branches)
+            members.append(Member(rollout, score, samples, np.zeros(0)))
     return members
 
 
 async def _with_forward_passes(groups: _Groups, scorers: Scorers) -> _Groups:
     if not scorers:
         return groups
-    samples = [member.sample for group in groups for member in group]
+    samples = [sample for group in groups for member in group for sample in member.samples]
     full = iter(await with_loss_inputs(samples, scorers))
-    return [[replace(member, sample=next(full)) for member in group] for group in groups]
+    return [
+        [replace(member, samples=tuple(islice(full, len(member.samples)))) for member in group]
+        for group in groups
+    ]
 
 
 async def with_loss_inputs(samples: Sequence[Sample], scorers: Scorers) -> list[Sample]:
@@ -155,16 +151,16 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
     rewarded: _Groups = []
     bonuses, kls = [], []
     for group in groups:
-        lengths = [int(m.sample.target_mask.sum()) for m in group]
+        lengths = [m.num_targets for m in group]
         added = algorithm.shaping([m.score.reward for m in group], lengths, algorithm.max_new_tokens)
         bonuses += added
         rewarded.append([])
         for member, bonus in zip(group, added, strict=True):
             rewards = scatter_reward(member.rollout, member.score, bonus)
             if algorithm.kl.in_reward:
-                kls.append(_kl(member.sample, algorithm))
+                kls.append(_kl(member, algorithm))
                 rewards = rewards - algorithm.kl.coef * kls[-1]
-            rewarded[-1].append(_Member(member.rollout, member.score, member.sample, rewards))
+            rewarded[-1].append(Member(member.rollout, member.score, member.samples, rewards))
     means = {}
     if algorithm.shaping != Shaping():
         means["reward/shaping"] = float(sum(bonuses)), len(bonuses)
@@ -173,29 +169,11 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
     return rewarded, means
 
 
-def scatter_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndarray:
-    """[M] float64: the reward at the last token, or each turn's at its end, or each token's.
-
-    `bonus` is added at the last token. A turn without a token is rewarded at the token before it, or else at
-    the first.
-    """
-    rewards = np.zeros(sum(rollout.turn_lengths))
-    if not len(rewards):
-        return rewards
-    if score.parts.tokens:
-        rewards += score.parts.tokens
-    elif score.parts.turns:
-        for end, reward in zip(np.cumsum(rollout.turn_lengths), score.parts.turns, strict=True):
-            rewards[max(end - 1, 0)] += reward
-    else:
-        rewards[-1] = score.reward
-    rewards[-1] += bonus
-    return rewards
-
-
-def _kl(sample: Sample, algorithm: Algorithm) -> np.ndarray:
-    policy = sample.loss_inputs.get("old_logprobs", sample.generator_logprobs)[sample.target_mask]
-    reference = sample.loss_inputs["ref_logprobs"][sample.target_mask]
+def _kl(member: Member, algorithm: Algorithm) -> np.ndarray:
+    policy = np.concatenate(
+        [s.loss_inputs.get("old_logprobs", s.generator_logprobs)[s.target_mask] for s in member.samples]
+    )
+    reference = member.of_targets("ref_logprobs")
     logprobs = torch.from_numpy(policy).double(), torch.from_numpy(reference).double()
     return estimate(*logprobs, algorithm.kl.estimator).numpy()
 
@@ -217,18 +195,19 @@ def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
     for g, group in enumerate(groups):
         done.append([])
         for i, member in enumerate(group):
-            sample = member.sample.with_advantages(advantages[g][i])
+            parts = zip(member.samples, member.split(advantages[g][i]), strict=True)
+            samples = [sample.with_advantages(part) for sample, part in parts]
             if returns is not None:
-                sample = sample.with_loss_inputs(returns=sample.scatter(np.asarray(returns[g][i])))
-            done[-1].append(_Member(member.rollout, member.score, sample, member.rewards))
+                parts = zip(samples, member.split(np.asarray(returns[g][i])), strict=True)
+                samples = [sample.with_loss_inputs(returns=sample.scatter(part)) for sample, part in parts]
+            done[-1].append(Member(member.rollout, member.score, tuple(samples), member.rewards))
     return done
 
 
-def _trajectory(member: _Member, with_values: bool) -> Trajectory:
+def _trajectory(member: Member, with_values: bool) -> Trajectory:
     if not with_values:
         return Trajectory(member.rewards)
-    values = member.sample.loss_inputs["values"][member.sample.target_mask]
-    return Trajectory(member.rewards, values.astype(np.float64))
+    return Trajectory(member.rewards, member.of_targets("values").astype(np.float64))
 
 
 def _check(
@@ -261,21 +240,25 @@ def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:
     """Without those that have none; if none has one, keep one group, to measure parity with the generator."""
     if not algorithm.drops_zero_advantages:
         return groups
-    kept = [[member for member in group if member.sample.advantages.any()] for group in groups]
+    kept = [[member for member in group if member.has_advantages] for group in groups]
     first = next((i for i, group in enumerate(groups) if group), None)
     if not any(kept) and first is not None:
         kept[first] = groups[first]
     return kept
 
 
-def _training_group(learning: list[_Member], counted: list[_Member], algorithm: Algorithm) -> TrainingGroup:
-    samples = weighted([member.sample for member in learning], algorithm)
-    num_tokens = sum(int(member.sample.target_mask.sum()) for member in counted)
+def _training_group(learning: list[Member], counted: list[Member], algorithm: Algorithm) -> TrainingGroup:
+    samples = [sample for member in learning for sample in weighted(member.samples, algorithm)]
+    num_tokens = sum(member.num_targets for member in counted)
     return TrainingGroup(samples, num_tokens, len(counted))
 
 
-def weighted(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
-    """Each token's share in the loss; the denominator comes with optim_step."""
+def weighted(samples: Sequence[Sample], algorithm: Algorithm) -> Sequence[Sample]:
+    """Of one sequence, or its branches: each token's share in the loss.
+
+    The denominator comes with optim_step.
+    """
     if algorithm.loss_agg != "seq_mean":
         return samples
-    return [replace(s, weights=s.weights / max(1, s.target_mask.sum())) for s in samples]
+    num_targets = max(1, sum(s.num_targets for s in samples))
+    return [replace(s, weights=s.weights / num_targets) for s in samples]

@@ -1,4 +1,4 @@
-"""What learns in a run, and who computes what its losses read."""
+"""What learns in a run, who computes what its losses read, and how it is sampled."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,14 @@ from typing import Any
 from rl.actors.actors import Actors
 from rl.controller.algorithm import Algorithm
 from rl.controller.config import RunConfig
+from rl.controller.rollouts import Rollouts
 from rl.controller.schedule import LRSchedule
+from rl.controller.specs import longest_sequence
 from rl.controller.training_batch import Scorers
 from rl.controller.update import Updater
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.endpoint import AgentEndpoint
+from rl.interfaces import Tokenizer
 from rl.loss.value import ClippedValue
 from rl.types import OptimParams
 
@@ -44,3 +49,18 @@ def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:
     if actors.critic is not None:
         found["values"] = actors.critic.forward_samples
     return found
+
+
+def rollouts(config: RunConfig, tokenizer: Tokenizer, actors: Actors) -> Rollouts:
+    """How the policy is sampled and verified."""
+    return Rollouts(
+        config.env,
+        tokenizer,
+        actors.rewards.score,
+        config.group_size,
+        config.seed,
+        longest_sequence(config),
+        actors.adapter,
+        actors.rewards,
+        AgentEndpoint(tokenizer) if isinstance(config.env, AgentEnv) else None,
+    )

@@ -12,8 +12,9 @@ from rl.controller.checkpoint_rules import check_resume
 from rl.controller.config import RunConfig
 from rl.controller.device_defaults import by_device
 from rl.controller.device_rules import check_devices
-from rl.controller.env_rules import check_env
+from rl.controller.env_rules import check_chat_env, check_env
 from rl.controller.specs import roles
+from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.models.hf import max_positions
@@ -23,6 +24,7 @@ from rl.paths import why_not_made
 from rl.types import LoRA
 
 MAX_LORA_RANK = 512
+_OF_A_CHAT = "a ChatEnv needs one: use another model (a TinyQwen3 has one if its alphabet has >[](),=)"
 
 
 def validate(
@@ -38,9 +40,11 @@ def validate(
     except ConfigError as error:
         return [*known, *str(error).splitlines()]
     found = [*known, *wrong]
+    env_problems = [line for line in found if line.startswith("env.")]
     machine = machine or this_machine()
-    if not any(line.startswith("env.") for line in found):  # with a default in its place it is another task
-        found += check_env(config)
+    if not env_problems:  # with a default in its place it is another task
+        env_problems = check_env(config)
+        found += env_problems
     found += check_algorithm(config) + without_effect(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
@@ -50,7 +54,10 @@ def validate(
     if not model_problems:
         found += _models_against_layouts(config) + _lora_targets(config)
         if config.env.chat and (why := config.model.why_no_chat()):
-            found.append(f"env.chat=True but the model's tokenizer {why}; set --env.chat False")
+            without = _OF_A_CHAT if isinstance(config.env, ChatEnv) else "set --env.chat False"
+            found.append(f"env.chat=True but the model's tokenizer {why}; {without}")
+        elif isinstance(config.env, ChatEnv) and not env_problems:
+            found += check_chat_env(config.env, config.model.tokenizer())
         found += [
             f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
             for text in config.model.not_one_token(config.env.stop)

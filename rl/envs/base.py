@@ -9,7 +9,7 @@ from functools import lru_cache
 from rl.bounds import PositiveInt, Problems
 from rl.errors import ConfigError
 from rl.fields import kind
-from rl.interfaces import Sampler, Tokenizer
+from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason
 
 
@@ -28,9 +28,22 @@ def checked(problem: object) -> Problem:
     for name in ("id", "question", "answer"):
         if not isinstance(value := getattr(problem, name), str):
             raise ConfigError(f"generate() made a Problem whose {name} is {kind(value)}; make it a string")
-    if not problem.question.strip():
+    if not problem.question.strip() and not problem.messages:
         raise ConfigError(f"generate() made the problem {problem.id!r} with an empty question; ask something")
     return problem
+
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """What rollouts of a group are made with."""
+
+    sampler: Sampler
+    tokenizer: Tokenizer
+    params: SamplingParams
+    max_tokens: int
+    """Longest sequence: prompt and all that is sampled."""
+    episodes: Episodes | None = None  # where a ChatEnv's code runs
+    door: Door | None = None  # where an AgentEnv's agents find the policy
 
 
 @dataclass(frozen=True)
@@ -90,14 +103,14 @@ class Env:
 
     def train_problem(self, seed: int) -> Problem:
         """A problem that is not held out."""
-        held_out = _held_out_questions(self)
+        held_out = _held_out_keys(self)
         for attempt in range(1000):
             problem = checked(self.generate(derive_seed("train", seed, attempt)))
-            if problem.question not in held_out:
+            if problem.key not in held_out:
                 return problem
         raise ConfigError(
-            f"{type(self).__name__} has too few problems beside its {self.num_eval} held-out ones; "
-            f"lower env.num_eval"
+            f"{type(self).__name__} has too few problems beside its {self.num_eval} held-out ones: "
+            f"generate() has to make more that differ in question, answer or metadata; or lower env.num_eval"
         )
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
@@ -105,20 +118,18 @@ class Env:
             return Prompt(problem, tuple(tokenizer.encode_chat(problem.question, self.prompt_prefix)))
         return Prompt(problem, tuple(tokenizer.encode(self.prompt_prefix + problem.question)))
 
-    async def drive(
-        self, prompt: Prompt, n: int, params: SamplingParams, sampler: Sampler, tokenizer: Tokenizer
-    ) -> Sequence[Rollout]:
-        """Walk the policy through the problem n times. Override for tools or several turns."""
+    async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
+        """Walk the policy through the problem n times. For tools or several turns, see ChatEnv."""
         given = Segment(list(prompt.tokens), False, [0.0] * len(prompt.tokens))
         return [
             Rollout(
                 problem=prompt.problem,
                 segments=(given, Segment(completion.tokens, True, completion.logprobs)),
-                response=tokenizer.decode(completion.tokens),
+                response=context.tokenizer.decode(completion.tokens),
                 stop=completion.stop,
                 versions=completion.versions,
             )
-            for completion in await sampler.sample(prompt.tokens, n, params)
+            for completion in await context.sampler.sample(prompt.tokens, n, context.params)
         ]
 
 
@@ -130,15 +141,15 @@ def _held_out(env: Env) -> tuple[Problem, ...]:
         if len(problems) == env.num_eval:
             break
         problem = checked(env.generate(derive_seed("eval", i)))
-        problems.setdefault(problem.question, problem)
+        problems.setdefault(problem.key, problem)
     if len(problems) < env.num_eval:
         raise ConfigError(
-            f"{type(env).__name__} has only {len(problems)} distinct problems; "
-            f"lower env.num_eval={env.num_eval}"
+            f"{type(env).__name__} has only {len(problems)} distinct problems; lower "
+            f"env.num_eval={env.num_eval}, or have generate() make more, by question, answer or metadata"
         )
     return tuple(problems.values())
 
 
 @lru_cache(maxsize=8)
-def _held_out_questions(env: Env) -> frozenset[str]:
-    return frozenset(problem.question for problem in _held_out(env))
+def _held_out_keys(env: Env) -> frozenset[str]:
+    return frozenset(problem.key for problem in _held_out(env))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import cloudpickle
@@ -51,17 +51,18 @@ class Verifier:
             request = cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop))
             to_child, from_child = _pipes(self._child)
             _write(to_child, request)
-            return _check_parts(pickle.loads(_read(from_child, self._limit)), rollout)
+            return check_parts(pickle.loads(_read(from_child, self._limit)), rollout.turn_lengths)
         except TimeoutError:
             self.close()
-            return Score(0.0, f"the reward function took over {self._limit:g} s (reward.limit_seconds)")
+            what = f"the reward function took over {self._limit:g} s (reward.limit_seconds)"
+            return Score(0.0, what, cause="timeout")
         except (EOFError, BrokenPipeError):
             try:
                 code: int | str = self._child.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 code = "unknown: it closed its connection"
             self.close()
-            return Score(0.0, f"the reward function ended its process with code {code}")
+            return Score(0.0, f"the reward function ended its process with code {code}", cause="crashed")
 
     def _start(self) -> subprocess.Popen:
         child = subprocess.Popen(
@@ -115,26 +116,46 @@ def _read(fd: int, limit_seconds: float | None = None) -> bytes:
     return exactly(struct.unpack("<Q", exactly(8))[0])
 
 
-def _score_of(reward: float | Rewards) -> Score:
-    if not isinstance(reward, Rewards) and (not hasattr(reward, "__float__") or isinstance(reward, str)):
-        return Score(0.0, f"the reward function returned {reward!r:.60}; return a number, or Rewards")
+def score_of(reward: float | Rewards | Mapping[str, float]) -> Score:
+    """Of what a reward function returned; a failure where that is no reward."""
+    if isinstance(reward, Mapping):
+        return _sum_of(reward)
+    if not isinstance(reward, Rewards) and not _is_number(reward):
+        what = f"the reward function returned {reward!r:.60}; return a number, or Rewards"
+        return Score(0.0, what, cause="type")
     parts = reward if isinstance(reward, Rewards) else Rewards()
     parts = Rewards(tuple(map(float, parts.turns)), tuple(map(float, parts.tokens)))
     total = float(sum(parts.turns) + sum(parts.tokens)) if isinstance(reward, Rewards) else float(reward)
     if not math.isfinite(total):
-        return Score(0.0, f"the reward is {reward}")
+        return Score(0.0, f"the reward is {reward}", cause="type")
     if bool(parts.turns) == bool(parts.tokens) and isinstance(reward, Rewards):
-        return Score(0.0, f"{reward} has to have turns or tokens")
+        return Score(0.0, f"{reward} has to have turns or tokens", cause="type")
     return Score(total, None, parts)
 
 
-def _check_parts(score: Score, rollout: Rollout) -> Score:
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, str)
+
+
+def _sum_of(named: Mapping[str, float]) -> Score:
+    components = {str(name): float(part) for name, part in named.items() if _is_number(part)}
+    total = sum(components.values())
+    if len(components) < len(named) or not named or not math.isfinite(total):
+        what = f"the reward function returned {dict(named)!r:.60}; give each part a finite number"
+        return Score(0.0, what, cause="type")
+    return Score(total, components=components)
+
+
+def check_parts(score: Score, turn_lengths: Sequence[int]) -> Score:
     """One reward for each turn or token, or a failure that says so."""
-    turns = rollout.turn_lengths
-    expectations = (("turns", score.parts.turns, len(turns)), ("tokens", score.parts.tokens, sum(turns)))
+    expectations = (
+        ("turns", score.parts.turns, len(turn_lengths)),
+        ("tokens", score.parts.tokens, sum(turn_lengths)),
+    )
     for name, given, expected in expectations:
         if given and len(given) != expected:
-            return Score(0.0, f"the reward function gave {len(given)} rewards for {expected} {name}")
+            what = f"the reward function gave {len(given)} rewards for {expected} {name}"
+            return Score(0.0, what, cause="type")
     return score
 
 
@@ -149,21 +170,21 @@ def _serve() -> None:
         env.prepare()
     except Exception as error:  # the user's own code: named by whoever started this process
         traceback.print_exc()
-        _write(answers, pickle.dumps(_described(error)))
+        _write(answers, pickle.dumps(described(error)))
         return
     _write(answers, pickle.dumps(None))
     while True:
         problem, response, stop = pickle.loads(_read(requests))
         try:
-            score = _score_of(env.reward(problem, response, stop))
+            score = score_of(env.reward(problem, response, stop))
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
-            score = Score(0.0, _described(error))
+            score = Score(0.0, described(error), cause="raised")
         _write(answers, pickle.dumps(score))
 
 
-def _described(error: Exception) -> str:
-    """On one line, with its place."""
+def described(error: Exception) -> str:
+    """An error on one line, with its place."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     what = one_line(error)
     return f"{what} ({Path(where.filename).name} line {where.lineno})"

@@ -28,6 +28,7 @@ from torch import nn
 from rl.batching import check_batch
 from rl.errors import RunError
 from rl.interfaces import Loss
+from rl.micro_batch import Batch, MicroBatch
 from rl.models import hf
 from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints
@@ -41,7 +42,7 @@ from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, measure
 from rl.models.packing import packing, score
 from rl.models.placement import Placement
 from rl.models.platform import init_process_group, reshard
-from rl.types import Batch, MicroBatch, OptimParams
+from rl.types import OptimParams
 from rl.weight_sync.manifest import LocalShard
 
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl.errors import ConfigError, RunError
+from rl.micro_batch import MicroBatch
 from rl.models import hf, hf_checks
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import document_rows, pack_documents
@@ -29,7 +30,6 @@ from rl.models.engine import Engine
 from rl.models.hf_model import HFModel
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, fail_together, reshard, sum_gradients_over_ranks
-from rl.types import MicroBatch
 from rl.weight_sync.manifest import LocalShard
 
 _ROWS = _TREES, _PACKED, _PADDED = "packed rows that share prefixes", "packed rows", "padded rows"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from rl.errors import NotFinite
 from rl.loss.base import LossOutput, TokenInputs
+from rl.micro_batch import MicroBatch
 from rl.models.platform import fail_together
-from rl.types import MicroBatch
 
 
 def token_inputs(micro: MicroBatch, entropy: torch.Tensor | None, device: torch.device) -> TokenInputs:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl.micro_batch import MicroBatch
 from rl.models.engine_config import EngineConfig
-from rl.types import MicroBatch
 
 _WORTH_SHARING = 0.9  # of the targets are left
 

@@ -4,6 +4,7 @@ Both sources end in a Hugging Face directory; the rest of the code knows only th
 """
 
 import json
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ class ModelDir:
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def tokenizer(self) -> HFTokenizer:
+        return HFTokenizer(self.directory)
 
     def linear_layers(self) -> set[str]:
         """The last parts of its matrices' names, among which adapters choose: not the vocabulary's."""
@@ -114,7 +118,11 @@ class TinyQwen3:
         return [text for text in texts if len(text) != 1 or text not in self.alphabet]
 
     def why_no_chat(self) -> str:
-        return "has no chat template"
+        return "" if set(_CHAT_CHARACTERS) <= set(self.alphabet) else "has no chat template"
+
+    def tokenizer(self) -> HFTokenizer:
+        with tempfile.TemporaryDirectory() as directory:
+            return HFTokenizer(self.materialize(Path(directory)))
 
     def linear_layers(self) -> set[str]:
         return set(LoRA.targets)
@@ -147,6 +155,16 @@ class TinyQwen3:
 
 ModelSource = ModelDir | TinyQwen3
 
+_CHAT_CHARACTERS = ">[](),="
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}("
+    "{% for name, value in call.function.arguments.items() %}{{ ',' if not loop.first }}"
+    "{{ name }}={{ value }}{% endfor %})]{% endfor %}"
+    "{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}{# tools: known, not described #}"
+)
+"""A user's words and a tool's result end with >, the assistant's turns with EOS. Calls are as in Python."""
+
 
 def write_character_tokenizer(alphabet: str, out_dir: Path) -> None:
     """Write a tokenizer that transformers loads: PAD 0, BOS 1, EOS 2, then one token for each character."""
@@ -167,4 +185,6 @@ def write_character_tokenizer(alphabet: str, out_dir: Path) -> None:
         "eos_token": "<eos>",
         "clean_up_tokenization_spaces": False,
     }
+    if set(_CHAT_CHARACTERS) <= set(alphabet):
+        settings["chat_template"] = _CHAT_TEMPLATE
     (out_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

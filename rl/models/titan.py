@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rl.errors import ConfigError, RunError, one_line
+from rl.micro_batch import MicroBatch
 from rl.models import hf
 from rl.models.activation_checkpointing import CHECKPOINTING
 from rl.models.attention import pack_documents, row_pieces
@@ -21,7 +22,6 @@ from rl.models.gpu_attention import gpu_documents
 from rl.models.load_weights import VALUE_HEAD, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
-from rl.types import MicroBatch
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims

@@ -37,6 +37,7 @@ class HFTokenizer:
                 f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json"
             )
         self.eos_id: int = self._tokenizer.eos_token_id
+        self.chat_template: str = self._tokenizer.chat_template or ""
 
     def why_no_chat(self) -> str:
         """What is wrong with its chat template; empty where it works."""
@@ -74,5 +75,22 @@ class HFTokenizer:
         settings = {"add_generation_prompt": True, "return_dict": False}
         return list(self._tokenizer.apply_chat_template(list(messages), **settings))
 
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
+        """A conversation as text, by the chat template. tools: as OpenAI's API describes them."""
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def decode_with_special(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl.types import Group, StopReason
 
@@ -70,13 +70,16 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not groups:
         return {}
     scores = [score for group in groups for score in group.scores]
-    rewards = [score.reward for score in scores if score.error is None]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [score.reward for score in scores if score.error is None]
     lengths = [sum(rollout.turn_lengths) for rollout in rollouts]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/errors": len(scores) - len(rewards),
+        **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
+        **_by_name("reward", [s.components for s in scores if s.error is None], statistics.fmean),
+        **_by_name("episode", [rollout.counts for rollout in rollouts], statistics.fmean),
         "group/with_signal": statistics.fmean(group.has_signal for group in groups),
         "tokens/sampled": sum(lengths),
         "rollout/length": statistics.fmean(lengths),
@@ -84,9 +87,17 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def _by_name(
+    prefix: str, each: Sequence[Mapping[str, float]], total: Callable[[list[float]], float]
+) -> dict[str, float]:
+    """prefix/name -> the total of what each has under the name; 0 where one has nothing."""
+    names = dict.fromkeys(name for values in each for name in values)
+    return {f"{prefix}/{name}": total([values.get(name, 0.0) for values in each]) for name in names}
+
+
 def offpolicy_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How many versions behind the policy its groups were sampled, by the oldest token of each."""
-    ages = [version - group.oldest_version for group in groups]
+    ages = [version - group.oldest_version for group in groups if group.was_sampled] or [0]
     return {"offpolicy/mean": statistics.fmean(ages), "offpolicy/max": max(ages)}
 
 

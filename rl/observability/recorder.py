@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import CollapseWatch, Watch
-from rl.types import Group
+from rl.types import Group, Rollout, Score
 
 _ROLLOUTS_PER_STEP = 4
 _SILENCE_SECONDS = 15.0
@@ -186,22 +186,13 @@ class Recorder:
         for i, (index, rollout, score) in enumerate(rows):
             if i >= _ROLLOUTS_PER_STEP and score.error is None:
                 continue
-            line = {
-                "step": step,
-                "split": split,
-                "prompt": index,
-                "problem": rollout.problem.id,
-                "question": rollout.problem.question,
-                "answer": rollout.problem.answer,
-                "response": rollout.response,
-                "stop": rollout.stop,
-                "reward": score.reward,
-                "error": score.error,
-                "policy_version": [rollout.versions.oldest, rollout.versions.newest],
-            }
-            print(json.dumps(line), file=self._rollouts, flush=True)
+            line = {"step": step, "split": split} | rollout_record(index, rollout, score)
+            print(json.dumps(line, default=str), file=self._rollouts, flush=True)
         if failed:
-            self._line(f"step {step}: {len(failed)} rewards failed, the first: {failed[0]}", keep=True)
+            self._line(
+                f"step {step}: {len(failed)} rewards failed, the first: {failed[0]} (all: rollouts.jsonl)",
+                keep=True,
+            )
 
     def _line(self, text: str, keep: bool) -> None:
         """On a terminal the next line overwrites one that is not kept; elsewhere only kept ones appear."""
@@ -211,6 +202,29 @@ class Recorder:
             print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
         elif keep:
             print(text, file=self._out, flush=True)
+
+
+def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]:
+    """For JSON. index: the prompt's."""
+    versions = rollout.versions
+    record = {
+        "prompt": index,
+        "problem": rollout.problem.id,
+        "question": rollout.problem.question,
+        "answer": rollout.problem.answer,
+        "response": rollout.response,
+        "stop": rollout.stop,
+        "reward": score.reward,
+        "error": score.error,
+        "policy_version": versions and [versions.oldest, versions.newest],
+    }
+    of_chats = {
+        "messages": rollout.messages,
+        "components": score.components,
+        "notes": score.notes,
+        "cause": score.cause,
+    }
+    return record | {name: value for name, value in of_chats.items() if value}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

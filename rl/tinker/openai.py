@@ -4,8 +4,6 @@ The model's name is a base model's, or a checkpoint's tinker:// path. With `retu
 their token ids and, with `logprobs`, each token's logprob.
 """
 
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +11,10 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 
 from rl.models.tokenizer import HFTokenizer
+from rl.openai_format import answer, chat_logprobs, choice
 from rl.tinker.backend import UserError
 from rl.tinker.service import Service
-from rl.types import Completion, StopReason
+from rl.types import Completion
 
 _IGNORED = ("user", "metadata", "store", "stream_options", "service_tier")
 
@@ -69,10 +68,10 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         found = await _sample(request, body, prompt, top or 0)
         choices = []
         for i, completion in enumerate(found):
-            choice = _choice(i, completion, body)
-            choice["text"] = tokenizer.decode(completion.tokens)
+            made = choice(i, completion, body.return_token_ids)
+            made["text"] = tokenizer.decode(completion.tokens)
             if top is not None:
-                choice["logprobs"] = {
+                made["logprobs"] = {
                     "tokens": [tokenizer.decode([token]) for token in completion.tokens],
                     "token_logprobs": completion.logprobs,
                     "top_logprobs": [
@@ -80,8 +79,8 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
                         for place in completion.likeliest
                     ],
                 }
-            choices.append(choice)
-        return _answer("text_completion", "cmpl", body, prompt, found, choices)
+            choices.append(made)
+        return answer("text_completion", body.model, prompt, found, choices, body.return_token_ids)
 
     @api.post("/chat/completions")
     async def chat(body: _Chat, request: Request) -> Any:
@@ -90,23 +89,12 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         found = await _sample(request, body, prompt, top)
         choices = []
         for i, completion in enumerate(found):
-            choice = _choice(i, completion, body)
-            choice["message"] = {"role": "assistant", "content": tokenizer.decode(completion.tokens)}
+            made = choice(i, completion, body.return_token_ids)
+            made["message"] = {"role": "assistant", "content": tokenizer.decode(completion.tokens)}
             if body.logprobs:
-                likeliest: Sequence[Any] = completion.likeliest or [()] * len(completion.tokens)
-                choice["logprobs"] = {
-                    "content": [
-                        {
-                            **_token(tokenizer, token, logprob),
-                            "top_logprobs": [_token(tokenizer, *pair) for pair in place],
-                        }
-                        for token, logprob, place in zip(
-                            completion.tokens, completion.logprobs, likeliest, strict=True
-                        )
-                    ]
-                }
-            choices.append(choice)
-        return _answer("chat.completion", "chatcmpl", body, prompt, found, choices)
+                made["logprobs"] = chat_logprobs(tokenizer, completion)
+            choices.append(made)
+        return answer("chat.completion", body.model, prompt, found, choices, body.return_token_ids)
 
     async def _sample(
         request: Request, body: _Request, prompt: Sequence[int], num_likeliest: int
@@ -140,28 +128,3 @@ def _prompt_of(tokenizer: HFTokenizer, messages: Sequence[Mapping[str, Any]]) ->
         return tokenizer.encode_messages(messages)
     except Exception as error:  # the template is a program
         raise UserError(f"the model's chat template does not take these messages: {error}") from error
-
-
-def _token(tokenizer: HFTokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text = tokenizer.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _choice(index: int, completion: Completion, body: _Request) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": index, "logprobs": None}
-    choice["finish_reason"] = "stop" if completion.stop == StopReason.STOP else "length"
-    return choice | ({"token_ids": completion.tokens} if body.return_token_ids else {})
-
-
-def _answer(
-    kind: str, prefix: str, body: _Request, prompt: Sequence[int], found: list[Completion], choices: list[Any]
-) -> dict[str, Any]:
-    sampled = sum(len(completion.tokens) for completion in found)
-    usage = {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": sampled,
-        "total_tokens": len(prompt) + sampled,
-    }
-    answer = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
-    answer |= {"model": body.model, "choices": choices, "usage": usage}
-    return answer | ({"prompt_token_ids": list(prompt)} if body.return_token_ids else {})

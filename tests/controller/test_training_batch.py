@@ -1,11 +1,16 @@
+import asyncio
+from dataclasses import replace
+
 import pytest
 
 from configs.quickstart import quickstart
+from rl.controller.member import scatter_reward
 from rl.controller.rollouts import check_rewards
+from rl.controller.training_batch import build_training_batch
 from rl.controller.update import denominator
 from rl.errors import RunError
 from rl.observability.metrics import eval_metrics, group_metrics
-from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
+from rl.types import Group, Problem, Rewards, Rollout, Score, Segment, StopReason, VersionRange
 from tests.controller.fakes import build
 
 
@@ -60,3 +65,50 @@ def test_a_task_on_which_every_reward_fails_stops_the_run():
         RunError, match="all 4 rewards failed, the first: ValueError: x; see logs/reward-0.log"
     ):
         check_rewards([group(failed, failed), group(failed, failed)])
+
+
+def built(groups, **changes):
+    return asyncio.run(build_training_batch(groups, replace(quickstart(), **changes).algorithm, {}))
+
+
+def forked(reward, parts=Rewards()):
+    """Two turns, then a branch after the first: turns of 2, 1 and 3 tokens, each sampled in one branch."""
+
+    def given(*tokens):
+        return Segment(list(tokens), False, [0.0] * len(tokens))
+
+    def sampled(*tokens):
+        return Segment(list(tokens), True, [-1.0] * len(tokens))
+
+    first = (given(1, 2), sampled(3, 4), given(5), sampled(6))
+    second = (given(1, 2), given(3, 4), given(7, 8), sampled(9, 10, 11))
+    score = Score(reward, parts=parts)
+    made = Rollout(
+        Problem("1", "q", "a"), first, "", StopReason.STOP, VersionRange(0, 0), forks=(second,), score=score
+    )
+    return made, score
+
+
+def test_branches_share_a_reward_and_each_token_is_learned_once():
+    rollouts, scores = zip(forked(1.0), forked(0.0), strict=True)
+    group = Group(0, rollouts, scores)
+    batch = built([group])
+    (made,) = batch.groups
+    assert [sample.tokens.tolist() for sample in made.samples[:2]] == [
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 7, 8, 9, 10, 11],
+    ]
+    learned = [sample.tokens[sample.loss_mask].tolist() for sample in made.samples[:2]]
+    assert learned == [[3, 4, 6], [9, 10, 11]]
+    assert (made.num_tokens, made.num_sequences) == (12, 2)
+    advantages = {float(a) for sample in made.samples[:2] for a in sample.advantages[sample.loss_mask]}
+    assert len(advantages) == 1 and advantages.pop() > 0
+
+
+def test_a_branched_rollout_weighs_as_one_sequence_and_its_turns_have_their_own_rewards():
+    rollouts, scores = zip(forked(1.0), forked(0.0), strict=True)
+    batch = built([Group(0, rollouts, scores)], loss_agg="seq_mean")
+    weights = [sample.weights[sample.loss_mask].sum() for sample in batch.groups[0].samples[:2]]
+    assert weights == pytest.approx([0.5, 0.5])  # 3 of 6 tokens each
+    rollout, score = forked(1.0, Rewards(turns=(0.25, 0.5, 0.25)))
+    assert scatter_reward(rollout, score).tolist() == [0, 0.25, 0.5, 0, 0, 0.25]

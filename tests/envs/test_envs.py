@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from rl.controller.rollouts import Rollouts
-from rl.envs.base import Env, derive_seed
+from rl.envs.base import Env, RolloutContext, derive_seed
 from rl.envs.question_file import QuestionFile
 from rl.envs.sort_letters import SortLetters
 from rl.envs.verifier import Verifier
@@ -90,7 +90,7 @@ def test_drive_keeps_tokens_as_they_were_sampled(tmp_path):
             return [Completion([3, 4, 2], [-0.1, -0.2, -0.3], VersionRange(5, 5), StopReason.STOP)] * n
 
     prompt = Env().encode(Problem("1", "ba>", "ab"), tokenizer)
-    rollouts = asyncio.run(Env().drive(prompt, 2, SamplingParams(8), Fake(), tokenizer))
+    rollouts = asyncio.run(Env().drive(prompt, 2, RolloutContext(Fake(), tokenizer, SamplingParams(8), 128)))
     assert len(rollouts) == 2
     assert rollouts[0].segments[0].tokens == [1, 4, 3, 6] and not rollouts[0].segments[0].sampled
     assert rollouts[0].segments[1].tokens == [3, 4, 2] and rollouts[0].response == "ab"
@@ -291,7 +291,7 @@ def test_a_completion_ends_at_eos_or_at_a_text_of_the_env():
         return [Score(1.0) for _ in rollouts]
 
     for stop in ((), ("\n", ".")):
-        rollouts = Rollouts(SortLetters(num_eval=8, stop=stop), Spelled(), score, group_size=2, seed=0)
+        rollouts = Rollouts(SortLetters(num_eval=8, stop=stop), Spelled(), score, 2, 0, max_tokens=99)
         asyncio.run(rollouts.train_group(0, Sampler()))
     assert [params.stop_token_ids for params in asked] == [(0,), (0, 10, 46)]
 

@@ -10,6 +10,7 @@ from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
 from rl.controller.device_defaults import by_device
 from rl.controller.specs import actor_specs
+from rl.envs.base import RolloutContext
 from rl.models.tokenizer import HFTokenizer
 from rl.types import OptimParams, SamplingParams
 from tests.recipes import fsdp2_and_two_generators
@@ -35,9 +36,8 @@ async def main(run_dir: Path) -> dict:
         async def learn() -> tuple[float, float]:
             """Sample from the generators, measure the gap to the trainer, take a step. Returns the mean and the largest."""
             prompts = [env.encode(env.train_problem(seed), tokenizer) for seed in range(8)]
-            driven = await asyncio.gather(
-                *(env.drive(p, 4, params, actors.generators, tokenizer) for p in prompts)
-            )
+            context = RolloutContext(actors.generators, tokenizer, params, max_tokens=128)
+            driven = await asyncio.gather(*(env.drive(p, 4, context) for p in prompts))
             rollouts = [rollout for group in driven for rollout in group]
             result["versions"].append(sorted({(r.versions.oldest, r.versions.newest) for r in rollouts}))
             batch = pack([to_sample(r, 1.0 if i % 2 else -1.0) for i, r in enumerate(rollouts)], num_ranks=2)

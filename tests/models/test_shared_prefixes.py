@@ -7,11 +7,12 @@ import torch
 from rl.batching import pack
 from rl.errors import RunError
 from rl.loss.clip import Clip
+from rl.micro_batch import Batch
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.learner import local
 from rl.models.titan import TitanEngine
-from rl.types import Batch, OptimParams, Sample
+from rl.types import OptimParams, Sample
 from tests.tiny import write_model
 
 

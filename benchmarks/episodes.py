@@ -1,0 +1,109 @@
+"""256 episodes of two tool calls of 0 to 2 s each: what they cost the controller, and is the generator busy?
+
+    python -m benchmarks.episodes
+
+The generator is a stand-in that takes 30 ms a turn and has 64 places, so that only the controller and the
+episodes' processes are measured. Writes a table to standard output.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rl.cluster.environment import prepare_environment
+
+_NUM_EPISODES = 256
+_PLACES = 64
+_TURN_SECONDS = 0.03
+
+
+def main() -> None:
+    prepare_environment()
+    print("| | seconds | turns | controller CPU a turn | generator's places in use |\n|---|---|---|---|---|")
+    for name in ("in-process", "endpoint"):
+        asyncio.run(_measure(name))
+
+
+async def _measure(name: str) -> None:
+    from benchmarks.episodes_env import Caller, Waiting
+    from rl.envs.base import RolloutContext
+    from rl.envs.chat.endpoint import AgentEndpoint
+    from rl.types import Prompt, SamplingParams
+    from tests.envs.chat.templates import make_tokenizer
+
+    env = Waiting() if name == "in-process" else Caller()
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = make_tokenizer("qwen2_5", Path(directory))
+        generator = _Generator(tokenizer)
+        door = AgentEndpoint(tokenizer)
+        async with _reward_pool(env) as pool:
+            context = RolloutContext(generator, tokenizer, SamplingParams(200), 8000, pool, door)
+            await env.drive(Prompt(env.generate(0), ()), 4, context)  # what is compiled and imported once
+            generator.busy = 0.0
+            cpu, began = time.process_time(), time.monotonic()
+            groups: Sequence[Awaitable[Any]] = [
+                env.drive(Prompt(env.generate(i), ()), 8, context) for i in range(_NUM_EPISODES // 8)
+            ]
+            rollouts = [rollout for group in await asyncio.gather(*groups) for rollout in group]
+            seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+            await door.close()
+    failed = [r.score.error for r in rollouts if r.score.error]
+    assert not failed, failed[0]
+    turns = sum(int(rollout.counts["turns"]) for rollout in rollouts)
+    share = generator.busy / (seconds * _PLACES)
+    print(f"| {name} | {seconds:.1f} | {turns} | {cpu / turns * 1e3:.2f} ms | {share:.0%} |", flush=True)
+
+
+class _Generator:
+    """Calls the tool twice, then ends."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._places = asyncio.Semaphore(_PLACES)
+        self.busy = 0.0
+
+    async def sample(self, prompt: Sequence[int], n: int, params: Any) -> list[Any]:
+        from rl.types import Completion, StopReason, VersionRange
+
+        async with self._places:
+            await asyncio.sleep(_TURN_SECONDS)
+            self.busy += _TURN_SECONDS
+        calls = self._tokenizer.decode(prompt[-600:]).count("waited")
+        said = "done" if calls >= 2 else '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
+        tokens = [*self._tokenizer.encode_plain(said), self._tokenizer.eos_id]
+        return [Completion(tokens, [-1.0] * len(tokens), VersionRange(0, 0), StopReason.STOP)]
+
+
+@asynccontextmanager
+async def _reward_pool(env: Any) -> Any:
+    """A real reward worker under Monarch, as a run has it."""
+    import monarch.actor
+    from monarch.actor import this_host
+
+    monarch.actor.unhandled_fault_hook = lambda failure: None  # the pool ends its process by force
+
+    from rl.actors.replica import Replica
+    from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
+    from rl.observability.timeline import Timeline
+    from rl.waiting import Deadlines, Signal, beside
+
+    async def spawn() -> RewardProcess:
+        mesh = this_host().spawn_procs(per_host={"procs": 1})
+        actor = mesh.spawn("reward", RewardWorker, env, 5.0).slice(procs=0)
+        process = RewardProcess("reward", mesh, actor, 600.0, Deadlines(), Timeline())
+        await process.ready()
+        return process
+
+    changed = Signal()
+    pool = RewardPool("reward worker", [Replica("reward", spawn, 0, changed)], changed, _NUM_EPISODES)
+    async with beside(pool.run()):
+        await pool.started()
+        yield pool
+
+
+if __name__ == "__main__":
+    main()

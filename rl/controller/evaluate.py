@@ -1,0 +1,161 @@
+"""`rl eval MODEL ENV ...`: how good a model, a run or a checkpoint is on held-out problems, without training.
+
+Greedy, and, with --samples n, the mean over n samples of each problem and pass@k: the chance that one of k is
+right (Chen et al., arXiv 2107.03374, section 2.1).
+"""
+
+import asyncio
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rl.cluster.launch import launch
+from rl.cluster.machine import this_machine
+from rl.controller.config import RunConfig
+from rl.controller.device_defaults import by_device
+from rl.controller.memory_plan import with_budgets
+from rl.controller.recipes import load_recipe
+from rl.controller.rollouts import check_rewards
+from rl.controller.settings import override
+from rl.controller.specs import actor_specs
+from rl.controller.updaters import rollouts
+from rl.controller.validate import validate
+from rl.errors import ConfigError
+from rl.fields import check_fields
+from rl.models.checkpoint_dir import is_complete, latest
+from rl.models.sources import ModelDir
+from rl.models.tokenizer import HFTokenizer
+from rl.observability.metrics import eval_metrics, group_metrics
+from rl.observability.recorder import rollout_record
+from rl.types import Group
+
+_USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Print a table, and write eval.json and rollouts.jsonl into --run_dir. Raises ConfigError."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(
+            f"{_USAGE}\n\nMODEL: a Hugging Face directory or id, a run, or one of its checkpoints; "
+            f"RECIPE: whose held-out problems"
+        )
+        return 0
+    rest = list(arguments)
+    num_samples = _take_samples(rest)
+    flags = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    model, recipes, rest = rest[0], rest[1:flags], rest[flags:]
+    if not recipes:
+        raise ConfigError(f"no recipe is named; {_USAGE}")
+    configs = {name: _config(model, name, rest) for name in recipes}
+    given = configs[recipes[0]].run_dir
+    out = Path(given or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, float]] = {}
+    with (out / "rollouts.jsonl").open("w") as file:
+        for name, config in configs.items():
+            print(f"{name}: {config.env.num_eval} problems ...", flush=True)
+            greedy, sampled = asyncio.run(_answers(config, num_samples))
+            found[name] = measures(greedy, sampled)
+            for split, groups in (("greedy", greedy), ("sampled", sampled)):
+                for group in groups:
+                    for rollout, score in zip(group.rollouts, group.scores, strict=True):
+                        record = rollout_record(group.index, rollout, score)
+                        print(json.dumps({"recipe": name, "split": split} | record), file=file)
+    (out / "eval.json").write_text(json.dumps({"model": model, "samples": num_samples, **found}, indent=1))
+    for name, metrics in found.items():
+        print(f"\n{name}")
+        for metric, value in metrics.items():
+            print(f"  {metric:28} {value:.4f}")
+    print(f"\n{out}")
+    return 0
+
+
+def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, float]:
+    """What is said of them. sampled: n of each problem, or nothing."""
+    found = eval_metrics(greedy)
+    skipped = ("reward/mean", "reward/std", "reward/errors", "group/with_signal")
+    found |= {n: v for n, v in group_metrics(greedy).items() if n not in skipped and math.isfinite(v)}
+    if sampled:
+        rights = [[score.reward >= 1 for score in group.scores] for group in sampled]
+        n = len(rights[0])
+        rewards = [score.reward for group in sampled for score in group.scores]
+        found[f"mean reward of {n}"] = statistics.fmean(rewards)
+        for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n] + [n]:
+            found[f"pass@{k}"] = statistics.fmean(pass_at_k(n, sum(right), k) for right in rights)
+    return found
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Without bias, from `right` of n samples: 1 - C(n - right, k) / C(n, k)."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def _take_samples(rest: list[str]) -> int:
+    if "--samples" not in rest:
+        return 0
+    i = rest.index("--samples")
+    value = rest[i + 1] if i + 1 < len(rest) else ""
+    if not value.isdecimal() or not 1 <= int(value) <= 1024:
+        raise ConfigError(f"--samples {value or 'without a value'} must be a number from 1 to 1024; {_USAGE}")
+    del rest[i : i + 2]
+    return int(value)
+
+
+def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
+    """The recipe's, with this model; of a checkpoint, with what its run learned."""
+    _, config = load_recipe(name)
+    run_dir, checkpoint = _of_a_run(Path(model))
+    if run_dir is None:
+        config = replace(config, model=ModelDir(model))
+    else:
+        _, theirs = load_recipe(str(run_dir / "config.json"))
+        config = replace(config, model=theirs.model, trainer=theirs.trainer, dtype=theirs.dtype)
+    config, misread = override(config, flags, prog="rl eval")
+    config, wrong = check_fields(config)
+    config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
+    if found := [*misread, *wrong, *validate(config)]:
+        raise ConfigError("\n".join(found))
+    return replace(config, resume=str(checkpoint or ""))
+
+
+def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
+    """The run's directory, and the checkpoint in it; nothing for another model."""
+    if (path / "config.json").is_file() and (path / "metrics.jsonl").is_file():
+        newest = latest(path / "checkpoints")
+        if newest is None:
+            raise ConfigError(f"the run {path} has no checkpoint; name its hf directory, if it has one")
+        return path, newest
+    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+        if not is_complete(path):
+            raise ConfigError(f"{path} is no complete checkpoint; name another of {path.parent}")
+        return path.parent.parent, path
+    return None, None
+
+
+async def _answers(config: RunConfig, num_samples: int) -> tuple[list[Group], list[Group]]:
+    with tempfile.TemporaryDirectory(prefix="rl-eval-") as scratch:
+        directory, machine = Path(scratch), this_machine()
+        settled = by_device(config, machine)
+        model_dir = config.model.materialize(directory)
+        specs = with_budgets(actor_specs(settled, model_dir, directory), settled, machine)
+        kept = {role: n for role, n in specs.roles.items() if role not in ("critic", "reference")}
+        specs = replace(specs, roles=kept, critic=None, reference=None)
+        async with launch(specs, directory) as actors:
+            if config.resume:
+                await actors.trainer.load_checkpoint(config.resume)
+            await actors.publish(0)
+            generators = actors.generators
+            await generators.wait_served(0)
+            made = rollouts(config, HFTokenizer(model_dir), actors)
+            try:
+                greedy = await made.evaluate(generators)
+                sampled = await made.evaluate(generators, num_samples, 1.0) if num_samples else []
+            finally:
+                await made.close()
+        check_rewards([*greedy, *sampled])
+        return greedy, sampled

@@ -1,0 +1,61 @@
+"""SkyRL-Gym's environments (pip install skyrl-gym==0.4.0), over the rows of a question file."""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.episode import Episode
+from rl.envs.question_file import QuestionFile
+from rl.types import Message, Problem, Rewards
+
+
+@dataclass(frozen=True)
+class SkyRLGym(ChatEnv):
+    """Its observations are the next messages, its rewards those of the turns."""
+
+    environment: str = "gsm8k_multi_turn"
+    """A name that skyrl_gym.make takes."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Its env_config."""
+    questions: QuestionFile = QuestionFile(match="exact")
+    """The rows: their answer is the environment's ground truth."""
+
+    def prepare(self) -> None:
+        import skyrl_gym  # noqa: F401
+
+    def eval_problems(self) -> list[Problem]:
+        return self.questions.eval_problems()
+
+    def train_problem(self, seed: int) -> Problem:
+        return self.questions.train_problem(seed)
+
+    def start(self, episode: Episode) -> list[Message]:
+        import skyrl_gym
+        from omegaconf import DictConfig
+
+        asked = list(episode.messages)
+        extras = {
+            "reward_spec": {"method": "rule", "ground_truth": episode.problem.answer},
+            "extra_info": {"max_turns": self.max_turns},
+            "max_turns": self.max_turns,
+        }
+        made = skyrl_gym.make(self.environment, env_config=DictConfig(dict(self.options)), extras=extras)
+        first, _ = made.init(asked)
+        episode.state["env"], episode.state["rewards"] = made, []
+        return first[len(asked) :]
+
+    def step(self, episode: Episode) -> list[Message] | None:
+        out = episode.state["env"].step(episode.response)
+        episode.state["rewards"].append(float(out["reward"]))
+        return None if out["done"] else out["observations"]
+
+    def reward_episode(self, episode: Episode) -> Rewards:
+        """A turn that a budget cut off has none."""
+        rewards = episode.state["rewards"]
+        return Rewards(turns=(*rewards, *[0.0] * (len(episode.turn_tokens) - len(rewards))))
+
+    def validate(self) -> list[str]:
+        if importlib.util.find_spec("skyrl_gym") is None:
+            return ["the skyrl-gym package is missing; run: pip install skyrl-gym==0.4.0"]
+        return self.questions.validate()

@@ -1,0 +1,55 @@
+"""AgentEnv: a program that talks to the policy through OpenAI's API, and is trained as it is."""
+
+import json
+import os
+import subprocess
+from collections.abc import Awaitable, Sequence
+from dataclasses import asdict, dataclass
+
+from rl.envs.base import RolloutContext
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.episode import Episode
+from rl.envs.chat.loop import play_agents
+from rl.types import Message, Problem, Prompt, Rollout
+
+_SHOWN = 2000
+
+
+@dataclass(frozen=True)
+class AgentEnv(ChatEnv):
+    """Derive from this class, implement `generate`, a reward, and `agent`; or give a `command`.
+
+    The agent runs in the episode's process and may use any library; the policy is at `base_url`, under any
+    model name. What it sampled is what is trained on, whatever the agent does with it.
+    """
+
+    command: tuple[str, ...] = ()
+    """The agent as a program, in a virtual environment of its own if it likes: it finds OPENAI_BASE_URL and
+    OPENAI_API_KEY in its environment and the problem as JSON on standard input; what it prints is
+    episode.state["output"]."""
+
+    def agent(self, episode: Episode, base_url: str, api_key: str) -> Awaitable[None] | None:
+        """Solve the problem. May be async. What it leaves in episode.state the reward can read."""
+        if not self.command:
+            raise NotImplementedError(
+                "an AgentEnv needs env.command, or agent(self, episode, base_url, api_key)"
+            )
+        settings = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        done = subprocess.run(
+            self.command,
+            input=json.dumps(asdict(episode.problem)),
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"the agent ended with code {done.returncode}: {done.stderr[-_SHOWN:]}")
+        episode.state["output"] = done.stdout
+        return None
+
+    def opening(self, problem: Problem) -> list[Message]:
+        """Nothing: the agent begins the conversation."""
+        return []
+
+    async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
+        return await play_agents(self, prompt.problem, n, context)

@@ -1,0 +1,28 @@
+"""What supervised learning learns from a ChatEnv: of a conversation, the assistant's turns."""
+
+from rl.batching import segments_sample
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.loop import chat_template
+from rl.interfaces import Tokenizer
+from rl.types import Message, Problem, Sample, Segment
+
+
+def chat_sample(env: ChatEnv, problem: Problem, seed: int, tokenizer: Tokenizer) -> Sample:
+    """The tokens that a rollout with these turns would have."""
+    template = chat_template(tokenizer, env.call_format)
+    tools = [tool.schema for tool in env.tools()]
+    given: list[Message] = list(env.opening(problem))
+    segments: list[Segment] = []
+    for message in env.chat_demonstration(problem, seed):
+        if message["role"] != "assistant":
+            given.append(message)
+            continue
+        tokens = template.continuation(given, tools) if segments else template.prompt(given, tools)
+        target = template.assistant_tokens(message)
+        segments += [_segment(tokens, False), _segment(target, True)]
+        given = []
+    return segments_sample(segments, id=f"{problem.id}, demonstration")
+
+
+def _segment(tokens: list[int], is_taught: bool) -> Segment:
+    return Segment(tokens, is_taught, [0.0] * len(tokens))

@@ -1,0 +1,186 @@
+"""AgentEndpoint: the policy as an OpenAI-compatible endpoint on loopback; an episode's key is its session.
+
+So an agent in any library, language or virtual environment is trained as it is. A request that the client
+sends again gets the same answer; an answer that nobody got is not learned from; settings that would sample
+another policy than the one that learns are refused.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl.envs.chat.session import ChatSession, TooLong, Turn
+from rl.errors import ConfigError, RunError
+from rl.interfaces import Tokenizer
+from rl.openai_format import answer, chat_logprobs, choice
+from rl.types import Message
+
+_MODEL = "policy"
+_SAMPLED_AS_TRAINED = {"temperature": 1, "top_p": 1, "n": 1, "frequency_penalty": 0, "presence_penalty": 0}
+_REFUSED = ("logit_bias", "stop", "response_format", "functions", "top_k", "min_p", "repetition_penalty")
+_RETRY = "x-stainless-retry-count"
+_START_SECONDS = 10.0
+
+
+@dataclass
+class _Guest:
+    """A session at the door."""
+
+    session: ChatSession
+    answers: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)  # request -> its last answer
+    got: set[int] = field(default_factory=set)  # turns that reached the client
+    messages: Sequence[Message] = ()
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str, code: str = ""):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class AgentEndpoint:
+    """A Door (rl/interfaces.py). Listens from the first session until `close`. For one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._guests: dict[str, _Guest] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+        self._url = ""
+
+    async def enter(self, session: ChatSession) -> tuple[str, str]:
+        if self._server is None:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            self._server = _Server(
+                uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_keep_alive=600)
+            )
+            self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        async with asyncio.timeout(_START_SECONDS):
+            while not self._server.started:
+                await asyncio.sleep(0.01)
+        key = secrets.token_urlsafe(16)
+        self._guests[key] = _Guest(session)
+        return self._url, key
+
+    async def leave(self, key: str) -> Sequence[Message]:
+        guest = self._guests.pop(key)
+        for task in guest.answers.values():
+            task.cancel()
+        for turn in [turn for turn in guest.session.turns if id(turn) not in guest.got]:
+            guest.session.forget(turn)
+        return guest.messages
+
+    async def close(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+
+    def _app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        return Starlette(routes=routes)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": _MODEL, "object": "model", "owned_by": "rl"}]})
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            guest = self._guest(request)
+            body = _checked(await request.body())
+            turn = await self._turn(guest, body, int(request.headers.get(_RETRY, "0")))
+        except _Refused as error:
+            said = {"message": str(error), "type": "invalid_request_error", "code": error.code or None}
+            return JSONResponse({"error": said}, error.status)
+        if not await request.is_disconnected():
+            guest.got.add(id(turn))
+            guest.messages = [*body["messages"], turn.message]
+        made = self._written(turn, body)
+        if not body.get("stream"):
+            return JSONResponse(made)
+        return Response(_as_events(made), media_type="text/event-stream")
+
+    def _guest(self, request: Request) -> _Guest:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key not in self._guests:
+            raise _Refused(401, "the API key is none of an episode that is under way")
+        return self._guests[key]
+
+    async def _turn(self, guest: _Guest, body: Mapping[str, Any], retry: int) -> Turn:
+        asked = json.dumps([body["messages"], body.get("tools")], sort_keys=True)
+        task = guest.answers.get(asked) if retry else None
+        if task is None:
+            if not guest.session.num_turns_left:
+                raise _Refused(400, "the episode's turns are used up (env.max_turns)", "turns_used_up")
+            limit = body.get("max_completion_tokens") or body.get("max_tokens")
+            sampling = guest.session.complete(body["messages"], body.get("tools") or (), limit)
+            task = guest.answers[asked] = asyncio.create_task(sampling)
+        try:
+            return await asyncio.shield(task)
+        except TooLong as error:
+            raise _Refused(400, str(error), "context_length_exceeded") from None
+        except (ConfigError, RunError) as error:
+            raise _Refused(400, str(error)) from None
+
+    def _written(self, turn: Turn, body: Mapping[str, Any]) -> dict[str, Any]:
+        with_ids = bool(body.get("return_token_ids"))
+        made = choice(0, turn.completion, with_ids)
+        made["message"] = dict(turn.message)
+        if turn.message.get("tool_calls"):
+            made["finish_reason"] = "tool_calls"
+        if body.get("logprobs"):
+            made["logprobs"] = chat_logprobs(self._tokenizer, turn.completion)
+        prompt = turn.tokens[: -len(turn.completion.tokens) or None]
+        return answer("chat.completion", _MODEL, prompt, [turn.completion], [made], with_ids)
+
+
+def _checked(data: bytes) -> dict[str, Any]:
+    """The request, without anything that would sample another policy."""
+    try:
+        body = json.loads(data)
+        messages = body["messages"]
+        well_formed = all(isinstance(m, dict) and isinstance(m["role"], str) for m in messages)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _Refused(400, "the body is a JSON object with messages, each of which has a role") from None
+    if not messages or not well_formed:
+        raise _Refused(400, "messages must be a list of messages, each with a role")
+    for name, only in _SAMPLED_AS_TRAINED.items():
+        if body.get(name) not in (None, only):
+            raise _Refused(400, f"{name}={body[name]} would sample another policy than learns; leave it out")
+    for name in _REFUSED:
+        if body.get(name):
+            raise _Refused(400, f"{name} is not offered here: it would sample another policy; leave it out")
+    return body
+
+
+def _as_events(made: Mapping[str, Any]) -> str:
+    """The whole answer as one chunk of a stream."""
+    choices = []
+    for whole in made["choices"]:
+        calls = [{"index": i, **c} for i, c in enumerate(whole["message"].get("tool_calls", ()))]
+        delta = {**whole["message"], **({"tool_calls": calls} if calls else {})}
+        choices.append({**{k: v for k, v in whole.items() if k != "message"}, "delta": delta})
+    chunk = {**made, "object": "chat.completion.chunk", "choices": choices}
+    return f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+
+
+class _Server(uvicorn.Server):
+    """Signals are the run's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,192 @@
+"""Episode: one walk of the policy through a ChatEnv, as the environment's own code sees it.
+
+EpisodeRunner runs that code, in a process of the episode's own.
+"""
+
+import asyncio
+import inspect
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.envs.chat.template import Schema
+from rl.envs.chat.tools import BadArguments, Tool
+from rl.errors import one_line
+from rl.types import Message, Problem, StopReason
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """A call that the policy made, and what it was told."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    content: str
+    failed: bool = False  # no such tool, arguments that do not suit it, or it raised
+
+
+@dataclass
+class Episode:
+    """What tools, `step` and `reward_episode` read and change."""
+
+    problem: Problem
+    rng: random.Random
+    """Seeded by the run, the prompt and the sample: what is drawn from it is drawn again on a resume."""
+    messages: list[Message]
+    """The whole conversation so far."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Yours: whatever tools and `step` remember."""
+    tool_results: list[ToolResult] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Yours: what rollouts.jsonl should have of this episode, such as a judge's words."""
+    done: bool = False
+    """Set it in a tool to end the episode after this turn."""
+    stop: StopReason = StopReason.STOP
+    """LENGTH where a budget cut the episode off: tokens of a turn, turns, or tokens in all."""
+    turn_tokens: Sequence[Sequence[int]] = ()
+    """At the end: the tokens that were sampled in each turn."""
+
+    @property
+    def answers(self) -> list[str]:
+        """The policy's turns; one that only calls tools is empty."""
+        return [str(m["content"]) for m in self.messages if m["role"] == "assistant" and not m.get("given")]
+
+    @property
+    def response(self) -> str:
+        """The policy's last turn."""
+        return (self.answers or [""])[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an episode begins."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Schema]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the environment says to a turn of the policy."""
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of a problem's episodes, after its end."""
+
+    messages: Sequence[Message]
+    stop: StopReason
+    turn_tokens: Sequence[Sequence[int]]
+
+
+class BadStep(Exception):
+    """The environment's code returned what it must not."""
+
+
+class EpisodeRunner:
+    """For a process of the episode's own: whatever the environment does here may hang or crash."""
+
+    def __init__(self, env: Any, tools: Sequence[Tool], problem: Problem, seed: int):
+        """tools: what env.tools() gave."""
+        self._env = env
+        self._tools = {tool.name: tool for tool in tools}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.episode = Episode(problem, random.Random(seed), [])
+
+    def begin(self) -> Opening:
+        """The first messages."""
+        env, episode = self._env, self.episode
+        episode.messages += env.opening(episode.problem)
+        episode.messages += _messages(self._run(env.start(episode)), "start") or []
+        return Opening(list(episode.messages), [tool.schema for tool in self._tools.values()])
+
+    def step(self, message: Message, malformed: Sequence[str]) -> Reply:
+        """After a turn of the policy: run its calls, or else ask the environment what comes next.
+
+        malformed: what is wrong with calls that could not be read.
+        """
+        self.episode.messages.append(message)
+        counts: Counter[str] = Counter()
+        if malformed:
+            counts["malformed_calls"] = len(malformed)
+            new: list[Message] = [
+                {"role": "user", "content": f"Error: {malformed[0]}. Write the call again."}
+            ]
+        elif calls := message.get("tool_calls"):
+            new = [self._call(call, counts) for call in calls]
+        else:
+            said = _messages(self._run(self._env.step(self.episode)), "step")
+            if said is None:
+                return Reply(done=True)
+            new = said
+        self.episode.messages += new
+        return Reply(new, self.episode.done, counts)
+
+    def act(self, base_url: str, api_key: str) -> None:
+        """Run the environment's agent (AgentEnv)."""
+        self._run(self._env.agent(self.episode, base_url, api_key))
+
+    def reward(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Any:
+        """What the environment's reward_episode returns."""
+        self.episode.stop, self.episode.turn_tokens = stop, turn_tokens
+        return self._run(self._env.reward_episode(self.episode))
+
+    def reward_group(self, members: Sequence[Member]) -> Any:
+        """What the environment's reward_group returns."""
+        problem, rng = self.episode.problem, self.episode.rng
+        episodes = [
+            Episode(problem, rng, list(m.messages), stop=m.stop, turn_tokens=m.turn_tokens) for m in members
+        ]
+        return self._run(self._env.reward_group(episodes))
+
+    def _call(self, call: Mapping[str, Any], counts: Counter[str]) -> Message:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        counts["tool_calls"] += 1
+        try:
+            if name not in self._tools:
+                raise BadArguments(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
+            content, failed = _as_text(self._run(self._tools[name].run(arguments, self.episode))), False
+        except Exception as error:  # the policy is told, as a user would be
+            what = str(error) if isinstance(error, BadArguments) else one_line(error)
+            content, failed = f"Error: {what}", True
+        counts["tool_errors"] += failed
+        limit = self._env.max_result_chars
+        if len(content) > limit:
+            content = f"{content[:limit]}\n[cut: {len(content)} characters]"
+            counts["cut_results"] += 1
+        self.episode.tool_results.append(ToolResult(name, arguments, content, failed))
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+    def _run(self, made: Any) -> Any:
+        """Of a function that may be a coroutine."""
+        if not inspect.isawaitable(made):
+            return made
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(made)
+
+
+def _as_text(result: object) -> str:
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _messages(said: object, who: str) -> list[Message] | None:
+    if said is None:
+        return None
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if isinstance(said, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in said):
+        return [{"given": True, **m} if m["role"] == "assistant" else dict(m) for m in said]
+    raise BadStep(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")

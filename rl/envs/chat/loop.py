@@ -1,0 +1,193 @@
+"""The turn loop: the policy and an environment take turns until one of them ends the episode.
+
+Whatever fails costs its own sample: it becomes a rollout whose Score has the cause.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+from rl.envs.base import RolloutContext, derive_seed
+from rl.envs.chat.episode import Member
+from rl.envs.chat.session import ChatSession, TooLong
+from rl.envs.chat.template import ChatTemplate
+from rl.envs.verifier import check_parts
+from rl.errors import EpisodeFailed, EpisodeLost
+from rl.interfaces import Door, EpisodeProcess, Episodes, Tokenizer
+from rl.types import Message, Problem, Rewards, Rollout, Score, Segment, StopReason
+
+if TYPE_CHECKING:
+    from rl.envs.chat.env import ChatEnv
+
+_MAX_LOST = 4
+
+
+async def play_group(env: "ChatEnv", problem: Problem, n: int, context: RolloutContext) -> Sequence[Rollout]:
+    """n episodes of one problem, beside each other. Seeds follow from the group's, sample and turn."""
+    return await _play_all(env, problem, n, context, _Walk)
+
+
+async def play_agents(env: "ChatEnv", problem: Problem, n: int, context: RolloutContext) -> Sequence[Rollout]:
+    """n episodes in which an agent of the environment's asks for the policy's turns (AgentEnv)."""
+    assert context.door is not None  # a run with an AgentEnv has one
+    walks = partial(_AgentWalk, door=context.door)
+    return await _play_all(env, problem, n, context, walks)
+
+
+async def _play_all(
+    env: "ChatEnv", problem: Problem, n: int, context: RolloutContext, walks: Callable[..., "_Walk"]
+) -> Sequence[Rollout]:
+    played = await asyncio.gather(*(_play(env, problem, i, context, walks) for i in range(n)))
+    return await _compared(env, problem, played, context) if env.rewards_groups else played
+
+
+async def _compared(
+    env: "ChatEnv", problem: Problem, played: Sequence[Rollout], context: RolloutContext
+) -> Sequence[Rollout]:
+    """With what reward_group adds to their rewards. Where it fails, it fails for all."""
+    assert context.episodes is not None
+    good = [r for r in played if r.score is not None and r.score.error is None]
+    members = [Member(r.messages, r.stop, r.turn_tokens) for r in good]
+    seed = derive_seed(context.params.seed, "group")
+    for _ in range(_MAX_LOST):
+        try:
+            async with context.episodes.open(problem, seed) as process:
+                scores = await process.score_group(members) if members else ()
+            break
+        except EpisodeLost:
+            scores = [Score(0.0, "its process was lost", cause="lost")] * len(good)
+        except EpisodeFailed as failure:
+            scores = [Score(0.0, str(failure), cause=failure.cause)] * len(good)
+            break
+    added = {id(rollout): score for rollout, score in zip(good, scores, strict=True)}
+    return [replace(r, score=_sum(r.score, added[id(r)])) if id(r) in added else r for r in played]
+
+
+def _sum(own: Score | None, added: Score) -> Score:
+    """The group's part is given for the last turn."""
+    assert own is not None
+    if added.error is not None:
+        return added
+    turns, tokens = own.parts.turns, own.parts.tokens
+    parts = Rewards(
+        (*turns[:-1], turns[-1] + added.reward) if turns else (),
+        (*tokens[:-1], tokens[-1] + added.reward) if tokens else (),
+    )
+    components = {**(own.components or {"episode": own.reward}), "group": added.reward}
+    return replace(own, reward=own.reward + added.reward, parts=parts, components=components)
+
+
+async def _play(
+    env: "ChatEnv", problem: Problem, sample: int, context: RolloutContext, walks: Callable[..., "_Walk"]
+) -> Rollout:
+    """An episode whose process died with others of its worker begins again, with the same seeds."""
+    assert context.episodes is not None  # a run with a ChatEnv has them
+    for _ in range(_MAX_LOST):
+        walk = walks(env, problem, sample, context)
+        try:
+            return await walk.run(context.episodes)
+        except EpisodeLost:
+            continue
+    return walk.rollout(Score(0.0, f"its process was lost {_MAX_LOST} times", cause="lost"))
+
+
+class _Walk:
+    def __init__(self, env: "ChatEnv", problem: Problem, sample: int, context: RolloutContext):
+        seeds = [derive_seed(context.params.seed, sample, turn) % 2**32 for turn in range(env.max_turns)]
+        template = chat_template(context.tokenizer, env.call_format)
+        self._session = ChatSession(template, context.sampler, context.params, seeds, context.max_tokens)
+        self._env = env
+        self._problem = problem
+        self._seed = derive_seed(context.params.seed, "episode", sample)
+        self._messages: list[Message] = []
+        self._counts: Counter[str] = Counter()
+        self._stop = StopReason.STOP
+
+    async def run(self, episodes: Episodes) -> Rollout:
+        seconds = self._env.episode_seconds
+        try:
+            async with episodes.open(self._problem, self._seed) as process, asyncio.timeout(seconds):
+                await self._talk(process)
+                tokens = [turn.completion.tokens for turn in self._session.turns]
+                score = await process.score(self._stop, tokens)
+        except TooLong as error:
+            score = Score(0.0, str(error), cause="too_long")
+        except TimeoutError:
+            what = f"the episode took over {seconds:g} s (env.episode_seconds)"
+            score = Score(0.0, what, cause="timeout")
+        except EpisodeFailed as failure:
+            score = Score(0.0, str(failure), cause=failure.cause)
+        return self.rollout(score)
+
+    async def _talk(self, process: EpisodeProcess) -> None:
+        opening = await process.begin()
+        self._messages += opening.messages
+        while True:
+            try:
+                turn = await self._session.complete(self._messages, opening.tools)
+            except TooLong:
+                if not self._session.turns:
+                    raise
+                self._stop = StopReason.LENGTH
+                return
+            self._messages.append(turn.message)
+            if not turn.is_complete:
+                self._stop = StopReason.LENGTH
+                await process.note([turn.message])
+                return
+            reply = await process.step(turn.message, turn.parsed.malformed)
+            self._counts.update(reply.counts)
+            self._messages += reply.messages
+            if reply.done:
+                return
+            if not self._session.num_turns_left:
+                self._stop = StopReason.LENGTH
+                return
+
+    def rollout(self, score: Score) -> Rollout:
+        session = self._session
+        branches = session.branches or ((Segment([], False, []),),)
+        turns = session.turns
+        return Rollout(
+            problem=self._problem,
+            segments=branches[0],
+            response=turns[-1].text if turns else "",
+            stop=self._stop,
+            versions=session.versions,
+            forks=branches[1:],
+            messages=tuple(self._messages),
+            score=check_parts(score, [len(turn.completion.tokens) for turn in turns]),
+            counts={"turns": len(turns), "tool_calls": 0, **self._counts},
+        )
+
+
+class _AgentWalk(_Walk):
+    def __init__(self, *walk: Any, door: Door):
+        super().__init__(*walk)
+        self._door = door
+
+    async def _talk(self, process: EpisodeProcess) -> None:
+        await process.begin()
+        base_url, key = await self._door.enter(self._session)
+        try:
+            await process.act(base_url, key)
+        finally:
+            self._messages += await self._door.leave(key)
+            turns = self._session.turns
+            self._counts["tool_calls"] = sum(len(turn.parsed.calls) for turn in turns)
+            if not self._session.num_turns_left or any(not turn.is_complete for turn in turns[-1:]):
+                self._stop = StopReason.LENGTH
+        await process.note(self._messages)
+
+
+def chat_template(tokenizer: Tokenizer, call_format: str) -> ChatTemplate:
+    """Of a tokenizer and env.call_format. Raises ConfigError where the template is no good."""
+    return _made(tokenizer, call_format)  # type: ignore[arg-type]  # a tokenizer is hashable by identity
+
+
+@lru_cache(maxsize=8)
+def _made(tokenizer: Hashable, call_format: Any) -> ChatTemplate:
+    return ChatTemplate(cast(Tokenizer, tokenizer), None if call_format == "auto" else call_format)

@@ -1,0 +1,179 @@
+"""The processes of episodes. `python -m rl.envs.chat.process` has the environment ready and forks for each.
+
+A fork takes milliseconds and shares the memory of what is imported; it may hang, crash or be killed, and
+nothing but its own episode notices. Host and forks speak length-prefixed pickles over a socket each.
+"""
+
+import gc
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl.envs.chat.episode import BadStep, EpisodeRunner, Member
+from rl.envs.chat.tools import Tool
+from rl.envs.verifier import described, score_of
+from rl.processes import end_with_parent
+from rl.types import Score
+
+_GIB = 2**30
+ENDED = struct.Struct("<ii")  # pid, wait status: what the forking process tells its host
+
+
+def send(sock: socket.socket, message: object) -> None:
+    data = pickle.dumps(message)
+    sock.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def receive(sock: socket.socket) -> Any:
+    """Raises EOFError where the other end is gone."""
+
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            chunk = sock.recv(count - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return data
+
+    return pickle.loads(exactly(struct.unpack("<Q", exactly(8))[0]))
+
+
+def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None:
+    """In a fork: the verbs of EpisodeRunner, until the host closes the socket."""
+    problem, seed = receive(sock)
+    runner = EpisodeRunner(env, tools, problem, seed)
+    verbs: dict[str, Callable[..., Any]] = {
+        "begin": runner.begin,
+        "step": runner.step,
+        "note": runner.episode.messages.extend,
+        "act": runner.act,
+        "score_group": lambda members: _score_group(runner, members),
+        "score": lambda stop, tokens: _score(runner, stop, tokens),
+    }
+    send(sock, os.getpid())
+    while True:
+        verb, arguments = receive(sock)
+        try:
+            answer = ("ok", verbs[verb](*arguments))
+        except BadStep as error:
+            answer = ("type", str(error))
+        except MemoryError:
+            answer = ("memory", f"out of memory (env.max_memory_gib={env.max_memory_gib:g})")
+        except Exception as error:  # the task's boundary: counted and logged by the controller
+            traceback.print_exc()
+            answer = ("raised", described(error))
+        try:
+            send(sock, answer)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            send(sock, ("type", f"what the environment returned cannot be sent: {error}"))
+
+
+def _score(runner: EpisodeRunner, *end: Any) -> Score:
+    score = score_of(runner.reward(*end))
+    return replace(score, notes=dict(runner.episode.notes)) if runner.episode.notes else score
+
+
+def _score_group(runner: EpisodeRunner, members: Sequence[Member]) -> list[Score]:
+    rewards = runner.reward_group(members)
+    if not isinstance(rewards, Sequence) or len(rewards) != len(members):
+        raise BadStep(
+            f"reward_group() returned {rewards!r:.60} for {len(members)} episodes; return one for each"
+        )
+    return [score_of(reward) for reward in rewards]
+
+
+def _limit_memory(gib: float) -> None:
+    """What the fork may take beside what it shares with its parent."""
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + int(gib * _GIB),) * 2)
+
+
+def _fork(env: Any, tools: Sequence[Tool], sock: socket.socket, output: int, host: socket.socket) -> None:
+    if os.fork():
+        return
+    status = 1
+    try:
+        os.setsid()  # so that the host can end it with all that it starts
+        end_with_parent()
+        host.close()
+        for fd in (1, 2):
+            os.dup2(output, fd)
+        os.close(output)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _limit_memory(env.max_memory_gib)
+        _serve_episode(sock, env, tools)
+    except EOFError:
+        status = 0
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else 1
+        else:
+            traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _reap(host: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        host.sendall(ENDED.pack(pid, status))
+
+
+def main() -> None:
+    """Standard input is the socket to the host, which first sends the environment."""
+    host = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    end_with_parent()
+    try:
+        env = receive(host)
+        env.prepare()
+        tools = env.tools()
+    except Exception as error:  # the user's own code: named by the host
+        traceback.print_exc()
+        send(host, described(error))
+        return
+    send(host, None)
+    gc.freeze()  # what is there now stays shared: no fork's collector touches it
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([host.fileno(), woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(host)
+        if host.fileno() in ready:
+            data, fds, _, _ = socket.recv_fds(host, 1, 2)
+            if not data:
+                return
+            sock = socket.socket(fileno=fds[0])
+            _fork(env, tools, sock, fds[1], host)
+            sock.close()
+            os.close(fds[1])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KeyboardInterrupt, BrokenPipeError, ConnectionError):
+        sys.exit(0)

@@ -1,0 +1,181 @@
+"""ChatSession: one episode's conversation with the policy, as a tree of tokens.
+
+Whoever talks, our own turn loop or an agent over HTTP, sends the whole conversation each time, as OpenAI's
+API has it. What the session has sampled it knows again by its message, and goes on after its tokens: no
+sampled turn is tokenised again. A conversation that was rewritten begins a new branch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl.envs.chat.template import ChatTemplate, Schema, for_template
+from rl.envs.chat.tool_calls import ParsedTurn
+from rl.interfaces import Sampler
+from rl.types import Completion, Message, SamplingParams, Segment, StopReason, VersionRange
+
+
+class TooLong(Exception):
+    """A prompt leaves no room for an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy. `before`: the turn whose tokens it goes on after."""
+
+    before: "Turn | None"
+    given: tuple[int, ...]  # since `before`, or the whole prompt
+    completion: Completion
+    message: Message
+    parsed: ParsedTurn  # of a turn that was cut off: its text alone
+
+    @property
+    def text(self) -> str:
+        return str(self.message["content"])
+
+    @property
+    def is_complete(self) -> bool:
+        return self.completion.stop is StopReason.STOP
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole sequence up to its end."""
+        before = self.before.tokens if self.before else []
+        return [*before, *self.given, *self.completion.tokens]
+
+
+class ChatSession:
+    """Draws one rollout. `turns` are all of the policy's, in the order of their completion."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        sampler: Sampler,
+        params: SamplingParams,
+        seeds: Sequence[int],
+        max_tokens: int,
+    ):
+        """params: of each turn, but for the seed. seeds: one for each turn. max_tokens: of a sequence."""
+        self.turns: list[Turn] = []
+        self._template = template
+        self._sampler = sampler
+        self._params = replace(params, stop_token_ids=_with(params.stop_token_ids, template.end_id))
+        self._seeds = seeds
+        self._max_tokens = max_tokens
+        self._known: dict[str, Turn] = {}  # a conversation's key -> the turn that ends it
+        self._num_begun = 0
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Schema], max_new_tokens: int | None = None
+    ) -> Turn:
+        """The policy's next turn. Raises TooLong where the conversation leaves no room for it.
+
+        max_new_tokens: where it is to be shorter than others.
+        """
+        before, new = self._find(messages, tools)
+        given = self._template.continuation(new, tools) if before else self._template.prompt(messages, tools)
+        prompt = [*(before.tokens if before else ()), *given]
+        room = self._max_tokens - len(prompt)
+        if room < 1:
+            raise TooLong(
+                f"the conversation of {len(prompt)} tokens leaves no room for an answer within "
+                f"{self._max_tokens} (trainer.max_tokens, or the model's positions)"
+            )
+        seed = self._seeds[self._num_begun]
+        self._num_begun += 1
+        limit = min(self._params.max_new_tokens, room, max_new_tokens or room)
+        params = replace(self._params, max_new_tokens=limit, seed=seed)
+        completion = (await self._sampler.sample(prompt, 1, params))[0]
+        turn = self._turn(before, given, completion)
+        self.turns.append(turn)
+        if turn.is_complete:
+            self._known[_key([*messages, turn.message], tools)] = turn
+        return turn
+
+    @property
+    def num_turns_left(self) -> int:
+        return len(self._seeds) - self._num_begun
+
+    @property
+    def branches(self) -> tuple[tuple[Segment, ...], ...]:
+        """Every sequence that was sampled, each turn's tokens sampled in one of them and given in others."""
+        inner = {id(turn.before) for turn in self.turns}
+        trained: set[int] = set()
+        return tuple(_segments(turn, trained) for turn in self.turns if id(turn) not in inner)
+
+    @property
+    def versions(self) -> VersionRange | None:
+        """Of all turns."""
+        found = [turn.completion.versions for turn in self.turns]
+        if not found:
+            return None
+        return VersionRange(min(v.oldest for v in found), max(v.newest for v in found))
+
+    def forget(self, turn: Turn) -> None:
+        """Nobody got this turn: it is not learned from."""
+        self.turns.remove(turn)
+        self._known = {key: known for key, known in self._known.items() if known is not turn}
+
+    def _find(
+        self, messages: Sequence[Message], tools: Sequence[Schema]
+    ) -> tuple[Turn | None, Sequence[Message]]:
+        """The longest conversation that is known, and what follows it."""
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1]["role"] != "assistant" or messages[end]["role"] == "assistant":
+                continue
+            if (turn := self._known.get(_key(messages[:end], tools))) is not None:
+                return turn, messages[end:]
+        return None, messages
+
+    def _turn(self, before: Turn | None, given: Sequence[int], completion: Completion) -> Turn:
+        text = self._template.text(completion.tokens)
+        if completion.stop is not StopReason.STOP:
+            message: Message = {"role": "assistant", "content": text}
+            return Turn(before, tuple(given), completion, message, ParsedTurn(text))
+        parsed = self._template.parse(completion.tokens)
+        return Turn(before, tuple(given), completion, _message(parsed, text, len(self.turns)), parsed)
+
+
+def _message(parsed: ParsedTurn, text: str, number: int) -> Message:
+    """As OpenAI's API has it. Where a call cannot be read, the content is all of the text."""
+    message: dict[str, Any] = {"role": "assistant", "content": text if parsed.malformed else parsed.content}
+    if parsed.reasoning and not parsed.malformed:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls and not parsed.malformed:
+        message["tool_calls"] = [
+            {
+                "id": f"call{number:03d}{i:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for i, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:
+    """From the beginning to this turn. trained: the turns that are sampled in an earlier branch."""
+    before = _segments(turn.before, trained) if turn.before else ()
+    given = Segment(list(turn.given), False, [0.0] * len(turn.given))
+    tokens, logprobs = turn.completion.tokens, turn.completion.logprobs
+    if id(turn) in trained:
+        return (*before, given, Segment(tokens, False, [0.0] * len(tokens)))
+    trained.add(id(turn))
+    return (*before, given, Segment(tokens, True, logprobs))
+
+
+def _key(messages: Sequence[Message], tools: Sequence[Schema]) -> str:
+    """What stays the same when a client sends a conversation back: no ids, no reasoning, no spacing."""
+    return json.dumps([*map(_canonical, messages), list(tools)], sort_keys=True, default=str)
+
+
+def _canonical(message: Message) -> Mapping[str, Any]:
+    plain = for_template(message)
+    functions = [call["function"] for call in plain.get("tool_calls") or ()]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    return {"role": plain["role"], "content": plain["content"].strip(), "calls": calls}
+
+
+def _with(ids: tuple[int, ...], end: int) -> tuple[int, ...]:
+    return ids if end in ids else (*ids, end)

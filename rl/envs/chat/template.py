@@ -1,0 +1,161 @@
+"""ChatTemplate: messages to tokens by the model's own template, so that no sampled turn is tokenised again.
+
+Templates are programs that write a whole conversation. What follows a turn that the policy has sampled is
+found by writing a stand-in for the turn and taking what comes after it.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.envs.chat.tool_calls import (
+    CallFormat,
+    ParsedTurn,
+    call_format,
+    describe_tools,
+    fold_tools,
+    knows_tools,
+    parse_turn,
+    write_call,
+)
+from rl.errors import ConfigError, one_line
+from rl.interfaces import Tokenizer
+from rl.types import Message
+
+Schema = Mapping[str, Any]
+"""A tool as OpenAI's API describes it: {"type": "function", "function": {name, description, parameters}}."""
+
+_STAND_IN = "turn-" + uuid.UUID(int=0x5EED5EED5EED).hex
+
+
+class ChatTemplate:
+    """Raises ConfigError where the model has no template, or one whose turns do not end with a token."""
+
+    def __init__(self, tokenizer: Tokenizer, written: CallFormat | None = None):
+        """written: the format of tool calls; None: the template's own."""
+        if not tokenizer.chat_template:
+            raise ConfigError("the model's tokenizer has no chat template, which a ChatEnv needs; add one")
+        self._tokenizer = tokenizer
+        own = knows_tools(tokenizer.chat_template)
+        self.written = written or call_format(tokenizer.chat_template)
+        self._folds = not own or (written is not None and written != _own_format(tokenizer))
+        self.end_id, self._end = self._turn_end()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """A whole conversation, ready for the assistant's turn."""
+        return self._tokenizer.encode_plain(self._render(messages, tools))
+
+    def continuation(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """What follows a sampled turn, after the token that ended it: `messages`, ready for the next turn."""
+        for before in self._stand_ins(messages):
+            try:
+                text = self._render([*before, *messages], tools)
+            except ConfigError:
+                continue
+            _, there, rest = text.rpartition(_STAND_IN)
+            _, ended, after = rest.partition(self._end)
+            if there and ended:
+                return self._tokenizer.encode_plain(after)
+        raise ConfigError(
+            f"the model's chat template does not take {messages[0]['role']} messages after an assistant's "
+            f"turn; use other roles, or another template"
+        )
+
+    def assistant_tokens(self, message: Message) -> list[int]:
+        """A turn as the policy would write it: its content, its calls, and the end."""
+        plain = for_template(message)
+        calls = [write_call(call["function"], self.written) for call in plain.get("tool_calls", ())]
+        text = "\n".join(filter(None, [plain["content"], *calls]))
+        return [*self._tokenizer.encode_plain(text), self.end_id]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens).strip()
+
+    def parse(self, tokens: Sequence[int]) -> ParsedTurn:
+        """Of a turn that ended by itself."""
+        return parse_turn(self.text(tokens), self.written)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Schema], prompt: bool = True) -> str:
+        messages = [for_template(message) for message in messages]
+        if self._folds:
+            messages = fold_tools(messages, self.written)
+            if tools:
+                messages = _with_system(messages, describe_tools(tools, self.written))
+        try:
+            return self._tokenizer.render(messages, () if self._folds else tools, prompt)
+        except Exception as error:  # the template is a program
+            raise ConfigError(f"the model's chat template fails: {one_line(error):.200}") from error
+
+    def _turn_end(self) -> tuple[int, str]:
+        """The token that ends the assistant's turns, and its text."""
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
+        _, there, after = self._render(turns, (), prompt=False).rpartition(_STAND_IN)
+        tokens = self._tokenizer.encode_plain(after)
+        if there and tokens:
+            text = self._tokenizer.decode_with_special(tokens[:1])
+            if not self._tokenizer.decode(tokens[:1]) and after.startswith(text):
+                return tokens[0], text
+        raise ConfigError(
+            "the model's chat template does not end the assistant's turn with a special token, so turns "
+            "would not end; use a template that does"
+        )
+
+    def _stand_ins(self, messages: Sequence[Message]) -> list[list[Message]]:
+        """Turns to write before `messages`; the first that the template takes serves."""
+        user: Message = {"role": "user", "content": "x"}
+        plain: Message = {"role": "assistant", "content": _STAND_IN}
+        results = [message for message in messages if message["role"] == "tool"]
+        if self._folds or not results:
+            return [[user, plain]]
+        calls = [
+            {
+                "id": result.get("tool_call_id", "call00000"),
+                "type": "function",
+                "function": {"name": result.get("name", "tool"), "arguments": {"x": _STAND_IN}},
+            }
+            for result in results
+        ]
+        called = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[:1])]
+        return [*([user, turn] for turn in called), [user, plain]]
+
+
+def _own_format(tokenizer: Tokenizer) -> CallFormat | None:
+    try:
+        return call_format(tokenizer.chat_template)
+    except ConfigError:
+        return None
+
+
+def for_template(message: Message) -> Message:
+    """As templates expect it: content is a text, and a call's arguments an object."""
+    made = {**message, "content": _text(message.get("content"))}
+    if message.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return made
+
+
+def _text(content: object) -> str:
+    """OpenAI's content: a text, nothing, or parts of which the texts are read."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return "" if content is None else str(content)
+
+
+def _object(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {"arguments": arguments}
+
+
+def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]

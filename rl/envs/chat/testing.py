@@ -1,0 +1,99 @@
+"""Try a ChatEnv without a run: a policy that says what it is told to, the environment's code right here."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rl.envs.base import RolloutContext, derive_seed
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.episode import EpisodeRunner, Member, Opening, Reply
+from rl.envs.chat.loop import chat_template
+from rl.envs.verifier import score_of
+from rl.interfaces import Tokenizer
+from rl.types import (
+    Completion,
+    Message,
+    Problem,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    StopReason,
+    VersionRange,
+)
+
+
+@dataclass(frozen=True)
+class Played:
+    """`text`: all that the policy saw and said, special tokens included."""
+
+    rollout: Rollout
+    text: str
+
+    @property
+    def score(self) -> Score:
+        assert self.rollout.score is not None
+        return self.rollout.score
+
+
+def play(
+    env: ChatEnv, tokenizer: Tokenizer, says: Sequence[str], problem: Problem | None = None, seed: int = 0
+) -> Played:
+    """An episode in which the policy says these texts, one a turn, the last again and again.
+
+    What the environment's code raises is raised. Nothing is limited; no model is needed.
+    """
+    problem = problem or env.train_problem(derive_seed(seed))
+    texts = itertools.chain(says, itertools.repeat(says[-1]))
+    sampler = _Saying(tokenizer, texts, chat_template(tokenizer, env.call_format).end_id)
+    context = RolloutContext(sampler, tokenizer, SamplingParams(10**6, seed=seed), 10**6, _Here(env))
+    (rollout,) = asyncio.run(env.drive(Prompt(problem, ()), 1, context))
+    tokens = [token for segment in rollout.segments for token in segment.tokens]
+    return Played(rollout, tokenizer.decode_with_special(tokens))
+
+
+class _Saying:
+    def __init__(self, tokenizer: Tokenizer, texts: Iterator[str], end: int):
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._end = end
+
+    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+        tokens = [*self._tokenizer.encode_plain(next(self._texts)), self._end]
+        return [Completion(tokens, [0.0] * len(tokens), VersionRange(0, 0), StopReason.STOP)]
+
+
+@dataclass(frozen=True)
+class _Here:
+    """Episodes in this process, in a thread: the environment may have an event loop of its own."""
+
+    env: ChatEnv
+
+    @asynccontextmanager
+    async def open(self, problem: Problem, seed: int) -> AsyncIterator["_HereEpisode"]:
+        yield _HereEpisode(EpisodeRunner(self.env, self.env.tools(), problem, seed))
+
+
+@dataclass(frozen=True)
+class _HereEpisode:
+    runner: EpisodeRunner
+
+    async def begin(self) -> Opening:
+        return await asyncio.to_thread(self.runner.begin)
+
+    async def step(self, message: Message, malformed: Sequence[str]) -> Reply:
+        return await asyncio.to_thread(self.runner.step, message, malformed)
+
+    async def note(self, messages: Sequence[Message]) -> None:
+        self.runner.episode.messages.extend(messages)
+
+    async def act(self, base_url: str, api_key: str) -> None:
+        await asyncio.to_thread(self.runner.act, base_url, api_key)
+
+    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
+        return score_of(await asyncio.to_thread(self.runner.reward, stop, turn_tokens))
+
+    async def score_group(self, members: Sequence[Member]) -> list[Score]:
+        return [score_of(r) for r in await asyncio.to_thread(self.runner.reward_group, members)]

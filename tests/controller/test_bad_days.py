@@ -1,0 +1,154 @@
+"""What a machine does to a run on a bad day, and what the run says then."""
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.actors.remote import Caller, Deadline, ProcessDied
+from rl.controller import run as run_module
+from rl.controller.run import run
+from rl.errors import ConfigError, RunError
+from rl.models import checkpoint
+from rl.observability.recorder import Recorder
+from rl.observability.sinks import Sinks
+from rl.observability.timeline import Timeline
+from rl.paths import lock_directory
+from rl.types import ProcessInfo
+from rl.weight_sync.shared_memory import _reserve
+from tests.controller.test_recovery import config as small
+from tests.controller.test_recovery import run as run_with_fakes
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
+def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
+    """The disk fills at the first record; a checkpoint of an earlier step is there."""
+
+    async def records(recipe, config, run_dir, in_place):
+        (run_dir / name).symlink_to("/dev/full")
+        with Recorder(run_dir, 2, Timeline(), Sinks([])) as recorder:
+            recorder.evaluation(0, {"eval/accuracy": 0.5, "eval/standard_error": 0.1}, [])
+            recorder._rollouts.write("x")
+
+    monkeypatch.setattr(run_module, "_main", records)
+    monkeypatch.setattr(run_module, "latest", lambda path: path / "step-20")
+    directory = tmp_path / "run"
+    with pytest.raises(RunError) as said:
+        run("quickstart", replace(quickstart(), run_dir=str(directory)))
+    assert str(said.value) == (
+        f"the disk of {directory} is full; make room; go on with --resume {directory}/checkpoints/step-20"
+    )
+
+
+def test_a_full_disk_under_a_checkpoint(tmp_path):
+    said = checkpoint._words(OSError(errno.ENOSPC, "x"), tmp_path / "checkpoints" / "step-3")
+    assert said.startswith(f"the disk of {tmp_path}/checkpoints/step-3 is full (") and said.endswith(
+        "make room"
+    )
+
+
+def test_a_directory_that_cannot_be_written():
+    with pytest.raises(ConfigError, match=r"the run's directory /proc/run .*cannot be made.*give another"):
+        run("quickstart", replace(quickstart(), run_dir="/proc/run"))
+
+
+def test_full_shared_memory(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RunError) as said:
+        _reserve(str(tmp_path / "model-v3-rank0.bin"), 512 << 20)
+    assert "no room in shared memory for 512 MiB of weights" in str(said.value)
+    assert "--shm-size" in str(said.value) and "--weight_sync.transport torchstore" in str(said.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    """The second is refused for as long as the first lives, however that ends."""
+    code = (
+        "import sys, time; from pathlib import Path; from rl.paths import lock_directory;"
+        "lock_directory(Path(sys.argv[1]), 'run'); print('locked', flush=True); time.sleep(60)"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert first.stdout.readline() == "locked\n"
+    with pytest.raises(ConfigError, match=rf"belongs to a run that is under way \(pid {first.pid}\)"):
+        lock_directory(tmp_path, "run")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    os.close(lock_directory(tmp_path, "run"))
+
+
+def test_a_process_that_the_kernel_kills_for_memory_is_named_with_where_to_look():
+    """As any death: with the actor, what it was doing, its pid and host, and its log."""
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+    async def answer():
+        raise SupervisionError("the process this actor was running on failed: Killed(sig=9)")
+
+    caller = Caller("generator-1", "logs/generator-1.log of the run")
+    caller.processes = (ProcessInfo(4711, "here", "cpu"),)
+    with pytest.raises(ProcessDied) as said:
+        asyncio.run(caller.call(answer(), "sample", Deadline("progress", 5.0)))
+    for part in ("generator-1 died in sample", "pid 4711 on here", "Killed(sig=9)", "logs/generator-1.log"):
+        assert part in str(said.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_of_a_scheduler_ends_with_its_own_code_and_says_how_to_go_on(tmp_path, monkeypatch, number):
+    async def killed(recipe, config, run_dir, in_place):
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(run_module, "run_recipe", killed)
+    monkeypatch.setattr(run_module, "latest", lambda path: path / "step-7")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))
+    assert raised.value.args == (number,)  # rl.cli exits with 128 + number
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    """Only the monotonic clock decides and measures anything."""
+    settings = small()
+    expected = run_with_fakes(settings, tmp_path / "steady")
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: (-1) ** next(jumps) * 3.0e7)
+    assert run_with_fakes(settings, tmp_path / "jumping") == expected
+
+
+LOG_DISK = """
+import asyncio, sys
+from dataclasses import replace
+from pathlib import Path
+from rl.cluster.environment import prepare_environment
+prepare_environment()
+from configs.quickstart import quickstart
+from rl.controller.run import run_recipe
+from rl.envs.sort_letters import SortLetters
+
+directory = Path(sys.argv[1])
+(directory / "logs").mkdir(parents=True)
+for name in ("trainer", "generator-0", "reward-0", "failures"):
+    (directory / "logs" / f"{name}.log").symlink_to("/dev/full")
+recipe = quickstart()
+recipe = replace(recipe, steps=2, prompts_per_step=4, warmup=replace(recipe.warmup, steps=2), env=SortLetters(num_eval=8))
+asyncio.run(run_recipe("quickstart", recipe, directory))
+"""
+
+
+def test_a_log_disk_that_fills_costs_the_logs_and_nothing_else(tmp_path):
+    """Real processes, each of which cannot write a byte to its log."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", LOG_DISK, str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out accuracy after 2 steps" in done.stdout

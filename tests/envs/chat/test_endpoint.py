@@ -1,0 +1,219 @@
+"""Agents through OpenAI's official client: what they make the policy sample is what is learned from."""
+
+import asyncio
+import json
+import random
+import sys
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.endpoint import AgentEndpoint
+from rl.envs.chat.session import ChatSession
+from rl.envs.chat.template import ChatTemplate
+from rl.types import Problem, SamplingParams
+from tests.envs.chat import playing
+from tests.envs.chat.templates import make_tokenizer
+from tests.envs.chat.test_session import Writer
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
+}
+
+
+@dataclass(frozen=True)
+class Agent(AgentEnv):
+    max_memory_gib: float = 4.0
+    turn_seconds: float = 20.0
+    max_turns: int = 3
+
+    def generate(self, seed):
+        return Problem(str(seed), "look around")
+
+    def prepare(self):
+        import openai  # noqa: F401
+
+    def agent(self, episode, base_url, api_key):
+        if episode.problem.question == "fails":
+            raise ValueError("no agent")
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": episode.problem.question}]
+        for _ in range(4 if episode.problem.question == "too many" else 2):
+            reply = client.chat.completions.create(model="any", messages=messages, tools=[TOOL]).choices[0]
+            messages.append(reply.message.to_dict())
+            for call in reply.message.tool_calls or []:
+                seen = f"{json.loads(call.function.arguments)['at']} is here"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+        episode.state["reason"] = reply.finish_reason
+
+    def reward_episode(self, episode):
+        return float(episode.state["reason"] == "stop" and episode.response == "found")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer("qwen2_5", tmp_path_factory.mktemp("tokenizer"))
+
+
+def play(tokenizer, env, question, texts):
+    writer = Writer(tokenizer, ChatTemplate(tokenizer).end_id, texts, random.Random(0))
+    (rollout,) = playing.play(env, tokenizer, writer, Problem("7", question), max_tokens=4000)
+    return rollout, writer
+
+
+def test_an_agent_of_the_official_client_is_trained_on_what_it_made_the_policy_sample(tokenizer):
+    rollout, writer = play(tokenizer, Agent(), "look around", [CALL, "found"])
+    assert rollout.score.error is None and rollout.score.reward == 1
+    sampled = [segment.tokens for segment in rollout.segments if segment.sampled]
+    assert sampled == [made for _, _, made in writer.asked] and not rollout.forks
+    assert writer.asked[1][0][: len(writer.asked[0][0]) + len(sampled[0])] == [
+        *writer.asked[0][0],
+        *sampled[0],
+    ]
+    assert rollout.counts == {"turns": 2, "tool_calls": 1}
+    assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer):
+    rollout, _ = play(tokenizer, Agent(), "fails", [])
+    assert rollout.score.cause == "raised" and "no agent" in rollout.score.error
+    rollout, _ = play(tokenizer, Agent(), "too many", [CALL] * 4)
+    assert rollout.score.cause == "raised" and "env.max_turns" in rollout.score.error
+
+
+def test_an_agent_may_be_a_program_of_its_own(tokenizer, tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(
+        "import json, openai, sys\n"
+        "problem = json.load(sys.stdin)\n"
+        "asked = [{'role': 'user', 'content': problem['question']}]\n"
+        "print(openai.OpenAI().chat.completions.create(model='m', messages=asked).choices[0].message.content)\n"
+    )
+
+    @dataclass(frozen=True)
+    class Program(Agent):
+        def agent(self, episode, base_url, api_key):
+            return AgentEnv.agent(self, episode, base_url, api_key)
+
+        def reward_episode(self, episode):
+            return float(episode.state["output"] == "four\n")
+
+    rollout, _ = play(tokenizer, Program(command=(sys.executable, str(path))), "2 + 2", ["four"])
+    assert rollout.score.error is None and rollout.score.reward == 1
+    path.write_text("raise SystemExit('broken')")
+    rollout, _ = play(tokenizer, Program(command=(sys.executable, str(path))), "2 + 2", ["four"])
+    assert "ended with code 1: broken" in rollout.score.error
+
+
+def talk(tokenizer, texts, say, delay=0.0):
+    """say(client, session, url, key) with an async client of OpenAI's."""
+    template = ChatTemplate(tokenizer)
+    writer = Writer(tokenizer, template.end_id, texts, random.Random(0))
+
+    class Slow:
+        async def sample(self, *request):
+            made = await writer.sample(*request)
+            await asyncio.sleep(delay)
+            return made
+
+    async def walk():
+        door = AgentEndpoint(tokenizer)
+        session = ChatSession(template, Slow(), SamplingParams(300), range(8), 4000)
+        url, key = await door.enter(session)
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            try:
+                await say(client, session, url, key)
+            finally:
+                await door.leave(key)
+                await door.close()
+
+    asyncio.run(walk())
+
+
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0}, {"top_p": 0.9}, {"n": 2}, {"logit_bias": {"1": 1}}, {"stop": "x"}, {"response_format": {"type": "json_object"}}, {"frequency_penalty": 1}],
+)  # fmt: skip
+def test_settings_that_would_sample_another_policy_are_refused(tokenizer, settings):
+    async def say(client, session, url, key):
+        with pytest.raises(openai.BadRequestError, match="another policy"):
+            await client.chat.completions.create(model="m", messages=ASKED, **settings)
+        assert not session.turns
+
+    talk(tokenizer, ["a"], say)
+
+
+def test_bad_requests_and_keys_are_refused(tokenizer):
+    async def say(client, session, url, key):
+        async with httpx.AsyncClient() as plain:
+            for body in (
+                b"",
+                b"[]",
+                b"{}",
+                b'{"messages": []}',
+                b'{"messages": [{"content": "x"}]}',
+                b"[" * 10**5,
+            ):
+                found = await plain.post(
+                    f"{url}/chat/completions", content=body, headers={"Authorization": f"Bearer {key}"}
+                )
+                assert found.status_code == 400, body
+            assert (await plain.post(f"{url}/chat/completions", json={"messages": ASKED})).status_code == 401
+        with pytest.raises(openai.BadRequestError, match="leaves no room") as refused:
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x" * 5000}]
+            )
+        assert refused.value.code == "context_length_exceeded"
+
+    talk(tokenizer, ["a"], say)
+
+
+def test_streams_lengths_and_token_ids(tokenizer):
+    async def say(client, session, url, key):
+        stream = await client.chat.completions.create(model="m", messages=ASKED, stream=True)
+        assert "".join([chunk.choices[0].delta.content async for chunk in stream]) == "one"
+        more = {"extra_body": {"return_token_ids": True}, "logprobs": True, "max_tokens": 9}
+        made = await client.chat.completions.create(model="m", messages=ASKED, **more)
+        turn = session.turns[1]
+        assert made.choices[0].token_ids == turn.completion.tokens
+        assert made.prompt_token_ids == turn.tokens[: -len(turn.completion.tokens)]
+        assert len(made.choices[0].logprobs.content) == len(turn.completion.tokens)
+
+    talk(tokenizer, ["one", "two"], say)
+
+
+def test_a_retry_gets_the_same_answer_and_one_that_nobody_got_is_not_learned_from(tokenizer):
+    async def say(client, session, url, key):
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=0.2) as hasty:
+            with pytest.raises(httpx.ReadTimeout):
+                await hasty.post(f"{url}/chat/completions", json={"messages": ASKED})
+        again = await client.chat.completions.create(
+            model="m", messages=ASKED, extra_headers={"x-stainless-retry-count": "1"}
+        )
+        assert again.choices[0].message.content == "one" and len(session.turns) == 1
+        async with httpx.AsyncClient(headers=headers, timeout=0.2) as hasty:
+            with pytest.raises(httpx.ReadTimeout):
+                await hasty.post(
+                    f"{url}/chat/completions", json={"messages": [{"role": "user", "content": "b"}]}
+                )
+        await asyncio.sleep(0.8)
+        assert len(session.turns) == 2
+        session.left = lambda: [turn.text for turn in session.turns]
+
+    sessions = []
+
+    async def noted(client, session, url, key):
+        sessions.append(session)
+        await say(client, session, url, key)
+
+    talk(tokenizer, ["one", "lost"], noted, delay=0.5)
+    assert [turn.text for turn in sessions[0].turns] == ["one"]

@@ -1,0 +1,127 @@
+"""What is wrong with a ChatEnv is said before anything starts."""
+
+import subprocess
+from dataclasses import dataclass, replace
+
+import pytest
+
+from configs.calculator import calculator
+from rl.controller.env_rules import check_chat_env, check_env
+from rl.controller.validate import validate
+from rl.envs.calculator import Calculator
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.testing import play
+from rl.envs.chat.tools import tool
+from rl.types import Problem
+
+
+@dataclass(frozen=True)
+class Fine(ChatEnv):
+    num_eval: int = 2
+
+    def generate(self, seed):
+        return Problem(str(seed), str(seed))
+
+    def reward_episode(self, episode):
+        return 1.0
+
+    def demonstration(self, problem, seed):
+        return "1"
+
+
+@dataclass(frozen=True)
+class Untyped(Fine):
+    @tool
+    def use(self, it: subprocess.Popen) -> str:
+        """Use it."""
+
+
+@dataclass(frozen=True)
+class Undescribed(Fine):
+    @tool
+    def use(self, it) -> str:
+        """Use it."""
+
+
+@dataclass(frozen=True)
+class Undocumented(Fine):
+    @tool
+    def use(self, it: str) -> str: ...
+
+
+class Undecorated(Fine):
+    max_turns: int = 2
+
+
+@dataclass(frozen=True)
+class Unmade(ChatEnv):
+    def reward_episode(self, episode):
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Unrewarded(ChatEnv):
+    num_eval: int = 2
+
+    def generate(self, seed):
+        return Problem(str(seed), str(seed))
+
+
+@dataclass(frozen=True)
+class BadDemonstration(Fine):
+    def chat_demonstration(self, problem, seed):
+        return [{"role": "user", "content": "x"}]
+
+
+def problems(env, **changes):
+    return validate(replace(calculator(), env=env, **changes))
+
+
+def test_the_recipe_is_fine():
+    assert validate(calculator()) == [] and check_env(calculator()) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (Calculator(chat=False), "env.chat=False has no effect on a ChatEnv"),
+        (Calculator(stop=(">",)), "env.stop has no effect on a ChatEnv"),
+        (Untyped(), "the tool use cannot be described"),
+        (Undescribed(), "the tool use has no type hint for it"),
+        (Undocumented(), "the tool use has no docstring"),
+        (Undecorated(), "add @dataclass(frozen=True)"),
+        (Unmade(), "has no generate(self, seed)"),
+        (Unrewarded(), "has no reward_episode(self, episode), or reward(self, problem, response, stop)"),
+        (BadDemonstration(), "chat_demonstration() returned"),
+        (Calculator(max_turns=0), "env.max_turns"),
+        (Calculator(turn_seconds=0.0), "env.turn_seconds"),
+        (Calculator(call_format="xml"), "env.call_format"),
+    ],
+)
+def test_what_is_wrong_is_named(env, said):
+    found = problems(env)
+    assert any(said in line for line in found), found
+
+
+def test_bounds_hold_where_a_subclass_annotates_a_field_again():
+    @dataclass(frozen=True)
+    class Short(Calculator):
+        max_turns: int = 0
+
+    assert any("env.max_turns" in line for line in problems(Short()))
+
+
+def test_an_environment_is_tried_without_a_model_or_a_run():
+    env, tokenizer = Calculator(), calculator().model.tokenizer()
+    problem = Problem("1", "12*3", "36", {"name": "mul", "a": 12, "b": 3})
+    played = play(env, tokenizer, ["[mul(a=12,b=3)]", "36"], problem)
+    assert played.score.reward == 1
+    assert played.text == "<bos>12*3>[mul(a=12,b=3)]<eos>36>36<eos>"
+    assert play(env, tokenizer, ["12"], problem).score.reward == 0
+
+
+def test_a_model_whose_template_cannot_be_written_is_refused():
+    config = calculator()
+    found = validate(replace(config, model=replace(config.model, alphabet="0123456789+*>")))
+    assert any("has no chat template; a ChatEnv needs one" in line for line in found), found
+    assert check_chat_env(config.env, config.model.tokenizer()) == []

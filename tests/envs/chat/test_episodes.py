@@ -1,0 +1,354 @@
+"""Environments that misbehave: each costs its own sample, is named, and nothing else notices. Real processes."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.host import EpisodeHost
+from rl.envs.chat.tools import as_tool, tool
+from rl.errors import ConfigError, EpisodeLost, RunError
+from rl.types import (
+    Completion,
+    Problem,
+    Rewards,
+    StopReason,
+    VersionRange,
+)
+from tests.envs.chat import playing
+from tests.envs.chat.templates import make_tokenizer
+
+CALL = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
+
+
+@dataclass(frozen=True)
+class Bad(ChatEnv):
+    """What goes wrong stands in the problem's question."""
+
+    max_new_tokens: int = 400
+    turn_seconds: float = 1.5
+    max_turns: int = 3
+    max_memory_gib: float = 0.25
+    max_result_chars: int = 1000
+
+    def generate(self, seed):
+        return Problem(str(seed), "fine")
+
+    def start(self, episode):
+        if episode.problem.question == "start raises":
+            raise ValueError("no start")
+
+    @tool
+    async def slow(self, seconds: float) -> str:
+        """Wait."""
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    @tool
+    def work(self, what: str, episode) -> object:
+        """Misbehave.
+
+        Args:
+            what: in which way.
+        """
+        episode.state["asked"] = what
+        match what:
+            case "raises":
+                raise KeyError("lost")
+            case "hangs":
+                time.sleep(60)
+            case "exits":
+                os._exit(3)
+            case "leaves a child":
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # left behind"])
+            case "prints":
+                for _ in range(2000):
+                    print("x" * 5000)
+            case "long result":
+                return "y" * 10**6
+            case "memory":
+                return len(bytearray(2**30))
+            case "object":
+                return {1, 2}
+            case "number":
+                return 7
+            case "done":
+                episode.done = True
+        return "ok"
+
+    def step(self, episode):
+        match episode.problem.question:
+            case "step raises":
+                raise RuntimeError("no step")
+            case "step of a wrong type":
+                return 3
+            case "two turns":
+                return None if len(episode.answers) == 2 else "again"
+            case "never ends":
+                return "more"
+
+    async def reward_episode(self, episode):
+        match episode.problem.question:
+            case "reward hangs":
+                time.sleep(60)
+            case "reward of a wrong type":
+                return "good"
+            case "a dictionary":
+                return {"right": 0.75, "short": 0.25}
+            case "bad turns":
+                return Rewards(turns=(1.0, 1.0, 1.0, 1.0))
+            case "turns":
+                return Rewards(turns=tuple(0.5 for _ in episode.turn_tokens))
+        return float(episode.state.get("asked") != "raises") + 0 * len(episode.tool_results)
+
+
+class Says:
+    """A policy that says given texts."""
+
+    def __init__(self, tokenizer, texts, stop=StopReason.STOP):
+        self.tokenizer, self.texts, self.stop = tokenizer, texts, stop
+
+    async def sample(self, prompt, n, params):
+        said = sum(text in self.tokenizer.decode(prompt) for text in self.texts)
+        tokens = [
+            *self.tokenizer.encode_plain(self.texts[min(said, len(self.texts) - 1)]),
+            self.tokenizer.eos_id,
+        ]
+        return [Completion(tokens, [-1.0] * len(tokens), VersionRange(4, 4), self.stop)] * n
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer("qwen2_5", tmp_path_factory.mktemp("tokenizer"))
+
+
+def play(tokenizer, question, *texts, env=None, max_tokens=4000, stop=StopReason.STOP):
+    policy, problem = Says(tokenizer, texts, stop), Problem("1", question)
+    return playing.play(env or Bad(), tokenizer, policy, problem, max_tokens=max_tokens, reward_seconds=1.5)
+
+
+def left_behind():
+    return [p for p in psutil.process_iter(["cmdline"]) if "# left behind" in str(p.info["cmdline"])]
+
+
+def work(what):
+    return CALL.replace("NAME", "work").replace("ARGUMENTS", json.dumps({"what": what}))
+
+
+# The policy is told, and the episode goes on.
+TOLD = [
+    ("raises", work("raises"), "Error: KeyError: 'lost'"),
+    ("no such tool", CALL.replace("NAME", "nothing").replace("ARGUMENTS", "{}"), "Error: there is no tool nothing; there are slow, work"),
+    ("missing argument", CALL.replace("NAME", "work").replace("ARGUMENTS", "{}"), "Error: what: Field required"),
+    ("wrong argument", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": "x"}'), "seconds: Input should be a valid number"),
+    ("extra argument", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": 0, "x": 1}'), "x: Extra inputs"),
+    ("malformed", "<tool_call>{oops</tool_call>", "Error: the call is not JSON"),
+    ("memory", work("memory"), "Error: MemoryError"),
+    ("long result", work("long result"), "[cut: 1000000 characters]"),
+    ("object", work("object"), "{1, 2}"),
+    ("number", work("number"), "7"),
+    ("prints", work("prints"), "ok"),
+    ("leaves a child", work("leaves a child"), "ok"),
+    ("async", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": 0.01}'), "waited"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "told"), [row[1:] for row in TOLD], ids=[row[0] for row in TOLD])
+def test_the_policy_is_told_and_the_episode_goes_on(tokenizer, text, told):
+    (rollout,) = play(tokenizer, "fine", text, "I see.")
+    assert rollout.score.error is None and rollout.response == "I see."
+    assert any(told in message["content"] for message in rollout.messages[2:])
+    assert rollout.counts["turns"] == 2
+    deadline = time.monotonic() + 5
+    while left_behind() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left_behind()
+
+
+# The sample is lost, with its cause.
+LOST = [
+    ("hangs", "fine", work("hangs"), "timeout", "the tool work took over 1.5 s (env.turn_seconds)"),
+    ("hangs, async", "fine", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": 9}'), "timeout", "the tool slow took over"),
+    ("exits", "fine", work("exits"), "crashed", "ended with code 3"),
+    ("start raises", "start raises", "a", "raised", "ValueError: no start (test_episodes.py line"),
+    ("step raises", "step raises", "a", "raised", "RuntimeError: no step"),
+    ("step of a wrong type", "step of a wrong type", "a", "type", "step() returned 3; return a string"),
+    ("reward hangs", "reward hangs", "a", "timeout", "reward.limit_seconds"),
+    ("reward of a wrong type", "reward of a wrong type", "a", "type", "returned 'good'; return a number"),
+    ("bad turns", "bad turns", "a", "type", "gave 4 rewards for 1 turns"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("question", "text", "cause", "why"), [row[1:] for row in LOST], ids=[r[0] for r in LOST]
+)
+def test_a_sample_is_lost_with_its_cause(tokenizer, question, text, cause, why):
+    (rollout,) = play(tokenizer, question, text)
+    assert why in rollout.score.error and rollout.score.cause == cause
+    assert rollout.score.reward == 0
+
+
+def test_one_that_hangs_holds_nobody_back(tokenizer):
+    class Both(Says):
+        async def sample(self, prompt, n, params):
+            self.texts = [work("hangs")] if params.seed % 2 else ["a"]
+            return await super().sample(prompt, n, params)
+
+    began = time.monotonic()
+    rollouts = playing.play(Bad(), tokenizer, Both(tokenizer, []), Problem("1", "fine"), n=8)
+    assert time.monotonic() - began < 12
+    assert {rollout.score.cause for rollout in rollouts} == {"", "timeout"}
+
+
+def test_a_prompt_beyond_the_context_costs_its_sample_and_a_later_turn_ends_the_episode(tokenizer):
+    (rollout,) = play(tokenizer, "fine " * 200, "a", max_tokens=500)
+    assert rollout.score.cause == "too_long" and "trainer.max_tokens" in rollout.score.error
+    assert rollout.versions is None and rollout.turn_lengths == []
+    (rollout,) = play(tokenizer, "never ends", "abc " * 60, max_tokens=1200)
+    assert rollout.score.error is None and rollout.stop == StopReason.LENGTH
+
+
+def test_budgets_end_an_episode_and_its_reward_sees_it(tokenizer):
+    (rollout,) = play(tokenizer, "never ends", "a")
+    assert (rollout.counts["turns"], rollout.stop) == (3, StopReason.LENGTH)
+    (rollout,) = play(tokenizer, "never ends", work("raises"), stop=StopReason.LENGTH)
+    assert rollout.counts == {"turns": 1, "tool_calls": 0}  # a turn that was cut off calls nothing
+    env = Bad(episode_seconds=0.8)
+    (rollout,) = play(
+        tokenizer, "fine", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": 1.2}'), env=env
+    )
+    assert rollout.score.cause == "timeout" and "env.episode_seconds" in rollout.score.error
+
+
+def test_rewards_by_turn_and_by_name(tokenizer):
+    (rollout,) = play(tokenizer, "a dictionary", "a")
+    assert rollout.score.reward == 1 and rollout.score.components == {"right": 0.75, "short": 0.25}
+    (rollout,) = play(tokenizer, "turns", "a")
+    assert rollout.score.parts == Rewards(turns=(0.5,))
+    (rollout,) = play(tokenizer, "fine", work("done"), "never said")
+    assert rollout.counts == {"turns": 1, "tool_calls": 1, "tool_errors": 0}
+    (rollout,) = play(tokenizer, "two turns", "first one", "second one")
+    assert [m["content"] for m in rollout.messages[1:]] == ["first one", "again", "second one"]
+
+
+def test_an_environment_that_does_not_get_ready_is_named():
+    @dataclass(frozen=True)
+    class Unready(Bad):
+        def prepare(self):
+            raise ImportError("no such package")
+
+    with pytest.raises(RunError, match="prepare.. of the environment failed: ImportError: no such package"):
+        EpisodeHost(Unready(), 1.0)
+
+
+def test_tools_are_described_by_hints_and_docstrings():
+    def price(fruit: str, count: int = 1, episode=None) -> str:
+        """The price.
+
+        Args:
+            fruit: its name.
+        """
+
+    schema = as_tool(price).schema["function"]
+    assert schema["description"] == "The price."
+    assert schema["parameters"]["properties"]["fruit"] == {"type": "string", "description": "its name."}
+    assert schema["parameters"]["required"] == ["fruit"] and "episode" not in str(schema)
+
+    def broken(x: subprocess.Popen) -> str:
+        """It has a type that JSON does not know."""
+
+    with pytest.raises(ConfigError, match="the tool broken cannot be described"):
+        as_tool(broken)
+
+
+@pytest.mark.parametrize("mode", ["ranks", "raises", "too few"])
+def test_a_group_is_compared_and_where_that_fails_it_fails_for_all(tokenizer, mode):
+    @dataclass(frozen=True)
+    class Longest(ChatEnv):
+        def generate(self, seed):
+            return Problem(str(seed), "say")
+
+        def reward_group(self, episodes):
+            if mode == "raises":
+                raise ValueError("no comparison")
+            longest = max(len(episode.response) for episode in episodes)
+            return [float(len(e.response) == longest) for e in episodes[: 1 if mode == "too few" else None]]
+
+    class Various(Says):
+        async def sample(self, prompt, n, params):
+            self.texts = ["x" * (1 + params.seed % 50)]
+            return await super().sample(prompt, n, params)
+
+    rollouts = playing.play(Longest(), tokenizer, Various(tokenizer, []), Problem("1", "say"), n=4)
+    if mode == "ranks":
+        longest = max(len(rollout.response) for rollout in rollouts)
+        assert [r.score.reward for r in rollouts] == [float(len(r.response) == longest) for r in rollouts]
+        assert rollouts[0].score.components.keys() == {"episode", "group"}
+    else:
+        assert {rollout.score.cause for rollout in rollouts} == {"raised" if mode == "raises" else "type"}
+
+
+@pytest.mark.parametrize(("losses", "cause"), [(1, ""), (3, ""), (4, "lost")])
+def test_an_episode_whose_worker_died_begins_again_with_the_same_seeds(tokenizer, losses, cause):
+    """As a pool's process does: the first so many fail in the middle, for no fault of the episode."""
+    left, asked = [losses], []
+
+    class Noting(Says):
+        async def sample(self, prompt, n, params):
+            asked.append(params.seed)
+            return await super().sample(prompt, n, params)
+
+    class Dying:
+        def __init__(self, host):
+            self.host = host
+
+        @asynccontextmanager
+        async def open(self, problem, seed):
+            async with self.host.open(problem, seed) as episode:
+                if left[0]:
+                    left[0] -= 1
+
+                    async def lose(*_):
+                        raise EpisodeLost
+
+                    episode.step = lose
+                yield episode
+
+    policy, problem = Noting(tokenizer, ["one turn"]), Problem("1", "fine")
+    (rollout,) = playing.play(Bad(), tokenizer, policy, problem, through=Dying)
+    assert rollout.score.cause == cause and rollout.counts["turns"] == 1
+    assert len(set(asked)) == 1 and len(asked) == min(losses + 1, 4)
+
+
+@pytest.mark.parametrize("seen", ["at once", "by its socket alone"])
+def test_where_the_forking_process_is_killed_episodes_begin_again(tokenizer, seen):
+    """On a busy machine its sockets close well before it can be waited for."""
+
+    class Killing(Says):
+        killed = False
+
+        async def sample(self, prompt, n, params):
+            if not self.killed:
+                self.killed = True
+                self.host._process.kill()
+                if seen == "by its socket alone":
+                    self.host._process.poll = lambda: None
+            return await super().sample(prompt, n, params)
+
+    policy = Killing(tokenizer, ["fine"])
+
+    def through(host):
+        policy.host = host
+        return host
+
+    rollouts = playing.play(Bad(), tokenizer, policy, Problem("1", "fine"), n=3, through=through)
+    assert [rollout.score.error for rollout in rollouts] == [None] * 3
+    assert [rollout.score.reward for rollout in rollouts] == [1.0] * 3

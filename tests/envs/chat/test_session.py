@@ -1,0 +1,196 @@
+"""What is trained on is what was sampled, token for token, whatever the template and the words."""
+
+import asyncio
+import random
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.batching import segments_sample
+from rl.envs.chat.session import ChatSession, TooLong
+from rl.envs.chat.template import ChatTemplate
+from rl.models.tokenizer import HFTokenizer
+from rl.types import Completion, SamplingParams, StopReason, VersionRange
+from tests.envs.chat.templates import NAMES, make_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+_PLACE = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory):
+    _PLACE["path"] = tmp_path_factory.mktemp("templates")
+
+
+@lru_cache
+def tokenizer_of(name: str) -> HFTokenizer:
+    path: Path = _PLACE["path"]
+    return make_tokenizer(name, path / name)
+
+
+class Writer:
+    """Samples the tokens of given texts, in ways in which the tokenizer would not write them."""
+
+    def __init__(self, tokenizer, end, texts, rng):
+        self.tokenizer, self.end, self.texts, self.rng = tokenizer, end, list(texts), rng
+        self.asked = []
+
+    async def sample(self, prompt, n, params):
+        assert n == 1 and self.end in params.stop_token_ids
+        pieces, text = [], self.texts.pop(0)
+        while text:  # in pieces of random length: tokens that never merge
+            size = self.rng.randint(1, 3)
+            pieces += self.tokenizer.encode_plain(text[:size])
+            text = text[size:]
+        tokens = [*pieces, self.end]
+        self.asked.append((list(prompt), params, tokens))
+        logprobs = [-0.5 - i for i in range(len(tokens))]
+        return [Completion(tokens, logprobs, VersionRange(0, 0), StopReason.STOP)]
+
+
+def session_of(name, texts, rng=None, **settings_):
+    tokenizer = tokenizer_of(name)
+    template = ChatTemplate(tokenizer)
+    writer = Writer(tokenizer, template.end_id, texts, rng or random.Random(0))
+    session = ChatSession(template, writer, SamplingParams(64), range(100, 200), 10_000, **settings_)
+    return session, writer, tokenizer
+
+
+words = st.text(st.sampled_from("the in 1234ab\n.,é{}"), min_size=1, max_size=12).filter(
+    lambda t: t == t.strip()
+)
+exchange = st.tuples(words, st.sampled_from(["user", "tool"]), words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(first=words, turns=st.lists(exchange, min_size=1, max_size=5), seed=st.integers(0, 1000))
+def test_a_conversation_only_ever_grows_and_keeps_the_sampled_tokens(name, first, turns, seed):
+    session, writer, tokenizer = session_of(name, [said for said, _, _ in turns], random.Random(seed))
+    messages = [{"role": "user", "content": first}]
+    for _, role, answer in turns:
+        turn = asyncio.run(session.complete(messages, ()))
+        messages += [turn.message, {"role": role if name != "gemma3" else "user", "content": answer}]
+    before = []
+    for prompt, _, tokens in writer.asked:
+        assert prompt[: len(before)] == before
+        before = [*prompt, *tokens]
+    assert [params.seed for _, params, _ in writer.asked] == [100 + i for i in range(len(turns))]
+    (branch,) = session.branches
+    sample = segments_sample(branch)
+    assert sample.tokens.tolist() == before
+    assert sample.tokens[sample.loss_mask].tolist() == [t for _, _, made in writer.asked for t in made]
+    if name != "qwen3" and all(role == "user" for _, role, _ in turns):
+        # The template, given the whole conversation, writes the same text; though its tokens may be others.
+        whole = tokenizer.render(messages[:-1], (), False)
+        assert whole.startswith(tokenizer.decode_with_special(before))
+
+
+def test_the_same_text_would_have_been_other_tokens():
+    """The check above can fail: tokenising the text again gives other tokens."""
+    session, writer, tokenizer = session_of("llama3", ["the in 1234"], random.Random(1))
+    asyncio.run(session.complete([{"role": "user", "content": "x"}], ()))
+    sampled = writer.asked[0][2][:-1]
+    assert tokenizer.decode(sampled) == "the in 1234"
+    assert tokenizer.encode_plain("the in 1234") != sampled
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1"])
+def test_calls_and_results_follow_the_models_own_format(name):
+    call = {
+        "qwen": '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>',
+        "llam": '{"name": "look", "parameters": {"at": "x"}}',
+    }[name[:4]]
+    session, writer, tokenizer = session_of(name, [call, "done"])
+    messages = [{"role": "user", "content": "hi"}]
+    turn = asyncio.run(session.complete(messages, [TOOL]))
+    (made,) = turn.message["tool_calls"]
+    assert made["function"] == {"name": "look", "arguments": '{"at": "x"}'}
+    messages += [turn.message, {"role": "tool", "tool_call_id": made["id"], "content": "seen"}]
+    asyncio.run(session.complete(messages, [TOOL]))
+    assert '"look"' in tokenizer.decode(writer.asked[0][0])
+    after = tokenizer.decode_with_special(writer.asked[1][0][len(writer.asked[0][0]) :])
+    assert call in after and "seen" in after
+    whole = tokenizer.render([{**m, "content": m.get("content") or ""} for m in messages[:1]], [TOOL], True)
+    assert tokenizer.decode_with_special(writer.asked[0][0]) == whole
+
+
+def test_old_thinking_stays_where_it_was_sampled():
+    session, writer, tokenizer = session_of("qwen3", ["<think>hm</think>\n\nfour", "five"])
+    messages = [{"role": "user", "content": "2 + 2"}]
+    turn = asyncio.run(session.complete(messages, ()))
+    assert turn.message["content"] == "four" and turn.message["reasoning_content"] == "hm"
+    messages += [{"role": "assistant", "content": "four"}, {"role": "user", "content": "and 1"}]
+    asyncio.run(session.complete(messages, ()))  # the client has dropped the thinking, as they do
+    assert "hm" in tokenizer.decode(writer.asked[1][0]) and len(session.branches) == 1
+
+
+def test_a_rewritten_history_forks_and_shared_turns_are_learned_once():
+    session, writer, _ = session_of("llama3", ["one", "two", "three"])
+    messages = [{"role": "user", "content": "a"}]
+    first = asyncio.run(session.complete(messages, ()))
+    messages.append(first.message)
+    asyncio.run(session.complete([*messages, {"role": "user", "content": "b"}], ()))
+    asyncio.run(session.complete([*messages, {"role": "user", "content": "c"}], ()))
+    samples = [segments_sample(branch) for branch in session.branches]
+    learned = [sample.tokens[sample.loss_mask].tolist() for sample in samples]
+    sampled = [made for _, _, made in writer.asked]
+    assert learned == [[*sampled[0], *sampled[1]], sampled[2]]
+    assert (
+        samples[1].tokens.tolist()[: len(sampled[0])] != []
+        and first.tokens == samples[1].tokens.tolist()[: len(first.tokens)]
+    )
+    rewritten = [{"role": "user", "content": "summary"}, {"role": "user", "content": "d"}]
+    writer.texts.append("four")
+    asyncio.run(session.complete(rewritten, ()))
+    assert len(session.branches) == 3
+
+
+def test_no_room_is_said_and_a_turn_gets_no_more_than_there_is():
+    tokenizer = tokenizer_of("llama3")
+    template = ChatTemplate(tokenizer)
+    length = len(template.prompt([{"role": "user", "content": "a"}], ()))
+    writer = Writer(tokenizer, template.end_id, ["ok"], random.Random(0))
+    session = ChatSession(template, writer, SamplingParams(64), [0, 1], length + 7)
+    asyncio.run(session.complete([{"role": "user", "content": "a"}], ()))
+    assert writer.asked[0][1].max_new_tokens == 7
+    with pytest.raises(TooLong, match="leaves no room"):
+        asyncio.run(session.complete([{"role": "user", "content": "a" * 30}], ()))
+
+
+def test_a_turn_that_nobody_got_is_not_learned_from():
+    session, _, _ = session_of("llama3", ["one", "two"])
+    messages = [{"role": "user", "content": "a"}]
+    session.forget(asyncio.run(session.complete(messages, ())))
+    asyncio.run(session.complete(messages, ()))
+    (branch,) = session.branches
+    assert len(session.turns) == 1 and sum(segment.sampled for segment in branch) == 1
+
+
+@pytest.mark.slow
+def test_smollm2s_own_tokenizer_and_template(monkeypatch):
+    """As above, with its real vocabulary: the model directory that `rl fetch smollm2` makes."""
+    tokenizer = HFTokenizer(Path(__file__).parents[3] / "models" / "smollm2-135m-instruct")
+    template = ChatTemplate(tokenizer)
+    rng = random.Random(0)
+    pieces = ["the", " in", " 12", "34", "\n", "é", "{", "}", "abc", ". "]
+    for seed in range(30):
+        said = ["".join(rng.choices(pieces, k=rng.randint(1, 8))).strip() or "x" for _ in range(4)]
+        writer = Writer(tokenizer, template.end_id, said, random.Random(seed))
+        session = ChatSession(template, writer, SamplingParams(64), range(9), 10_000)
+        messages = [{"role": "user", "content": "hello"}]
+        for text in said:
+            turn = asyncio.run(session.complete(messages, [TOOL]))
+            assert turn.text == text
+            messages += [
+                turn.message,
+                {"role": "tool", "tool_call_id": "1", "name": "look", "content": "seen"},
+            ]
+        (branch,) = session.branches
+        sample = segments_sample(branch)
+        assert sample.tokens.tolist() == [*writer.asked[-1][0], *writer.asked[-1][2]]
+        assert sample.tokens[sample.loss_mask].tolist() == [t for _, _, made in writer.asked for t in made]
+        assert '"look"' in tokenizer.decode(writer.asked[0][0])  # told in words: the template knows no tools

@@ -1,0 +1,72 @@
+import pytest
+
+from rl.envs.chat.tool_calls import ToolCall, call_format, describe_tools, fold_tools, parse_turn, write_call
+from rl.errors import ConfigError
+
+CALL = ToolCall("price", {"fruit": "pear", "count": 2})
+FUNCTION = {"name": "price", "arguments": {"fruit": "pear", "count": 2}}
+
+
+@pytest.mark.parametrize("written", ["hermes", "llama3", "pythonic"])
+def test_what_is_written_is_read_again(written):
+    parsed = parse_turn(write_call(FUNCTION, written), written)
+    assert (parsed.calls, parsed.malformed, parsed.content) == ((CALL,), (), "")
+
+
+def test_words_around_calls_are_the_content_and_calls_keep_their_order():
+    text = (
+        'First.\n<tool_call>{"name": "a", "arguments": {}}</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
+    )
+    parsed = parse_turn(text, "hermes")
+    assert parsed.content == "First." and [call.name for call in parsed.calls] == ["a", "b"]
+    two = parse_turn('{"name": "a", "parameters": {"x": "};{"}}; {"name": "b", "parameters": {}}', "llama3")
+    assert [call.name for call in two.calls] == ["a", "b"] or two.malformed
+    several = parse_turn("[a(x=1), b(y='2')]", "pythonic")
+    assert several.calls == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "why"),
+    [
+        ("<tool_call>{'name': 1}</tool_call>", "hermes", "not JSON"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "hermes", "with a name"),
+        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "hermes", "not a JSON object"),
+        ('<tool_call>{"name": "a"', "hermes", "not JSON"),
+        ('{"name": "a", "parameters": ', "llama3", "not JSON"),
+        ("[price(fruit=open('x'))]", "pythonic", "cannot be read"),
+        ("[price('pear')]", "pythonic", "argument=value"),
+        ("[price(fruit=1", "pythonic", "does not end"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_named_and_not_made(text, written, why):
+    parsed = parse_turn(text, written)
+    assert not parsed.calls and len(parsed.malformed) == 1 and why in parsed.malformed[0]
+
+
+def test_calls_are_read_after_the_thinking_only():
+    text = '<think>perhaps <tool_call>{"name": "a"}</tool_call></think>No.'
+    parsed = parse_turn(text, "hermes")
+    assert not parsed.calls and parsed.content == "No." and "perhaps" in parsed.reasoning
+
+
+def test_the_format_is_the_templates_and_an_unknown_one_is_refused():
+    assert call_format("{{ messages }}") == "hermes"
+    assert call_format("{% if tools %}<tool_call>") == "hermes"
+    assert call_format('{% if tools %}{"name":, "parameters":}') == "llama3"
+    with pytest.raises(ConfigError, match=r"env\.call_format"):
+        call_format("{% if tools %}<tool_call><function=")
+
+
+def test_a_template_without_tools_gets_them_as_text():
+    schema = {"type": "function", "function": {"name": "price"}}
+    assert '"price"' in describe_tools([schema], "hermes") and "<tool_call>" in describe_tools([], "hermes")
+    messages = [
+        {"role": "assistant", "content": "Look.", "tool_calls": [{"function": FUNCTION}]},
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "4"},
+        {"role": "user", "content": "thanks"},
+    ]
+    call, results, last = fold_tools(messages, "hermes")
+    assert call["content"].startswith("Look.\n<tool_call>")
+    assert results["role"] == "user" and results["content"].count("<tool_response>") == 2
+    assert last == messages[-1]

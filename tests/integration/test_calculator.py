@@ -1,0 +1,128 @@
+"""Two turns with a tool, learned by a tiny model: whole runs as a user starts them."""
+
+import json
+
+import pytest
+
+from rl.observability.recorder import read_records
+from tests.integration.runs import read_metrics, rl
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rewards", ["episode", "turns"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
+    done = rl(
+        "train",
+        "calculator",
+        "--seed",
+        seed,
+        "--env.rewards",
+        rewards,
+        "--run_dir",
+        tmp_path / "run",
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(tmp_path / "run")
+    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert accuracies[0] < 0.3 and accuracies[-1] > 0.8, accuracies
+    steps = [line for line in lines if "loss" in line]
+    assert max(line["logprob_diff/max"] for line in steps) < 1e-4  # over whole episodes of several turns
+    assert steps[-1]["episode/turns"] > 1.8 and steps[-1]["reward/errors"] == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a short run."""
+    directory = tmp_path_factory.mktemp("calculator") / "run"
+    done = rl(
+        "train", "calculator", "--steps", 2, "--warmup.steps", 40, "--prompts_per_step", 4, "--env.num_eval", 8,
+        "--run_dir", directory,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_two_steps_of_episodes_in_real_processes(trained):
+    """In make test: real vLLM, torchtitan and Monarch, episodes in their own processes."""
+    steps = [line for line in read_metrics(trained) if "loss" in line]
+    assert len(steps) == 2
+    assert all(line["logprob_diff/max"] < 1e-4 and line["reward/errors"] == 0 for line in steps)
+    rollouts = read_records(trained / "rollouts.jsonl")
+    assert all(rollout["messages"][0]["role"] == "user" for rollout in rollouts)
+    calls = [m for rollout in rollouts for m in rollout["messages"] if m["role"] == "tool"]
+    assert all(call["content"].isdigit() or "Error" in call["content"] for call in calls)
+
+
+@pytest.mark.slow
+def test_eval_measures_a_checkpoint_as_its_run_did(trained, tmp_path):
+    asked = ("--env.num_eval", 8, "--samples", 2, "--run_dir", tmp_path / "eval")
+    done = rl("eval", trained / "checkpoints" / "step-2", "calculator", *asked)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "eval" / "eval.json").read_text())["calculator"]
+    accuracies = [line["eval/accuracy"] for line in read_metrics(trained) if "eval/accuracy" in line]
+    assert found["eval/accuracy"] == accuracies[-1]  # of the checkpoint's weights
+    assert 0 <= found["pass@1"] <= found["pass@2"] <= 1
+
+
+AGENT = """
+from dataclasses import dataclass, replace
+from configs.calculator import calculator
+from rl.envs.calculator import Calculator
+from rl.envs.chat.agent import AgentEnv
+
+
+@dataclass(frozen=True)
+class Asking(AgentEnv):
+    max_new_tokens: int = 20
+    num_eval: int = 8
+    max_memory_gib: float = 4.0
+
+    def generate(self, seed):
+        return Calculator().generate(seed)
+
+    def prepare(self):
+        import openai
+
+    def agent(self, episode, base_url, api_key):
+        import openai
+
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": episode.problem.question}]
+        message = client.chat.completions.create(model="any", messages=messages).choices[0].message
+        messages += [message.to_dict(), {"role": "user", "content": "7"}]
+        client.chat.completions.create(model="any", messages=messages)
+
+    def reward_episode(self, episode):
+        return float(len(episode.response) % 2)
+
+    def chat_demonstration(self, problem, seed):
+        return [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+def asking():
+    return replace(calculator(), env=Asking(), reward=replace(calculator().reward, limit_seconds=20.0))
+"""
+
+
+@pytest.mark.slow
+def test_two_steps_of_an_agent_on_openais_client(tmp_path):
+    path, directory = tmp_path / "mine.py", tmp_path / "run"
+    path.write_text(AGENT)
+    done = rl(
+        "train",
+        f"{path}:asking",
+        "--steps",
+        2,
+        "--warmup.steps",
+        20,
+        "--prompts_per_step",
+        4,
+        "--run_dir",
+        directory,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in read_metrics(directory) if "loss" in line]
+    assert all(line["logprob_diff/max"] < 1e-4 and line["reward/errors"] == 0 for line in steps)
+    assert all(1 <= line["episode/turns"] <= 2 for line in steps)
