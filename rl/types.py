@@ -134,6 +134,7 @@ class Rollout:
     messages: tuple[Message, ...] = ()  # of a chat: all of it, for people
     score: "Score | None" = None  # where the episode has scored itself; else Env.reward does
     counts: Mapping[str, float] = field(default_factory=dict)  # metric -> its number: turns, tool calls, ...
+    seconds: float = 0.0  # of an episode, from its start to its verdict
 
     @property
     def branches(self) -> tuple[tuple[Segment, ...], ...]:

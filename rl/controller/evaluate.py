@@ -31,7 +31,7 @@ from rl.models.checkpoint_dir import is_complete, latest
 from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
-from rl.observability.recorder import rollout_record
+from rl.observability.rollout_log import rollout_record
 from rl.types import Group
 
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"

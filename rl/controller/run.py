@@ -24,6 +24,7 @@ from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
+from rl.observability.log_tail import log_tail
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
@@ -61,6 +62,7 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
     except RunError as error:
+        print(log_tail(run_dir, str(error)), file=sys.stderr, end="")
         if "--resume" in str(error):
             raise
         raise RunError(f"{error}{_go_on(run_dir)}") from error
@@ -113,7 +115,12 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bo
     timeline = Timeline(run_dir / "trace.json" if config.trace else None)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
     watches = [SharingWatch()] if config.trainer.share_prefixes else []
-    with closing(timeline), Recorder(run_dir, config.steps, timeline, sinks, watches) as recorder:
+    with (
+        closing(timeline),
+        Recorder(
+            run_dir, config.steps, timeline, sinks, watches, num_rollouts=config.record_rollouts
+        ) as recorder,
+    ):
         if in_place:
             recorder.rewind(step_of(config.resume) if config.resume else -1)
         machine = this_machine()

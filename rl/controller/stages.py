@@ -239,7 +239,7 @@ class RunStages:
             metrics |= offpolicy_metrics(batch.rollouts, step - 1) | self.buffer.metrics
         if self._config.resampling_rounds:
             metrics["resampling/extra_prompts"] = len(batch.filtered)
-        self._recorder.step(step, metrics, batch.sampled)
+        self._recorder.step(step, metrics, batch.sampled, batch.samples_of)
 
     def _generation_metrics(self) -> dict[str, float]:
         pool = self._actors.generators

@@ -71,6 +71,11 @@ class TrainingBatch:
         """All that was sampled for it, in the order of indices."""
         return sorted([*self.rollouts, *self.filtered], key=lambda group: group.index)
 
+    def samples_of(self, group: Group) -> Sequence[Sample]:
+        """Those of a group that are trained on."""
+        pairs = zip(self.rollouts, self.all_groups, strict=True)
+        return next((made.samples for rollouts, made in pairs if rollouts is group), ())
+
     def joined(self, part: "TrainingBatch") -> "TrainingBatch":
         """This and the next part of the same batch."""
         means = dict(self.means)

@@ -5,16 +5,15 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from rl.observability.rollout_log import RolloutLog, Trained, keep_lines
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import CollapseWatch, Watch
-from rl.types import Group, Rollout, Score
+from rl.types import Group
 
-_ROLLOUTS_PER_STEP = 4
 _SILENCE_SECONDS = 15.0
 
 
@@ -33,12 +32,15 @@ class Recorder:
         sinks: Sinks,
         watches: Sequence[Watch] = (),
         out: TextIO | None = None,
+        num_rollouts: int = 4,
     ):
+        """num_rollouts: how many of a step or an evaluation are recorded, beside those that failed."""
         self.run_dir = run_dir
         self._num_steps = num_steps
         self._out = out or sys.stdout
         self._sinks = sinks
-        self._open()
+        self._metrics = (run_dir / "metrics.jsonl").open("a")
+        self._rollouts = RolloutLog(run_dir, num_rollouts)
         self._last_kept = time.monotonic()
         self._said_no_signal = False
         self._watches = (CollapseWatch(), *watches)
@@ -59,29 +61,15 @@ class Recorder:
 
     def rewind(self, step: int) -> None:
         """Forget what was recorded after `step`, as it happens again; and a line that a crash cut short."""
-        kept = {}
-        for name in ("metrics", "rollouts"):
-            path = self.run_dir / f"{name}.jsonl"
-            kept[name] = [record for record in read_records(path) if record["step"] <= step]
-            shorter = path.with_name(path.name + ".partial")
-            shorter.write_text("".join(json.dumps(record) + "\n" for record in kept[name]))
-            shorter.replace(path)
         self._metrics.close()
-        self._rollouts.close()
-        self._open()
-        self.rewards = {
-            r["step"]: r["reward/mean"] for r in kept["metrics"] if r.get("reward/mean") is not None
-        }
+        kept = keep_lines(self.run_dir / "metrics.jsonl", step)
+        self._metrics = (self.run_dir / "metrics.jsonl").open("a")
+        self._rollouts.rewind(step)
+        self.rewards = {r["step"]: r["reward/mean"] for r in kept if r.get("reward/mean") is not None}
         self.accuracies = {
-            r["step"]: (r["eval/accuracy"], r["eval/standard_error"])
-            for r in kept["metrics"]
-            if "eval/accuracy" in r
+            r["step"]: (r["eval/accuracy"], r["eval/standard_error"]) for r in kept if "eval/accuracy" in r
         }
         self._timeline.skip()
-
-    def _open(self) -> None:
-        self._metrics = (self.run_dir / "metrics.jsonl").open("a")
-        self._rollouts = (self.run_dir / "rollouts.jsonl").open("a")
 
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._tell(step, {"warmup/loss": loss})
@@ -89,14 +77,20 @@ class Recorder:
             keep = step == num_steps or not self._out.isatty()
             self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=keep)
 
-    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group],
+        trained: Trained = lambda _: (),
+    ) -> None:
         times = self._timeline.window()
         now, seconds = time.monotonic(), times["time/step"]
         self._step_seconds.append(seconds)
         if "reward/mean" in metrics:
             self.rewards[step] = metrics["reward/mean"]
         self._record(step, {**metrics, **times})
-        self._write_rollouts(step, "train", groups)
+        self._write_rollouts(step, "train", groups, trained)
         recent = self._step_seconds[-20:]
         eta = (self._num_steps - step) * sum(recent) / len(recent)
         accuracy = self._accuracy()
@@ -178,16 +172,11 @@ class Recorder:
         if failed := self._sinks.log(step, metrics):
             self._line(failed, keep=True)
 
-    def _write_rollouts(self, step: int, split: str, groups: Sequence[Group]) -> None:
-        rows = []
-        for group in groups:
-            rows += [(group.index, *pair) for pair in zip(group.rollouts, group.scores, strict=True)]
-        failed = [score.error for _, _, score in rows if score.error is not None]
-        for i, (index, rollout, score) in enumerate(rows):
-            if i >= _ROLLOUTS_PER_STEP and score.error is None:
-                continue
-            line = {"step": step, "split": split} | rollout_record(index, rollout, score)
-            print(json.dumps(line, default=str), file=self._rollouts, flush=True)
+    def _write_rollouts(
+        self, step: int, split: str, groups: Sequence[Group], trained: Trained = lambda _: ()
+    ) -> None:
+        self._rollouts.write(step, split, groups, trained)
+        failed = [score.error for group in groups for score in group.scores if score.error is not None]
         if failed:
             self._line(
                 f"step {step}: {len(failed)} rewards failed, the first: {failed[0]} (all: rollouts.jsonl)",
@@ -202,35 +191,3 @@ class Recorder:
             print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
         elif keep:
             print(text, file=self._out, flush=True)
-
-
-def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]:
-    """For JSON. index: the prompt's."""
-    versions = rollout.versions
-    record = {
-        "prompt": index,
-        "problem": rollout.problem.id,
-        "question": rollout.problem.question,
-        "answer": rollout.problem.answer,
-        "response": rollout.response,
-        "stop": rollout.stop,
-        "reward": score.reward,
-        "error": score.error,
-        "policy_version": versions and [versions.oldest, versions.newest],
-    }
-    of_chats = {
-        "messages": rollout.messages,
-        "components": score.components,
-        "notes": score.notes,
-        "cause": score.cause,
-    }
-    return record | {name: value for name, value in of_chats.items() if value}
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of metrics.jsonl or rollouts.jsonl."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records

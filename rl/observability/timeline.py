@@ -17,6 +17,7 @@ from typing import TextIO
 KINDS = {
     "sample": "generate",
     "score": "reward",
+    "episodes": "episodes",
     "forward": "forward",
     "forward_backward": "train",
     "forward_backward_logprobs": "train",

@@ -251,7 +251,7 @@ class QuietRecorder(SimpleNamespace):
     def warmup(self, *args):
         pass
 
-    def step(self, step, metrics, groups):
+    def step(self, step, metrics, groups, trained):
         self.steps[step], self.groups[step] = metrics, groups
 
     def evaluation(self, step, metrics, groups, pause=True):

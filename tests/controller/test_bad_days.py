@@ -26,6 +26,7 @@ from rl.types import ProcessInfo
 from rl.weight_sync.shared_memory import _reserve
 from tests.controller.test_recovery import config as small
 from tests.controller.test_recovery import run as run_with_fakes
+from tests.controller.test_training_batch import group
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
@@ -35,8 +36,7 @@ def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
     async def records(recipe, config, run_dir, in_place):
         (run_dir / name).symlink_to("/dev/full")
         with Recorder(run_dir, 2, Timeline(), Sinks([])) as recorder:
-            recorder.evaluation(0, {"eval/accuracy": 0.5, "eval/standard_error": 0.1}, [])
-            recorder._rollouts.write("x")
+            recorder.evaluation(0, {"eval/accuracy": 0.5, "eval/standard_error": 0.1}, [group(1)])
 
     monkeypatch.setattr(run_module, "_main", records)
     monkeypatch.setattr(run_module, "latest", lambda path: path / "step-20")
@@ -152,3 +152,15 @@ def test_a_log_disk_that_fills_costs_the_logs_and_nothing_else(tmp_path):
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out accuracy after 2 steps" in done.stdout
+
+
+def test_an_error_that_names_a_log_comes_with_its_end(tmp_path, monkeypatch, capsys):
+    async def dies(recipe, config, run_dir, in_place):
+        (run_dir / "logs").mkdir()
+        (run_dir / "logs" / "reward-0.log").write_text("Traceback ...\nMemoryError\n")
+        raise RunError("reward-0 died; see logs/reward-0.log of the run")
+
+    monkeypatch.setattr(run_module, "_main", dies)
+    with pytest.raises(RunError, match="reward-0 died"):
+        run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))
+    assert capsys.readouterr().err.endswith("reward-0.log:\n  Traceback ...\n  MemoryError\n")

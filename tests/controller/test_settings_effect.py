@@ -224,6 +224,7 @@ ELSEWHERE = {
     "tracking.project": "tests/observability/test_sinks.py",
     "run_dir": "tests/integration/test_runs.py",
     "record_batches": "tests/integration/test_replay.py",
+    "record_rollouts": "tests/integration/test_runs.py",
 }
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl.observability.recorder import read_records
+from rl.observability.rollout_log import read_records
 from tests.integration.runs import read_metrics, rl
 
 
@@ -81,9 +81,6 @@ class Asking(AgentEnv):
 
     def generate(self, seed):
         return Calculator().generate(seed)
-
-    def prepare(self):
-        import openai
 
     def agent(self, episode, base_url, api_key):
         import openai

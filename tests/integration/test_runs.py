@@ -16,6 +16,7 @@ import torch
 from configs.quickstart import quickstart
 from rl.envs.base import derive_seed
 from rl.models.checkpoint_dir import is_complete
+from rl.observability.rollout_log import read_whole_rollouts
 from tests.devices import limit, needs
 from tests.integration.runs import ROOT, pid_of, read_metrics, rl, shared_leftovers, start, wait_for_line
 
@@ -73,6 +74,12 @@ def test_a_run_leaves_its_artefacts(fsdp_run):
     assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((run_dir / "tensorboard").iterdir())
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step-2", "step-4"}
+    whole = read_whole_rollouts(run_dir, "train", 1)
+    assert len(whole) >= config["record_rollouts"] == 4
+    for rollout in whole:
+        prompt, answer = rollout["branches"][0]
+        assert answer["sampled"] and not prompt["sampled"]
+        assert len(answer["logprobs"]) == len(answer["tokens"]) > 0
     assert "held-out accuracy before training" in output
     assert not shared_leftovers()
 
@@ -311,7 +318,11 @@ def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("moment", "number", "code"), [("starting", signal.SIGINT, 130), ("warm-up", signal.SIGTERM, 143)]
+    ("moment", "number", "code"),
+    [
+        ("starting", signal.SIGINT, 130),
+        pytest.param("warm-up", signal.SIGTERM, 143, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_everything_within_ten_seconds(tmp_path, moment, number, code):
     command = [

@@ -1,0 +1,22 @@
+"""The end of the log that an error names: it is said with the error, for the directory may be far away."""
+
+import re
+from pathlib import Path
+
+_BYTES, _LINES = 8192, 8
+_NAMED = re.compile(r"\blogs/([\w.*-]*)")
+
+
+def log_tail(run_dir: Path, error: str) -> str:
+    """Empty where it names none, or none has a line. Of several, the log that was written to last."""
+    if (named := _NAMED.search(error)) is None:
+        return ""
+    paths = [path for path in (run_dir / "logs").glob(named[1] or "*.log") if path.is_file()]
+    paths.sort(key=lambda path: path.stat().st_mtime)
+    for path in reversed(paths):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _BYTES))
+            lines = file.read(_BYTES).decode(errors="replace").splitlines()
+        if said := [line for line in lines if line.strip()][-_LINES:]:
+            return f"the end of {path}:\n" + "".join(f"  {line}\n" for line in said)
+    return ""
