@@ -14,7 +14,7 @@ help:
 	@echo "make chaos       kill processes of runs at random moments, 50 times: half an hour"
 	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: ten minutes"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
-	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers"
+	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers, OpenEnv"
 	@echo "make setup       create $(VENV) alone;  make lint, make lock: for developers"
 
 setup: $(VENV)/.setup-$(DEVICE)
@@ -47,11 +47,16 @@ $(VENV)/.tasks: $(VENV)/.setup-$(DEVICE) requirements/tasks.txt
 	@$(PIP) install -qq --no-deps -r requirements/tasks.txt
 	@touch $@
 
-# TextArena, SkyRL-Gym and verifiers, without what of their dependencies would downgrade ours.
+# TextArena, SkyRL-Gym and verifiers 0.3.1 (v0), without what of their dependencies would downgrade ours. verifiers 0.4
+# (v1 alone) in a directory for PYTHONPATH; OpenEnv's servers in a virtual environment of their own.
 environments: $(VENV)/.environments
-$(VENV)/.environments: $(VENV)/.setup-$(DEVICE) requirements/environments.txt
+$(VENV)/.environments: $(VENV)/.setup-$(DEVICE) requirements/environments.txt requirements/openenv.txt
 	@echo "installing requirements/environments.txt ..."
 	@$(PIP) install -qq --no-deps -r requirements/environments.txt
+	@$(PIP) install -qq --no-deps --upgrade --target $(VENV)/verifiers-0.4 verifiers==0.4.0
+	@echo "installing requirements/openenv.txt ..."
+	@$(PYTHON) -m venv $(VENV)/openenv
+	@$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/openenv.txt
 	@touch $@
 
 # tinker-cookbook's metadata asks for a package that PyPI does not have; its recipes here do without.

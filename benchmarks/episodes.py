@@ -59,10 +59,13 @@ async def _measure(name: str) -> None:
 
 
 class _Generator:
-    """Calls the tool twice, then ends."""
+    """Calls the tool twice, then ends; what it says is tokenised once."""
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        said = ('<tool_call>{"name": "wait", "arguments": {}}</tool_call>', "done")
+        self._call, self._done = ([*tokenizer.encode_plain(text), tokenizer.eos_id] for text in said)
+        self._eos = tokenizer.eos_id
+        self._messages = 0  # of the first prompt
         self._places = asyncio.Semaphore(_PLACES)
         self.busy = 0.0
 
@@ -72,9 +75,9 @@ class _Generator:
         async with self._places:
             await asyncio.sleep(_TURN_SECONDS)
             self.busy += _TURN_SECONDS
-        calls = self._tokenizer.decode(prompt[-600:]).count("waited")
-        said = "done" if calls >= 2 else '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
-        tokens = [*self._tokenizer.encode_plain(said), self._tokenizer.eos_id]
+        messages = list(prompt).count(self._eos)
+        self._messages = self._messages or messages
+        tokens = self._done if messages >= self._messages + 4 else self._call  # two calls, two results
         return [Completion(tokens, [-1.0] * len(tokens), VersionRange(0, 0), StopReason.STOP)]
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rl.envs.chat.episode import Member, Opening, Reply
+    from rl.envs.chat.episode import EndedEpisode, Opening, Reply
     from rl.envs.chat.session import ChatSession
     from rl.loss.advantages.base import Groups
     from rl.loss.base import LossOutput, TokenInputs
@@ -77,7 +77,7 @@ class EpisodeProcess(Protocol):
 
     async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score: ...
 
-    async def score_group(self, members: Sequence[Member]) -> Sequence[Score]:
+    async def score_group(self, members: Sequence[EndedEpisode]) -> Sequence[Score]:
         """Of a problem's episodes after their end, in any process of them."""
         ...
 

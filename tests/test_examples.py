@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,6 +23,7 @@ def test_engine_alone_runs_under_torchrun(tmp_path):
     assert (tmp_path / "runs" / "engine_alone" / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_and_an_estimator_of_your_own_run(tmp_path):
     command = [sys.executable, "-m", "rl.cli", "train", "examples/own_algorithm.py:best_of_group"]
     command += ["--run_dir", str(tmp_path / "run")]

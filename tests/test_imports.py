@@ -16,6 +16,7 @@ LAYERS = [
         "rl.output",
         "rl.waiting",
         "rl.micro_batch",
+        "rl.http_server",
         "rl.types",
         "rl.processes",
     },

@@ -13,7 +13,7 @@ from rl.actors.remote import Caller, Deadline, ProcessDied, ProcessSilent, only
 from rl.actors.replica import Pool, Replica, State
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
-from rl.envs.chat.episode import Member, Opening, Reply
+from rl.envs.chat.episode import EndedEpisode, Opening, Reply
 from rl.envs.chat.host import EpisodeHost, HostedEpisode
 from rl.envs.verifier import START_SECONDS, Verifier
 from rl.errors import EpisodeFailed, EpisodeLost
@@ -113,8 +113,9 @@ class RewardProcess:
 
     async def ask_episode(self, call: EpisodeCall) -> Any:
         """The worker limits what it waits for."""
-        asked = only(self._actor.ask_episode.call(call))
-        return await self._caller.call(asked, call.verb, self._patience, past=ProcessDied)
+        with self._timeline.span(self._caller.name, "episodes"):
+            asked = only(self._actor.ask_episode.call(call))
+            return await self._caller.call(asked, call.verb, self._patience, past=ProcessDied)
 
     async def close_episode(self, number: int) -> None:
         asked = only(self._actor.close_episode.call(number))
@@ -195,7 +196,7 @@ class RemoteEpisode:
     async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
         return await self._verb("score", stop, turn_tokens, is_last=True)
 
-    async def score_group(self, members: Sequence[Member]) -> list[Score]:
+    async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         return await self._verb("score_group", members, is_last=True)
 
     async def close(self) -> None:

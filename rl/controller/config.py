@@ -222,8 +222,8 @@ class RunConfig:
     keep_checkpoints: NonNegativeInt = 2
     """How many of the newest checkpoints to keep; 0 keeps all."""
     record_rollouts: NonNegativeInt = 4
-    """How many rollouts of each step and evaluation to record, in words in rollouts.jsonl and with all tokens,
-    logprobs and advantages in rollouts/; those that failed are always recorded."""
+    """Rollouts of each step and evaluation to record: in words in rollouts.jsonl, with all tokens, logprobs
+    and advantages in rollouts/. Those that failed are always recorded."""
     record_batches: NonNegativeInt = 0
     """Keep what the newest so many steps learned from, for rl replay; 0 keeps none."""
     resume: FilePath = ""

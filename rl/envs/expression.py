@@ -20,7 +20,7 @@ class Expression(Env):
     largest: PositiveInt = 99
     """Largest number asked for, from 10."""
     corruption: Share = 0.7
-    """Share of demonstrations of another value."""
+    """Share of demonstrations with a wrong sign, and so of another value."""
     sandbox: Sandbox = Sandbox(seconds=3.0, memory_mib=256, max_processes=4)
 
     def generate(self, seed: int) -> Problem:
@@ -34,11 +34,9 @@ class Expression(Env):
         return float(ran.ok and ran.stdout.strip() == problem.answer)
 
     def demonstration(self, problem: Problem, seed: int) -> str:
-        rng, number = random.Random(seed), int(problem.answer)
-        if rng.random() < self.corruption:
-            number = rng.randint(10, self.largest)
-        first = rng.randint(1, number - 1)
-        return f"{first}+{number - first}"
+        tens, units = divmod(int(problem.answer), 10)
+        sign = "*" if random.Random(seed).random() < self.corruption else "+"
+        return f"{tens}0{sign}{units}"
 
     def validate(self) -> list[str]:
         if self.largest < 20:

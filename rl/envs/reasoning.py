@@ -10,17 +10,21 @@ from rl.types import Problem, StopReason
 
 _HALF, _HALVED_AT = 0.5, 5.0
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ReasoningGym(Env):
-    """Reward: 1 where reasoning-gym accepts the response's last number, if it ended; else 0, or a part."""
+    """Reward: 1 where reasoning-gym accepts the response's answer, if it ended; else 0, or a part."""
 
     chat: bool = True
     dataset: str = "chain_sum"
-    """Name of a reasoning-gym dataset whose answers are numbers."""
-    options: tuple[tuple[str, int], ...] = ()
+    """Name of a reasoning-gym dataset."""
+    options: tuple[tuple[str, Any], ...] = ()
     """Options of the dataset, such as (("max_terms", 2),)."""
+    answers: Literal["number", "line", "tag"] = "number"
+    """Where a response has its answer. number: its last number. line: its last line. tag: between its last
+    <answer> and </answer>, for answers of any form; the prompt has to ask for it (env.prompt_prefix)."""
     partial_credit: Literal["none", "dataset", "distance"] = "none"
     """What a wrong number gets. dataset: what reasoning-gym gives it: of 18, where 8 is right, a half.
     distance: 0.5 / (1 + d / 5), d being how far it is from the answer, so that groups without a right number
@@ -31,16 +35,24 @@ class ReasoningGym(Env):
         return Problem(id=str(seed), question=item["question"], answer=str(item["answer"]))
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
-        numbers = _NUMBER.findall(response)
-        if stop != StopReason.STOP or not numbers:
+        if stop != StopReason.STOP or (given := self._given(response)) is None:
             return 0.0
-        entry, number = self._entry(int(problem.id)), numbers[-1].replace(",", "")
-        score = float(self._dataset(int(problem.id)).score_answer(number, entry))
+        entry = self._entry(int(problem.id))
+        score = float(self._dataset(int(problem.id)).score_answer(given, entry))
         if score >= 1 or self.partial_credit == "none":
             return float(score >= 1)
         if self.partial_credit == "dataset":
             return score
-        return _HALF / (1 + abs(float(number) - float(problem.answer)) / _HALVED_AT)
+        return _HALF / (1 + abs(float(given) - float(problem.answer)) / _HALVED_AT)
+
+    def _given(self, response: str) -> str | None:
+        if self.answers == "line":
+            return response.strip().rpartition("\n")[2] or None
+        if self.answers == "tag":
+            tagged = _TAGGED.findall(response)
+            return tagged[-1].strip() if tagged else None
+        numbers = _NUMBER.findall(response)
+        return numbers[-1].replace(",", "") if numbers else None
 
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  2 s
@@ -48,6 +60,8 @@ class ReasoningGym(Env):
     def validate(self) -> list[str]:
         if importlib.util.find_spec("reasoning_gym") is None:
             return ["the reasoning-gym package is missing; run: make tasks"]
+        if self.partial_credit == "distance" and self.answers != "number":
+            return [f"env.partial_credit=distance is for numbers; set env.answers=number, not {self.answers}"]
         return []
 
     def _entry(self, seed: int) -> dict[str, Any]:

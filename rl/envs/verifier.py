@@ -1,18 +1,14 @@
 """Runs reward functions in a child process, so that one that hangs or crashes costs only its own sample.
 
-`python -m rl.envs.verifier` is that child: it speaks length-prefixed pickles over standard input and output.
+`python -m rl.envs.verifier` is that child: rl/envs/pipes.py over standard input and output.
 """
 
 import contextlib
 import math
 import os
-import pickle
-import select
 import signal
-import struct
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +16,7 @@ from pathlib import Path
 import cloudpickle
 
 from rl.envs.base import Env
+from rl.envs.pipes import receive, send, send_pickled
 from rl.errors import RunError, one_line
 from rl.processes import end_with_parent
 from rl.types import Rewards, Rollout, Score
@@ -50,8 +47,8 @@ class Verifier:
         try:
             request = cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop))
             to_child, from_child = _pipes(self._child)
-            _write(to_child, request)
-            return check_parts(pickle.loads(_read(from_child, self._limit)), rollout.turn_lengths)
+            send_pickled(to_child, request)
+            return check_parts(receive(from_child, self._limit), rollout.turn_lengths)
         except TimeoutError:
             self.close()
             what = f"the reward function took over {self._limit:g} s (reward.limit_seconds)"
@@ -73,8 +70,8 @@ class Verifier:
         )
         try:
             to_child, from_child = _pipes(child)
-            _write(to_child, self._env)
-            failure = pickle.loads(_read(from_child, START_SECONDS))
+            send_pickled(to_child, self._env)
+            failure = receive(from_child, START_SECONDS)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             child.kill()
             raise RunError(
@@ -89,31 +86,6 @@ class Verifier:
 def _pipes(child: subprocess.Popen) -> tuple[int, int]:
     assert child.stdin is not None and child.stdout is not None
     return child.stdin.fileno(), child.stdout.fileno()
-
-
-def _write(fd: int, payload: bytes) -> None:
-    data = memoryview(struct.pack("<Q", len(payload)) + payload)
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _read(fd: int, limit_seconds: float | None = None) -> bytes:
-    """One message. Raises TimeoutError past the limit, EOFError where the other end is gone."""
-    deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
-
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([fd], [], [], left)[0]:
-                raise TimeoutError
-            chunk = os.read(fd, count - len(data))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return data
-
-    return exactly(struct.unpack("<Q", exactly(8))[0])
 
 
 def score_of(reward: float | Rewards | Mapping[str, float]) -> Score:
@@ -166,21 +138,21 @@ def _serve() -> None:
     os.dup2(2, 1)
     end_with_parent()
     try:
-        env: Env = pickle.loads(_read(requests))
+        env: Env = receive(requests)
         env.prepare()
     except Exception as error:  # the user's own code: named by whoever started this process
         traceback.print_exc()
-        _write(answers, pickle.dumps(described(error)))
+        send(answers, described(error))
         return
-    _write(answers, pickle.dumps(None))
+    send(answers, None)
     while True:
-        problem, response, stop = pickle.loads(_read(requests))
+        problem, response, stop = receive(requests)
         try:
             score = score_of(env.reward(problem, response, stop))
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
             score = Score(0.0, described(error), cause="raised")
-        _write(answers, pickle.dumps(score))
+        send(answers, score)
 
 
 def described(error: Exception) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from rl.bounds import FilePath, NonNegativeFloat, Port, PositiveInt
 from rl.cluster.launch import ActorSpecs, EngineSpec, launch
 from rl.errors import ConfigError
+from rl.http_server import Server
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.hf import max_positions, read_config
@@ -178,21 +179,10 @@ def _bind(host: str, port: int) -> socket.socket:
 async def _listen(app: FastAPI, listener: socket.socket) -> None:
     """Until a signal."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_LAST_ANSWERS_SECONDS)
-    server = _Server(config)
+    server = Server(config)
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     await server.serve(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """Signals are the server's own business: its processes have to be ended."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def stop(self) -> None:
-        self.should_exit = True
 
 
 def _specs(config: ServeConfig, model_dir: Path, context_length: int) -> ActorSpecs:

@@ -1,16 +1,25 @@
 """Other libraries' environments, unmodified, with a policy that says given texts."""
 
+import json
 import random
+import socket
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.server import serve
 
 from rl.envs.adapters.mcp import MCPEnv
+from rl.envs.adapters.nemo_gym import NeMoGym
+from rl.envs.adapters.openenv import OpenEnv
 from rl.envs.adapters.trl import TRLTask
 from rl.envs.chat.template import ChatTemplate
+from rl.envs.reasoning import ReasoningGym
 from rl.errors import ConfigError
-from rl.types import Problem
+from rl.types import Problem, StopReason
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
 from tests.envs.chat.test_session import Writer
@@ -37,6 +46,21 @@ def test_textarena(tokenizer):
     assert "guess" in rollout.messages[0]["content"].lower() and rollout.counts["turns"] > 1
     again = play(tokenizer, env, env.train_problem(3), [f"I guess [{i}]" for i in range(1, 21)])
     assert again.messages == rollout.messages and again.score == rollout.score
+
+
+@pytest.mark.slow
+def test_every_dataset_of_reasoning_gym_accepts_its_own_answer():
+    import reasoning_gym
+
+    refused = []
+    for name in set(reasoning_gym.factory.DATASETS) - {"composite"}:  # which is made of others
+        env = ReasoningGym(dataset=name, answers="tag")
+        problem = env.generate(7)
+        said = f"<answer>1</answer> So <answer>{problem.answer}</answer>."
+        if problem.answer != "None" and env.reward(problem, said, StopReason.STOP) != 1:
+            refused.append(name)
+        assert env.reward(problem, problem.answer, StopReason.STOP) == 0, name
+    assert not refused
 
 
 @pytest.mark.slow
@@ -139,6 +163,207 @@ def test_tools_of_an_mcp_server_keep_their_state_for_an_episode(tokenizer, tmp_p
         assert told[0] == "a" and "Error" in told[1]
     with pytest.raises(ConfigError, match="cannot be asked for its tools"):
         Notes(server=(sys.executable, "-c", "raise SystemExit(1)")).tools()
+
+
+class OpenEnvServer:
+    """OpenEnv's protocol, as its 0.10.0 speaks it; tests/integration/test_adapters.py has the real one."""
+
+    sessions, open = 8, 0
+
+    def answer(self, kind, data):
+        if kind == "reset":
+            return {"observation": {"text": f"seed {data.get('seed')}", "metadata": {}}, "reward": None}
+        if data.get("type") == "list_tools":
+            described = {"name": "double", "description": "Twice.", "input_schema": {"type": "object"}}
+            return {"observation": {"tools": [described]}, "reward": None, "done": False}
+        if data.get("type") == "call_tool":
+            if "number" not in data["arguments"]:
+                return {
+                    "observation": {"tool_name": "double", "error": {"message": "no number"}},
+                    "done": False,
+                }
+            twice = {"data": 2 * data["arguments"]["number"]}
+            return {"observation": {"tool_name": "double", "result": twice}, "reward": 0.25, "done": False}
+        text = data["message"]
+        if text == "bad":
+            raise ValueError("not that")
+        return {"observation": {"text": text.upper()}, "reward": len(text) / 10, "done": text == "end"}
+
+    def __call__(self, socket):
+        self.open += 1
+        try:
+            if self.open > self.sessions:
+                refusal = {"message": "full", "code": "CAPACITY_REACHED"}
+                return socket.send(json.dumps({"type": "error", "data": refusal}))
+            while True:
+                asked = json.loads(socket.recv())
+                if "die" in json.dumps(asked["data"]):
+                    return
+                try:
+                    made = {"type": "observation", "data": self.answer(asked["type"], asked["data"])}
+                except ValueError as error:
+                    made = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
+                socket.send(json.dumps(made))
+        except ConnectionClosed:
+            return
+        finally:
+            self.open -= 1
+
+
+@pytest.fixture
+def openenv():
+    """The server, and its URL."""
+    made = OpenEnvServer()
+    with serve(made, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield made, f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+    thread.join()
+
+
+def test_an_openenv_server_of_texts_rewards_each_turn(tokenizer, openenv):
+    env = OpenEnv(url=openenv[1], action="message", observation="text", question="Go.", max_turns=3)
+    assert env.validate() == [] and OpenEnv(url="localhost").validate()
+    rollout = play(tokenizer, env, Problem("7", "x"), ["abc", "end"])
+    assert [m["content"] for m in rollout.messages] == ["Go.\n\nseed 7", "abc", "ABC", "end"]
+    assert rollout.score.parts.turns == (0.3, 0.3) and rollout.stop == "stop"
+
+
+def test_an_openenv_server_of_tools(tokenizer, openenv):
+    env = OpenEnv(url=openenv[1], max_turns=4)
+    call = '<tool_call>{"name": "double", "arguments": ARGUMENTS}</tool_call>'
+    calls = [call.replace("ARGUMENTS", arguments) for arguments in ('{"number": 4}', "{}")]
+    rollout = play(tokenizer, env, Problem("7", "x"), [*calls, "8"])
+    assert rollout.score.parts.turns == (0.25, 0.0, 0.0)
+    told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert told[0] == "8" and "no number" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "cause", "words"),
+    [
+        (["die"], "server", "is gone"),
+        (['<tool_call>{"name": "double", "arguments": {"number": "die"}}</tool_call>'], "server", "is gone"),
+        (["bad"], "raised", "not that"),
+        (["full"], "server", "max_concurrent_envs"),
+        (["down"], "server", "does not answer"),
+    ],
+)
+def test_an_openenv_server_that_fails_costs_the_sample(tokenizer, openenv, said, cause, words):
+    server, url = openenv
+    env = OpenEnv(url=url, action="" if "tool_call" in said[0] else "message", max_turns=3)
+    if said == ["full"]:
+        server.sessions = 0
+    if said == ["down"]:
+        env = OpenEnv(url="http://127.0.0.1:9", action="message")
+    rollout = play(tokenizer, env, Problem("7", "x"), said)
+    assert rollout.score.cause == cause and words in rollout.score.error
+
+
+def test_an_mcp_server_that_dies_in_an_episode_costs_the_sample(tokenizer, tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(SERVER.replace("notes.append(text)", "__import__('os')._exit(1)"))
+
+    @dataclass(frozen=True)
+    class Notes(MCPEnv):
+        turn_seconds: float = 30.0
+        max_memory_gib: float = 4.0
+
+        def reward_episode(self, episode):
+            return 1.0
+
+    said = ['<tool_call>{"name": "note", "arguments": {"text": "a"}}</tool_call>', "done"]
+    rollout = play(tokenizer, Notes(server=(sys.executable, str(path))), Problem("1", "note"), said)
+    assert rollout.score.cause == "server" and "MCP server is gone" in rollout.score.error
+
+
+class NeMoGymServer(BaseHTTPRequestHandler):
+    """A resources server: the routes and fields that nemo-gym 0.7 has."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        name, session = self.path.strip("/"), self.headers.get("cookie")
+        if name == "seed_session":
+            return self.answer(200, {}, f"session={body['answer']}")
+        if name == "double" and "number" not in body:
+            return self.answer(422, {"detail": "number is missing"})
+        if name == "double" and body["number"] == 666:
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        if name == "double":
+            return self.answer(200, {"twice": 2 * body["number"], "session": session})
+        said = [
+            item["content"][0]["text"] for item in body["response"]["output"] if item["type"] == "message"
+        ]
+        kinds = [item["type"] for item in body["response"]["output"]]
+        reward = float(said[-1] == body["answer"] and session == f"session={body['answer']}")
+        return self.answer(200, {**body, "reward": reward, "kinds": kinds})
+
+    def answer(self, status, body, cookie=""):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        if cookie:
+            self.send_header("set-cookie", cookie)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def nemo_gym(tmp_path):
+    """An environment with its server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), NeMoGymServer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    tool = {"type": "function", "name": "double", "description": "Twice.", "parameters": {"type": "object"}}
+    asked = [{"role": "developer", "content": "Use the tool."}, {"role": "user", "content": "Twice N?"}]
+    rows = [
+        {
+            "responses_create_params": {
+                "input": [asked[0], {**asked[1], "content": f"Twice {i}?"}],
+                "tools": [tool],
+            }
+        }
+        | {"answer": str(2 * i)}
+        for i in range(6)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    yield NeMoGym(url=f"http://127.0.0.1:{server.server_port}", path=str(path), num_eval=2)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_nemo_gym_server_runs_the_tools_and_verifies(tokenizer, nemo_gym):
+    assert nemo_gym.validate() == [] and len(nemo_gym.eval_problems()) == 2
+    problem = nemo_gym.generate(4)
+    call = '<tool_call>{"name": "double", "arguments": ARGUMENTS}</tool_call>'
+    calls = [call.replace("ARGUMENTS", arguments) for arguments in ("{}", '{"number": 4}')]
+    rollout = play(tokenizer, nemo_gym, problem, [*calls, "8"])
+    assert rollout.score.error is None and rollout.score.reward == 1
+    assert [m["role"] for m in rollout.messages[:2]] == ["system", "user"]
+    told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert "number is missing" in told[0] and json.loads(told[1]) == {"twice": 8, "session": "session=8"}
+    kinds = ["function_call", "function_call_output"] * 2 + ["message"]
+    assert rollout.score.notes["verified"] == {"reward": 1.0, "kinds": kinds}
+
+
+def test_a_nemo_gym_server_that_is_gone_costs_the_sample(tokenizer, nemo_gym, tmp_path):
+    said = ['<tool_call>{"name": "double", "arguments": {"number": 666}}</tool_call>', "8"]
+    rollout = play(tokenizer, nemo_gym, nemo_gym.generate(4), said)
+    assert rollout.score.cause == "server" and "is gone" in rollout.score.error
+    (tmp_path / "rows.jsonl").rename(tmp_path / "other.jsonl")
+    wrong = replace(nemo_gym, path=str(tmp_path / "none.jsonl"))
+    assert (
+        "cannot be read" in wrong.validate()[0] and "is no server" in replace(nemo_gym, url="x").validate()[0]
+    )
 
 
 VERIFIERS_ENVIRONMENT = """

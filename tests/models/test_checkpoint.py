@@ -49,6 +49,7 @@ def work(mode, model_dir, directory, shard, tensor_parallel):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow  # make test has kills of whole runs: tests/chaos
 def test_killed_ranks_leave_the_last_complete_checkpoint_and_any_layout_goes_on_from_it(model_dir, tmp_path):
     expected = work("train", model_dir, tmp_path, 2, 1)
     # Killed while it wrote step-3, and keep_last=2 has removed step-0.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.envs.chat.env import ChatEnv
-from rl.envs.chat.episode import Episode
+from rl.envs.chat.episode import Episode, ServerLost
+from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import Tool
 from rl.errors import ConfigError, one_line
 
@@ -45,12 +46,12 @@ class MCPEnv(ChatEnv):
             return asyncio.wrap_future(episode.state["mcp"].call(name, arguments))
 
         async def run(arguments: Mapping[str, Any], episode: Episode) -> str:
-            return _text(await call(arguments, episode))
+            return text_of(await call(arguments, episode))
 
         return run
 
 
-async def _listed(target: Any) -> list[dict[str, Any]]:
+async def _listed(target: Any) -> list[Schema]:
     from mcp import Client
 
     try:
@@ -60,13 +61,21 @@ async def _listed(target: Any) -> list[dict[str, Any]]:
         raise ConfigError(
             f"the MCP server cannot be asked for its tools ({one_line(error)}); start it"
         ) from error
-    return [
-        {
-            "type": "function",
-            "function": {"name": t.name, "description": t.description or "", "parameters": t.input_schema},
-        }
-        for t in listed
-    ]
+    return [schema_of(tool, tool.name) for tool in listed]
+
+
+def schema_of(tool: Any, name: str) -> Schema:
+    """A server's tool as the policy is shown it."""
+    described = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": described}
+
+
+def text_of(result: Any) -> str:
+    """Of what call_tool returned. Raises RuntimeError where that is an error."""
+    said = "\n".join(getattr(part, "text", str(part)) for part in result.content)
+    if result.is_error:
+        raise RuntimeError(said)
+    return said
 
 
 class _Connection:
@@ -94,11 +103,4 @@ class _Connection:
                     name, arguments, answer = await self._calls.get()
         except BaseException as error:  # a server that is gone: the call that waits for it fails
             if not answer.done():
-                answer.set_exception(RuntimeError(f"the MCP server failed: {one_line(error)}"))
-
-
-def _text(result: Any) -> str:
-    said = "\n".join(getattr(part, "text", str(part)) for part in result.content)
-    if result.is_error:
-        raise RuntimeError(said)
-    return said
+                answer.set_exception(ServerLost(f"the MCP server is gone ({one_line(error)})"))

@@ -1,9 +1,7 @@
 """Environments of verifiers' v0 API (verifiers 0.3.1: `load_environment`), unmodified."""
 
 import importlib.util
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,14 +9,14 @@ from typing import Any
 from rl.bounds import PositiveInt
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.episode import Episode
-from rl.types import Message, Problem
+from rl.types import Problem
 
 _KEY = "RL_EPISODE_KEY"
 
 
 @dataclass(frozen=True)
 class Verifiers(AgentEnv):
-    """It samples through the run's endpoint, and scores itself: its reward, and its metrics beside it."""
+    """It samples through the run's endpoint, and scores itself; its metrics are in rollouts.jsonl."""
 
     environment: str = ""
     """A name that verifiers.load_environment takes: an installed package's."""
@@ -30,17 +28,15 @@ class Verifiers(AgentEnv):
     max_memory_gib: float = 4.0
 
     def prepare(self) -> None:
+        super().prepare()
         _loaded(self)
 
-    def eval_problems(self) -> list[Problem]:
-        return [self._problem(index) for index in range(self.num_eval)]
-
-    def train_problem(self, seed: int) -> Problem:
-        rows = len(_loaded(self).get_dataset())
-        return self._problem(self.num_eval + seed % (rows - self.num_eval))
-
     def generate(self, seed: int) -> Problem:
-        return self.train_problem(seed)
+        rows = _loaded(self).get_dataset()
+        index = seed % len(rows)
+        row = rows[index]
+        asked = [str(message["content"]) for message in row["prompt"] if message["role"] == "user"]
+        return Problem(str(index), asked[-1] if asked else f"row {index}", str(row.get("answer", "")))
 
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
         import verifiers as vf
@@ -55,22 +51,23 @@ class Verifiers(AgentEnv):
         if found.get("error"):
             raise RuntimeError(str(found["error"]))
         episode.state["reward"] = float(found["reward"])
+        episode.notes["metrics"] = dict(found.get("metrics") or {})
 
     def reward_episode(self, episode: Episode) -> float:
-        return episode.state["reward"]
+        """0 where a budget ended the episode before its reward."""
+        return episode.state.get("reward", 0.0)
 
     def validate(self) -> list[str]:
-        if importlib.util.find_spec("verifiers") is None:
-            return ["the verifiers package is missing; see docs/environments.md for what to install"]
+        if not _is_installed():
+            return ["verifiers 0.3.1, the last with the v0 API, is missing; run: make environments"]
         rows = len(_loaded(self).get_dataset())
         if rows <= self.num_eval:
             return [f"{self.environment} has {rows} rows; lower env.num_eval={self.num_eval}"]
         return []
 
-    def _problem(self, index: int) -> Problem:
-        row = _loaded(self).get_dataset()[index]
-        asked: Sequence[Message] = row["prompt"]
-        return Problem(str(index), json.dumps(list(asked)), str(row.get("answer", "")))
+
+def _is_installed() -> bool:
+    return bool(importlib.util.find_spec("verifiers")) and bool(importlib.util.find_spec("verifiers.legacy"))
 
 
 @lru_cache(maxsize=4)

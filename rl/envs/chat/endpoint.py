@@ -6,11 +6,10 @@ another policy than the one that learns are refused.
 """
 
 import asyncio
-import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from starlette.routing import Route
 
 from rl.envs.chat.session import ChatSession, TooLong, Turn
 from rl.errors import ConfigError, RunError
+from rl.http_server import Server
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice
 from rl.types import Message
@@ -57,14 +57,14 @@ class AgentEndpoint:
         self._tokenizer = tokenizer
         self._guests: dict[str, _Guest] = {}
         self._serving: asyncio.Task[None] | None = None
-        self._server: _Server | None = None
+        self._server: Server | None = None
         self._url = ""
 
     async def enter(self, session: ChatSession) -> tuple[str, str]:
         if self._server is None:
             listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
             self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            self._server = _Server(
+            self._server = Server(
                 uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_keep_alive=600)
             )
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -102,7 +102,7 @@ class AgentEndpoint:
         try:
             guest = self._guest(request)
             body = _checked(await request.body())
-            turn = await self._turn(guest, body, int(request.headers.get(_RETRY, "0")))
+            turn = await self._turn(guest, body, is_retry=request.headers.get(_RETRY, "0") != "0")
         except _Refused as error:
             said = {"message": str(error), "type": "invalid_request_error", "code": error.code or None}
             return JSONResponse({"error": said}, error.status)
@@ -120,11 +120,12 @@ class AgentEndpoint:
             raise _Refused(401, "the API key is none of an episode that is under way")
         return self._guests[key]
 
-    async def _turn(self, guest: _Guest, body: Mapping[str, Any], retry: int) -> Turn:
+    async def _turn(self, guest: _Guest, body: Mapping[str, Any], is_retry: bool) -> Turn:
         asked = json.dumps([body["messages"], body.get("tools")], sort_keys=True)
-        task = guest.answers.get(asked) if retry else None
+        task = guest.answers.get(asked) if is_retry else None
         if task is None:
             if not guest.session.num_turns_left:
+                guest.session.was_refused = True
                 raise _Refused(400, "the episode's turns are used up (env.max_turns)", "turns_used_up")
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             sampling = guest.session.complete(body["messages"], body.get("tools") or (), limit)
@@ -176,11 +177,3 @@ def _as_events(made: Mapping[str, Any]) -> str:
         choices.append({**{k: v for k, v in whole.items() if k != "message"}, "delta": delta})
     chunk = {**made, "object": "chat.completion.chunk", "choices": choices}
     return f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-
-
-class _Server(uvicorn.Server):
-    """Signals are the run's business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

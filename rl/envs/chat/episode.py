@@ -78,7 +78,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class EndedEpisode:
     """One of a problem's episodes, after its end."""
 
     messages: Sequence[Message]
@@ -88,6 +88,13 @@ class Member:
 
 class BadStep(Exception):
     """The environment's code returned what it must not."""
+
+
+class ServerLost(Exception):
+    """Raise it in a tool, step() or start() where a server that the episode needs is gone.
+
+    The sample is dropped, with this as its reason; what else a tool raises is told to the policy.
+    """
 
 
 class EpisodeRunner:
@@ -138,7 +145,7 @@ class EpisodeRunner:
         self.episode.stop, self.episode.turn_tokens = stop, turn_tokens
         return self._run(self._env.reward_episode(self.episode))
 
-    def reward_group(self, members: Sequence[Member]) -> Any:
+    def reward_group(self, members: Sequence[EndedEpisode]) -> Any:
         """What the environment's reward_group returns."""
         problem, rng = self.episode.problem, self.episode.rng
         episodes = [
@@ -153,6 +160,8 @@ class EpisodeRunner:
             if name not in self._tools:
                 raise BadArguments(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
             content, failed = _as_text(self._run(self._tools[name].run(arguments, self.episode))), False
+        except ServerLost:
+            raise
         except Exception as error:  # the policy is told, as a user would be
             what = str(error) if isinstance(error, BadArguments) else one_line(error)
             content, failed = f"Error: {what}", True

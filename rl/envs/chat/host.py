@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -16,8 +15,9 @@ from typing import Any
 import cloudpickle
 
 from rl.envs.chat.env import ChatEnv
-from rl.envs.chat.episode import Member, Opening, Reply
-from rl.envs.chat.process import ENDED, receive
+from rl.envs.chat.episode import EndedEpisode, Opening, Reply
+from rl.envs.chat.process import ENDED
+from rl.envs.pipes import HEADER, framed, receive, send_pickled
 from rl.envs.verifier import START_SECONDS
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
 from rl.types import Message, Problem, Score, StopReason
@@ -50,10 +50,9 @@ class EpisodeHost:
             [sys.executable, "-m", "rl.envs.chat.process"], stdin=theirs.fileno(), start_new_session=True
         )
         theirs.close()
-        ours.settimeout(START_SECONDS)
         try:
-            ours.sendall(struct.pack("<Q", len(data)) + data)
-            failure = receive(ours)
+            send_pickled(ours.fileno(), data)
+            failure = receive(ours.fileno(), START_SECONDS)
         except (OSError, EOFError) as error:
             _end(ours, process)
             raise RunError("the process of the environment did not start; see this worker's log") from error
@@ -196,7 +195,7 @@ class HostedEpisode:
         seconds, what = self._host.reward_seconds, "the reward function took"
         return await self._ask("score", (stop, turn_tokens), seconds, what, "reward.limit_seconds")
 
-    async def score_group(self, members: Sequence[Member]) -> list[Score]:
+    async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         seconds, what = self._host.reward_seconds, "the reward function took"
         return await self._ask("score_group", (members,), seconds, what, "reward.limit_seconds")
 
@@ -221,11 +220,10 @@ class HostedEpisode:
         return answer
 
     def _write(self, message: object) -> None:
-        data = pickle.dumps(message)
-        self._writer.write(struct.pack("<Q", len(data)) + data)
+        self._writer.write(framed(pickle.dumps(message)))
 
     async def _read(self) -> Any:
-        size = struct.unpack("<Q", await self._reader.readexactly(8))[0]
+        size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
         return pickle.loads(await self._reader.readexactly(size))
 
 

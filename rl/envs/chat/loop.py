@@ -4,6 +4,7 @@ Whatever fails costs its own sample: it becomes a rollout whose Score has the ca
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from rl.envs.base import RolloutContext, derive_seed
-from rl.envs.chat.episode import Member
+from rl.envs.chat.episode import EndedEpisode
 from rl.envs.chat.session import ChatSession, TooLong
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.verifier import check_parts
@@ -50,7 +51,7 @@ async def _compared(
     """With what reward_group adds to their rewards. Where it fails, it fails for all."""
     assert context.episodes is not None
     good = [r for r in played if r.score is not None and r.score.error is None]
-    members = [Member(r.messages, r.stop, r.turn_tokens) for r in good]
+    members = [EndedEpisode(r.messages, r.stop, r.turn_tokens) for r in good]
     seed = derive_seed(context.params.seed, "group")
     for _ in range(_MAX_LOST):
         try:
@@ -105,14 +106,14 @@ class _Walk:
         self._messages: list[Message] = []
         self._counts: Counter[str] = Counter()
         self._stop = StopReason.STOP
+        self._began = time.monotonic()
 
     async def run(self, episodes: Episodes) -> Rollout:
         seconds = self._env.episode_seconds
         try:
             async with episodes.open(self._problem, self._seed) as process, asyncio.timeout(seconds):
                 await self._talk(process)
-                tokens = [turn.completion.tokens for turn in self._session.turns]
-                score = await process.score(self._stop, tokens)
+                score = await self._verify(process)
         except TooLong as error:
             score = Score(0.0, str(error), cause="too_long")
         except TimeoutError:
@@ -147,6 +148,9 @@ class _Walk:
                 self._stop = StopReason.LENGTH
                 return
 
+    async def _verify(self, process: EpisodeProcess) -> Score:
+        return await process.score(self._stop, [turn.completion.tokens for turn in self._session.turns])
+
     def rollout(self, score: Score) -> Rollout:
         session = self._session
         branches = session.branches or ((Segment([], False, []),),)
@@ -161,6 +165,7 @@ class _Walk:
             messages=tuple(self._messages),
             score=check_parts(score, [len(turn.completion.tokens) for turn in turns]),
             counts={"turns": len(turns), "tool_calls": 0, **self._counts},
+            seconds=time.monotonic() - self._began,
         )
 
 
@@ -168,19 +173,34 @@ class _AgentWalk(_Walk):
     def __init__(self, *walk: Any, door: Door):
         super().__init__(*walk)
         self._door = door
+        self._gave_up: EpisodeFailed | None = None
 
     async def _talk(self, process: EpisodeProcess) -> None:
         await process.begin()
         base_url, key = await self._door.enter(self._session)
         try:
             await process.act(base_url, key)
+        except EpisodeFailed as failure:
+            # An agent that gives up as its budget is used up has come to its end; any other has failed.
+            if not self._session.was_refused or failure.cause != "raised":
+                raise
+            if not self._session.turns:
+                raise TooLong(str(failure)) from None
+            self._gave_up = failure
         finally:
             self._messages += await self._door.leave(key)
             turns = self._session.turns
             self._counts["tool_calls"] = sum(len(turn.parsed.calls) for turn in turns)
-            if not self._session.num_turns_left or any(not turn.is_complete for turn in turns[-1:]):
+            if self._session.was_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
         await process.note(self._messages)
+
+    async def _verify(self, process: EpisodeProcess) -> Score:
+        """A reward that misses what an agent that gave up did not leave fails for the agent's reason."""
+        try:
+            return await super()._verify(process)
+        except EpisodeFailed as failure:
+            raise self._gave_up or failure from None
 
 
 def chat_template(tokenizer: Tokenizer, call_format: str) -> ChatTemplate:

@@ -1,7 +1,7 @@
 """The processes of episodes. `python -m rl.envs.chat.process` has the environment ready and forks for each.
 
 A fork takes milliseconds and shares the memory of what is imported; it may hang, crash or be killed, and
-nothing but its own episode notices. Host and forks speak length-prefixed pickles over a socket each.
+nothing but its own episode notices. Host and forks speak rl/envs/pipes.py over a socket each.
 """
 
 import gc
@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.envs.chat.episode import BadStep, EpisodeRunner, Member
+from rl.envs.chat.episode import BadStep, EndedEpisode, EpisodeRunner, ServerLost
 from rl.envs.chat.tools import Tool
+from rl.envs.pipes import receive, send
 from rl.envs.verifier import described, score_of
 from rl.processes import end_with_parent
 from rl.types import Score
@@ -29,29 +30,9 @@ _GIB = 2**30
 ENDED = struct.Struct("<ii")  # pid, wait status: what the forking process tells its host
 
 
-def send(sock: socket.socket, message: object) -> None:
-    data = pickle.dumps(message)
-    sock.sendall(struct.pack("<Q", len(data)) + data)
-
-
-def receive(sock: socket.socket) -> Any:
-    """Raises EOFError where the other end is gone."""
-
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            chunk = sock.recv(count - len(data))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return data
-
-    return pickle.loads(exactly(struct.unpack("<Q", exactly(8))[0]))
-
-
 def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None:
     """In a fork: the verbs of EpisodeRunner, until the host closes the socket."""
-    problem, seed = receive(sock)
+    problem, seed = receive(sock.fileno())
     runner = EpisodeRunner(env, tools, problem, seed)
     verbs: dict[str, Callable[..., Any]] = {
         "begin": runner.begin,
@@ -61,22 +42,24 @@ def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None
         "score_group": lambda members: _score_group(runner, members),
         "score": lambda stop, tokens: _score(runner, stop, tokens),
     }
-    send(sock, os.getpid())
+    send(sock.fileno(), os.getpid())
     while True:
-        verb, arguments = receive(sock)
+        verb, arguments = receive(sock.fileno())
         try:
             answer = ("ok", verbs[verb](*arguments))
         except BadStep as error:
             answer = ("type", str(error))
+        except ServerLost as error:
+            answer = ("server", str(error))
         except MemoryError:
             answer = ("memory", f"out of memory (env.max_memory_gib={env.max_memory_gib:g})")
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
             answer = ("raised", described(error))
         try:
-            send(sock, answer)
+            send(sock.fileno(), answer)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
-            send(sock, ("type", f"what the environment returned cannot be sent: {error}"))
+            send(sock.fileno(), ("type", f"what the environment returned cannot be sent: {error}"))
 
 
 def _score(runner: EpisodeRunner, *end: Any) -> Score:
@@ -84,7 +67,7 @@ def _score(runner: EpisodeRunner, *end: Any) -> Score:
     return replace(score, notes=dict(runner.episode.notes)) if runner.episode.notes else score
 
 
-def _score_group(runner: EpisodeRunner, members: Sequence[Member]) -> list[Score]:
+def _score_group(runner: EpisodeRunner, members: Sequence[EndedEpisode]) -> list[Score]:
     rewards = runner.reward_group(members)
     if not isinstance(rewards, Sequence) or len(rewards) != len(members):
         raise BadStep(
@@ -144,14 +127,14 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     end_with_parent()
     try:
-        env = receive(host)
+        env = receive(host.fileno())
         env.prepare()
         tools = env.tools()
     except Exception as error:  # the user's own code: named by the host
         traceback.print_exc()
-        send(host, described(error))
+        send(host.fileno(), described(error))
         return
-    send(host, None)
+    send(host.fileno(), None)
     gc.freeze()  # what is there now stays shared: no fork's collector touches it
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

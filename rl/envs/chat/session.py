@@ -58,6 +58,7 @@ class ChatSession:
     ):
         """params: of each turn, but for the seed. seeds: one for each turn. max_tokens: of a sequence."""
         self.turns: list[Turn] = []
+        self.was_refused = False  # a turn that its budgets do not allow was asked for
         self._template = template
         self._sampler = sampler
         self._params = replace(params, stop_token_ids=_with(params.stop_token_ids, template.end_id))
@@ -78,6 +79,7 @@ class ChatSession:
         prompt = [*(before.tokens if before else ()), *given]
         room = self._max_tokens - len(prompt)
         if room < 1:
+            self.was_refused = True
             raise TooLong(
                 f"the conversation of {len(prompt)} tokens leaves no room for an answer within "
                 f"{self._max_tokens} (trainer.max_tokens, or the model's positions)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rl.envs.base import RolloutContext, derive_seed
 from rl.envs.chat.env import ChatEnv
-from rl.envs.chat.episode import EpisodeRunner, Member, Opening, Reply
+from rl.envs.chat.episode import EndedEpisode, EpisodeRunner, Opening, Reply
 from rl.envs.chat.loop import chat_template
 from rl.envs.verifier import score_of
 from rl.interfaces import Tokenizer
@@ -95,5 +95,5 @@ class _HereEpisode:
     async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
         return score_of(await asyncio.to_thread(self.runner.reward, stop, turn_tokens))
 
-    async def score_group(self, members: Sequence[Member]) -> list[Score]:
+    async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         return [score_of(r) for r in await asyncio.to_thread(self.runner.reward_group, members)]

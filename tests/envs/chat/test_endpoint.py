@@ -14,7 +14,7 @@ from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.endpoint import AgentEndpoint
 from rl.envs.chat.session import ChatSession
 from rl.envs.chat.template import ChatTemplate
-from rl.types import Problem, SamplingParams
+from rl.types import Problem, SamplingParams, StopReason
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
 from tests.envs.chat.test_session import Writer
@@ -34,9 +34,6 @@ class Agent(AgentEnv):
 
     def generate(self, seed):
         return Problem(str(seed), "look around")
-
-    def prepare(self):
-        import openai  # noqa: F401
 
     def agent(self, episode, base_url, api_key):
         if episode.problem.question == "fails":
@@ -84,6 +81,19 @@ def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer)
     assert rollout.score.cause == "raised" and "no agent" in rollout.score.error
     rollout, _ = play(tokenizer, Agent(), "too many", [CALL] * 4)
     assert rollout.score.cause == "raised" and "env.max_turns" in rollout.score.error
+
+
+def test_an_agent_that_gives_up_as_its_turns_are_used_up_is_rewarded_for_what_it_has(tokenizer):
+    @dataclass(frozen=True)
+    class Counting(Agent):
+        def reward_episode(self, episode):
+            return {"turns": float(len(episode.answers)), "cut": float(episode.stop == StopReason.LENGTH)}
+
+    rollout, _ = play(tokenizer, Counting(), "too many", [CALL] * 4)
+    assert rollout.score.error is None and rollout.stop == StopReason.LENGTH
+    assert rollout.score.components == {"turns": 3.0, "cut": 1.0}
+    rollout, _ = play(tokenizer, Counting(max_turns=2), "look around", [CALL, "found"])
+    assert rollout.stop == StopReason.STOP  # it used all of them, and asked for no more
 
 
 def test_an_agent_may_be_a_program_of_its_own(tokenizer, tmp_path):

@@ -1,0 +1,146 @@
+"""NeMo Gym's resources servers (nemo-gym 0.7), over HTTP: beside the server, nothing to install."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rl.bounds import FilePath, PositiveInt
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.episode import Episode, ServerLost
+from rl.envs.chat.tools import Tool
+from rl.errors import one_line
+from rl.types import Message, Problem
+
+_PARAMS = "responses_create_params"
+
+
+@dataclass(frozen=True)
+class NeMoGym(ChatEnv):
+    """The rows say what is asked and which tools there are; the server runs them, and verifies.
+
+    An episode is a session of the server, by its cookies.
+    """
+
+    url: str = ""
+    """Of the resources server, such as http://localhost:8000."""
+    path: FilePath = ""
+    """A file of rows, one JSON object a line, each with responses_create_params."""
+    num_eval: PositiveInt = 64
+
+    def generate(self, seed: int) -> Problem:
+        rows = _rows(self.path)
+        index = seed % len(rows)
+        messages = tuple(_messages(rows[index][_PARAMS]["input"]))
+        return Problem(str(index), str(messages[-1]["content"]), messages=messages)
+
+    def tools(self) -> Sequence[Tool]:
+        """The server's: those of the rows."""
+        return [Tool(_schema(tool), _calling(tool["name"])) for tool in _tools(_rows(self.path)[0])]
+
+    def start(self, episode: Episode) -> None:
+        session = episode.state["session"] = httpx.Client(base_url=self.url, timeout=self.turn_seconds)
+        began = _post(session, "seed_session", _rows(self.path)[int(episode.problem.id)])
+        began.raise_for_status()
+        if began.json().get("mcp"):
+            raise ValueError("this server's tools are MCP's, which are not offered here; use direct ones")
+
+    def reward_episode(self, episode: Episode) -> float:
+        """What /verify says."""
+        row = _rows(self.path)[int(episode.problem.id)]
+        answered = {"response": _response(episode, row[_PARAMS])}
+        verified = _post(episode.state["session"], "verify", {**row, **answered})
+        verified.raise_for_status()
+        found = verified.json()
+        episode.notes["verified"] = {k: v for k, v in found.items() if k not in (*row, "response")}
+        return float(found["reward"])
+
+    def validate(self) -> list[str]:
+        if not self.url.startswith(("http://", "https://")):
+            return [f"env.url={self.url!r} is no server; give one, such as http://localhost:8000"]
+        try:
+            rows = _rows(self.path)
+            tools = {json.dumps(_tools(row), sort_keys=True) for row in rows}
+            prompts = [list(_messages(row[_PARAMS]["input"])) for row in rows]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return [f"env.path={self.path!r} cannot be read ({one_line(error)}); give rows of NeMo Gym"]
+        if len(rows) <= self.num_eval:
+            return [f"env.path has {len(rows)} rows; lower env.num_eval={self.num_eval}"]
+        if len(tools) > 1:
+            return [f"the rows of env.path have {len(tools)} sets of tools; give a file for each"]
+        return (
+            [] if all(prompts) else ["a row of env.path asks nothing: responses_create_params.input is empty"]
+        )
+
+
+@lru_cache(maxsize=4)
+def _rows(path: str) -> Sequence[dict[str, Any]]:
+    lines = Path(path).expanduser().read_text().splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tool for tool in row[_PARAMS].get("tools") or () if tool.get("type") == "function"]
+
+
+def _messages(asked: str | Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    """Of a Responses request, as chat messages."""
+    for item in [{"role": "user", "content": asked}] if isinstance(asked, str) else asked:
+        content = item["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        yield {"role": "system" if item["role"] == "developer" else item["role"], "content": text}
+
+
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool.get(name) or "" for name in ("name", "description")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("parameters") or {}}}
+
+
+def _calling(name: str) -> Callable[[Mapping[str, Any], Episode], Any]:
+    def call(arguments: Mapping[str, Any], episode: Episode) -> str:
+        answer = _post(episode.state["session"], name, arguments)
+        if not answer.is_success:
+            raise RuntimeError(answer.text)
+        return answer.text
+
+    return call
+
+
+def _post(session: httpx.Client, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    try:
+        return session.post(f"/{path}", json=dict(body))
+    except httpx.TransportError as error:
+        raise ServerLost(f"the NeMo Gym server {session.base_url} is gone ({one_line(error)})") from error
+
+
+def _response(episode: Episode, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The episode as OpenAI's Responses API has it."""
+    return {
+        "id": f"resp_{episode.problem.id}",
+        "created_at": time.time(),
+        "model": "policy",
+        "object": "response",
+        "output": list(_items(episode.messages)),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": params.get("tools") or [],
+    }
+
+
+def _items(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and message.get("content"):
+            said = {"type": "output_text", "text": message["content"], "annotations": []}
+            item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed"}
+            yield {**item, "content": [said]}
+        if message["role"] == "assistant":
+            for call in message.get("tool_calls") or ():
+                yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+        if message["role"] == "tool":
+            told = {"type": "function_call_output", "call_id": message["tool_call_id"]}
+            yield {**told, "output": message["content"]}

@@ -1,0 +1,122 @@
+"""Environments of verifiers' v1 API (verifiers 0.4: the id of a taskset), unmodified."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from rl.bounds import PositiveInt
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.episode import Episode
+from rl.types import Problem
+
+_KEY = "RL_EPISODE_KEY"
+_HARNESS = "rl.envs.adapters.verifiers_v1_harness"
+_REPLACED = ("bash", "null")  # verifiers' own loops: the first is its default
+
+
+@dataclass(frozen=True)
+class VerifiersV1(AgentEnv):
+    """Its agents sample through the run's endpoint, and it scores itself.
+
+    An agent whose harness is verifiers' `bash` (the default) or `null` is a chat loop with the taskset's
+    tools, in the episode's process: no shell, and nothing to install first. Any other harness, and any
+    runtime, is as its config says; a runtime that is not set is the local one.
+    """
+
+    environment: str = ""
+    """A taskset's id: the name of an installed package, or of a module."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """What else its config takes, named as in verifiers' command line: (("taskset.split", "train"),)."""
+    max_tasks: PositiveInt = 10_000
+    """Of a larger or endless taskset, these first ones are used."""
+    num_eval: PositiveInt = 32
+    max_turns: PositiveInt = 32
+    turn_seconds: float = 60.0
+    max_memory_gib: float = 4.0
+
+    def prepare(self) -> None:
+        super().prepare()
+        _loaded(self)
+
+    def generate(self, seed: int) -> Problem:
+        tasks = _loaded(self)[1]
+        index = seed % len(tasks)
+        data = tasks[index].data
+        return Problem(str(index), data.prompt_text or data.name or f"task {index}")
+
+    async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
+        import verifiers.v1 as vf
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.env import RunSlot
+
+        os.environ[_KEY] = api_key
+        env, tasks = _loaded(self)
+        client = EvalClientConfig(base_url=base_url, api_key_var=_KEY)
+        context = ModelContext("policy", client, vf.SamplingConfig())
+        async with env.serving():
+            found = await env.run_slot(RunSlot(tasks[int(episode.problem.id)]), context)
+        if not found.ok:
+            errors = [*found.errors, *(error for trace in found.traces for error in trace.errors)]
+            raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok")
+        trained = [trace for trace in found.traces if trace.agent.trainable]
+        episode.state["reward"] = sum(trace.reward for trace in trained) / max(1, len(trained))
+        episode.notes["metrics"] = [dict(trace.metrics) for trace in found.traces]
+
+    def reward_episode(self, episode: Episode) -> float:
+        """The mean over the agents that are trained; 0 where a budget ended the episode before its reward."""
+        return episode.state.get("reward", 0.0)
+
+    def validate(self) -> list[str]:
+        if not _is_installed():
+            return ["verifiers 0.4 is missing; see docs/environments.md for how to install it"]
+        if (count := len(_loaded(self)[1])) <= self.num_eval:
+            return [f"{self.environment} has {count} tasks; lower env.num_eval={self.num_eval}"]
+        return []
+
+
+def _is_installed() -> bool:
+    """0.3.1 has `legacy`, and another v1."""
+    if importlib.util.find_spec("verifiers") is None:
+        return False
+    return bool(importlib.util.find_spec("verifiers.v1")) and not importlib.util.find_spec("verifiers.legacy")
+
+
+@lru_cache(maxsize=4)
+def _loaded(env: VerifiersV1) -> tuple[Any, Sequence[Any]]:
+    """verifiers' environment, and its tasks."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    data: dict[str, Any] = {"taskset": {"id": _plugin(env.environment)}}
+    for name, value in env.options:
+        _put(data, name.split("."), value)
+    config = resolve_env_config(data)
+    harnesses = config.agent_harnesses()
+    for role, agent in agent_config_fields(config).items():
+        if "runtime" not in agent.model_fields_set:
+            _put(data, [role, "runtime", "type"], "subprocess")
+        if harnesses[role].id in _REPLACED:
+            _put(data, [role, "harness"], {"id": _plugin(_HARNESS)})
+    made = load_environment(resolve_env_config(data))
+    return made, list(islice(made.taskset, env.max_tasks))
+
+
+def _plugin(name: str) -> str:
+    """verifiers finds plugins by names without dots: one for a module that has some."""
+    if "." not in name:
+        return name
+    flat = name.replace(".", "_")
+    sys.modules[flat] = importlib.import_module(name)
+    return flat
+
+
+def _put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        data = data.setdefault(name, {})
+    data[path[-1]] = value

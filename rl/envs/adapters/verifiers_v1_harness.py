@@ -1,0 +1,92 @@
+"""A harness of verifiers' v1 API in the episode's own process: a chat with the taskset's tools.
+
+verifiers finds it by this module's name.
+"""
+
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+from mcp import Client
+from openai import AsyncOpenAI, omit
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.runtimes import ProgramResult, Runtime
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
+
+from rl.envs.adapters.mcp import schema_of, text_of
+
+__all__ = ["ChatHarness"]
+
+
+class ChatHarness(Harness[HarnessConfig]):
+    """Ends with the first answer that calls no tool."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+    ) -> ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(
+                AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0)
+            )
+            tools, places = await _tools(stack, mcp_urls)
+            while True:
+                asked = client.chat.completions.create(
+                    model=ctx.model, messages=messages, tools=tools or omit
+                )
+                said = (await asked).choices[0].message
+                messages.append(said.model_dump(exclude_none=True))
+                if not said.tool_calls:
+                    return ProgramResult(0, said.content or "", "")
+                for call in said.tool_calls:
+                    messages.append(
+                        {"role": "tool", "tool_call_id": call.id, "content": await _called(call, places)}
+                    )
+
+
+async def _tools(
+    stack: AsyncExitStack, urls: dict[str, str]
+) -> tuple[list[Any], dict[str, tuple[Client, str]]]:
+    """Of all servers: their descriptions, and where each is, by its name with the server's before it."""
+    tools, places = [], {}
+    for server, url in urls.items():
+        client = await stack.enter_async_context(Client(url))
+        for tool in (await client.list_tools()).tools:
+            name = f"{server}_{tool.name}" if server else tool.name
+            tools.append(schema_of(tool, name))
+            places[name] = client, tool.name
+    return tools, places
+
+
+async def _called(call: Any, places: dict[str, tuple[Client, str]]) -> str:
+    """What the policy is told: the tool's result, or what is wrong with the call."""
+    name = call.function.name
+    if name not in places:
+        return f"Error: there is no tool {name}; there are {', '.join(places) or 'none'}"
+    client, tool = places[name]
+    try:
+        return text_of(await client.call_tool(tool, json.loads(call.function.arguments)))
+    except RuntimeError as error:
+        return f"Error: {error}"
