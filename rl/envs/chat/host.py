@@ -40,6 +40,7 @@ class EpisodeHost:
         self._ended: dict[int, int] = {}  # pid -> wait status
         self._is_reading = False
         self._is_cut_off = False  # a killed process's sockets close before it can be waited for
+        self.num_restarts = 0
         self._host, self._process = self._start()
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen]:
@@ -81,9 +82,10 @@ class EpisodeHost:
         finally:
             theirs.close()
             os.close(their_output)
+        life = self.num_restarts
         reading = asyncio.create_task(_keep_output(output))
         reader, writer = await asyncio.open_connection(sock=ours)
-        episode = HostedEpisode(self, reader, writer)
+        episode = HostedEpisode(self, life, reader, writer)
         try:
             await episode.start(problem, seed)
             yield episode
@@ -115,6 +117,7 @@ class EpisodeHost:
                 _end(self._host, self._process)
                 self._host, self._process = await asyncio.to_thread(self._start)
                 self._is_reading = self._is_cut_off = False
+                self.num_restarts += 1
             if not self._is_reading:
                 loop.add_reader(self._host, self._read_ended)
                 self._is_reading = True
@@ -123,10 +126,10 @@ class EpisodeHost:
     def is_gone(self) -> bool:
         return self._is_cut_off or self._process.poll() is not None
 
-    async def how_ended(self, pid: int) -> str:
-        """Raises EpisodeLost where it ended because the forking process did."""
+    async def how_ended(self, pid: int, life: int) -> str:
+        """Raises EpisodeLost where it ended because its forking process did: the one of that `life`."""
         for _ in range(int(_STATUS_SECONDS / 0.02)):
-            if self.is_gone:
+            if self.is_gone or life != self.num_restarts:
                 raise EpisodeLost
             if pid in self._ended:
                 break
@@ -157,9 +160,13 @@ class EpisodeHost:
 class HostedEpisode:
     """An EpisodeProcess (rl/interfaces.py)."""
 
-    def __init__(self, host: EpisodeHost, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(
+        self, host: EpisodeHost, life: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ):
+        """life: the host's num_restarts when it was asked for the process."""
         self.pid = 0
         self._host = host
+        self._life = life
         self._reader = reader
         self._writer = writer
 
@@ -171,7 +178,7 @@ class HostedEpisode:
         except TimeoutError as error:
             raise EpisodeFailed(f"a process did not start in {_OPEN_SECONDS:g} s", "timeout") from error
         except (EOFError, ConnectionError) as error:
-            how = await self._host.how_ended(self.pid)
+            how = await self._host.how_ended(self.pid, self._life)
             raise EpisodeFailed(f"the episode's process {how} as it started", "crashed") from error
 
     async def begin(self) -> Opening:
@@ -213,7 +220,7 @@ class HostedEpisode:
             self.kill()
             raise EpisodeFailed(f"{what} over {seconds:g} s ({setting})", "timeout") from None
         except (EOFError, ConnectionError, asyncio.IncompleteReadError):
-            how = await self._host.how_ended(self.pid)
+            how = await self._host.how_ended(self.pid, self._life)
             raise EpisodeFailed(f"the episode's process {how} in {verb}", "crashed") from None
         if kind != "ok":
             raise EpisodeFailed(str(answer), kind)

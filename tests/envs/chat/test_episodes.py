@@ -328,7 +328,7 @@ def test_an_episode_whose_worker_died_begins_again_with_the_same_seeds(tokenizer
     assert len(set(asked)) == 1 and len(asked) == min(losses + 1, 4)
 
 
-@pytest.mark.parametrize("seen", ["at once", "by its socket alone"])
+@pytest.mark.parametrize("seen", ["at once", "by its socket alone", "after it was started again"])
 def test_where_the_forking_process_is_killed_episodes_begin_again(tokenizer, seen):
     """On a busy machine its sockets close well before it can be waited for."""
 
@@ -341,6 +341,9 @@ def test_where_the_forking_process_is_killed_episodes_begin_again(tokenizer, see
                 self.host._process.kill()
                 if seen == "by its socket alone":
                     self.host._process.poll = lambda: None
+            elif seen == "after it was started again":
+                while not self.host.num_restarts:
+                    await asyncio.sleep(0.05)
             return await super().sample(prompt, n, params)
 
     policy = Killing(tokenizer, ["fine"])
