@@ -33,7 +33,8 @@ class RolloutLog:
         for group, rollout, score in self._kept(groups):
             record = {"step": step, "split": split} | rollout_record(group.index, rollout, score)
             print(json.dumps(record, default=str), file=self._file, flush=True)
-            branches = [_branch(branch, trained(group)) for branch in rollout.branches]
+            samples = trained(group)
+            branches = [_branch(branch, samples) for branch in rollout.branches]
             whole = record | {
                 "seconds": rollout.seconds,
                 "counts": dict(rollout.counts),
