@@ -6,26 +6,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rl.bounds import PositiveInt
-from rl.envs.chat.agent import AgentEnv
+from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
 from rl.envs.chat.episode import Episode
 from rl.types import Problem
 
-_KEY = "RL_EPISODE_KEY"
-
 
 @dataclass(frozen=True)
-class Verifiers(AgentEnv):
-    """It samples through the run's endpoint, and scores itself; its metrics are in rollouts.jsonl."""
-
-    environment: str = ""
-    """A name that verifiers.load_environment takes: an installed package's."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """What else it takes."""
-    num_eval: PositiveInt = 32
-    max_turns: PositiveInt = 32
-    turn_seconds: float = 60.0
-    max_memory_gib: float = 4.0
+class Verifiers(VerifiersBase):
+    """Its metrics are in rollouts.jsonl."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -41,9 +29,12 @@ class Verifiers(AgentEnv):
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
         import verifiers as vf
 
-        os.environ[_KEY] = api_key
+        os.environ[KEY_VARIABLE] = api_key
         client = vf.ClientConfig(
-            client_type="openai_chat_completions", api_base_url=base_url, api_key_var=_KEY, max_retries=0
+            client_type="openai_chat_completions",
+            api_base_url=base_url,
+            api_key_var=KEY_VARIABLE,
+            max_retries=0,
         )
         env = _loaded(self)
         row = env.get_dataset()[int(episode.problem.id)]
@@ -52,10 +43,6 @@ class Verifiers(AgentEnv):
             raise RuntimeError(str(found["error"]))
         episode.state["reward"] = float(found["reward"])
         episode.notes["metrics"] = dict(found.get("metrics") or {})
-
-    def reward_episode(self, episode: Episode) -> float:
-        """0 where a budget ended the episode before its reward."""
-        return episode.state.get("reward", 0.0)
 
     def validate(self) -> list[str]:
         if not _is_installed():

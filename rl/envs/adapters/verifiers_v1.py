@@ -11,34 +11,25 @@ from itertools import islice
 from typing import Any
 
 from rl.bounds import PositiveInt
-from rl.envs.chat.agent import AgentEnv
+from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
 from rl.envs.chat.episode import Episode
 from rl.types import Problem
 
-_KEY = "RL_EPISODE_KEY"
 _HARNESS = "rl.envs.adapters.verifiers_v1_harness"
 _REPLACED = ("bash", "null")  # verifiers' own loops: the first is its default
 
 
 @dataclass(frozen=True)
-class VerifiersV1(AgentEnv):
-    """Its agents sample through the run's endpoint, and it scores itself.
+class VerifiersV1(VerifiersBase):
+    """The reward is the mean over the agents that are trained.
 
     An agent whose harness is verifiers' `bash` (the default) or `null` is a chat loop with the taskset's
     tools, in the episode's process: no shell, and nothing to install first. Any other harness, and any
     runtime, is as its config says; a runtime that is not set is the local one.
     """
 
-    environment: str = ""
-    """A taskset's id: the name of an installed package, or of a module."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """What else its config takes, named as in verifiers' command line: (("taskset.split", "train"),)."""
     max_tasks: PositiveInt = 10_000
     """Of a larger or endless taskset, these first ones are used."""
-    num_eval: PositiveInt = 32
-    max_turns: PositiveInt = 32
-    turn_seconds: float = 60.0
-    max_memory_gib: float = 4.0
 
     def prepare(self) -> None:
         super().prepare()
@@ -55,9 +46,9 @@ class VerifiersV1(AgentEnv):
         from verifiers.v1.clients import EvalClientConfig, ModelContext
         from verifiers.v1.env import RunSlot
 
-        os.environ[_KEY] = api_key
+        os.environ[KEY_VARIABLE] = api_key
         env, tasks = _loaded(self)
-        client = EvalClientConfig(base_url=base_url, api_key_var=_KEY)
+        client = EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         context = ModelContext("policy", client, vf.SamplingConfig())
         async with env.serving():
             found = await env.run_slot(RunSlot(tasks[int(episode.problem.id)]), context)
@@ -67,10 +58,6 @@ class VerifiersV1(AgentEnv):
         trained = [trace for trace in found.traces if trace.agent.trainable]
         episode.state["reward"] = sum(trace.reward for trace in trained) / max(1, len(trained))
         episode.notes["metrics"] = [dict(trace.metrics) for trace in found.traces]
-
-    def reward_episode(self, episode: Episode) -> float:
-        """The mean over the agents that are trained; 0 where a budget ended the episode before its reward."""
-        return episode.state.get("reward", 0.0)
 
     def validate(self) -> list[str]:
         if not _is_installed():
