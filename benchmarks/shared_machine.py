@@ -1,6 +1,6 @@
 """Two quickstarts side by side against one alone: `make bench-shared`. On a shared machine each may take twice as long.
 
-OpenMP's threads spin while they wait and starve the others, unless OMP_WAIT_POLICY is PASSIVE, as it is by default here.
+OpenMP's threads spin while they wait and starve the others, unless rl/cluster/environment.py limits it, as it does by default.
 """
 
 from concurrent.futures import ThreadPoolExecutor

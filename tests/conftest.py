@@ -2,8 +2,10 @@
 
 import hypothesis
 
+from rl.cluster.environment import prepare_environment
 from tests.devices import hide_too_few
 
+prepare_environment()  # as `rl` does: processes that tests start wait for work as those of a run do
 hide_too_few()
 
 # The same examples in every run, and nothing left behind.

@@ -12,7 +12,6 @@ def generator_environment(num_threads: int, compile: bool = False, dtype: str = 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1" if helpers_alone else "0",  # else 10 s of g++ at the first token
         "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
         "MALLOC_ARENA_MAX": "1",  # else what one thread frees is not there for another: a copy of the weights
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
