@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,13 +18,16 @@ def run(
     *settings: object,
     cores: Mapping[str, int] | None = None,
     env: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("rl.cli",),
 ) -> dict:
     """To its end. cores: log name of a process ("trainer", "generator-0") -> the core that it is kept on.
+
+    program: the module that is run in the place of `rl`, and its first arguments.
 
     Returns `steps`, the metrics of each training step; `accuracy` by step; `seconds` in all; `output`.
     """
     run_dir = Path(tempfile.mkdtemp(prefix="rl-benchmark-")) / "run"
-    command = [sys.executable, "-m", "rl.cli", "train", recipe, "--run_dir", run_dir, *settings]
+    command = [sys.executable, "-m", *program, "train", recipe, "--run_dir", run_dir, *settings]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(

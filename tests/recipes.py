@@ -1,8 +1,11 @@
 """Recipes of the integration tests; `rl train tests/recipes.py:NAME` finds them as a user's own file."""
 
 import dataclasses
+import os
+import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -56,8 +59,6 @@ class Misbehaving(SortLetters):
         if first == "a":
             time.sleep(3600)
         if first == "f":
-            import os
-
             os._exit(7)
         return letters_in_place(problem, response)
 
@@ -105,6 +106,27 @@ def mortal() -> RunConfig:
         steps=12,
         eval_every=4,
     )
+
+
+@dataclass(frozen=True)
+class DiesOnce(Clip):
+    """Its first call on rank 1 kills the process: rank 0 then waits for it in backward's collective."""
+
+    died: str = ""  # a file that remembers it
+
+    def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        if torch.distributed.get_rank() == 1 and not Path(self.died).exists():
+            Path(self.died).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(logprobs, inputs)
+
+
+def mortal_in_its_loss() -> RunConfig:
+    config = mortal()
+    assert isinstance(config.loss, Clip)
+    loss = DiesOnce(**{f.name: getattr(config.loss, f.name) for f in dataclasses.fields(config.loss)},
+                    died=os.environ["DIED"])  # fmt: skip
+    return dataclasses.replace(config, loss=loss)
 
 
 def mortal_with_critic() -> RunConfig:

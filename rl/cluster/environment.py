@@ -10,10 +10,10 @@ _DEFAULTS = {
     # Find a dead process within a second; Monarch's default is up to ten. It reads this as it is imported.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
 }
-# How OpenMP's threads wait for work; it reads this as torch is imported. By default they spin so long that two
-# runs on one machine take five times as long as one. Threads that sleep at once make a step of SmolLM2 a tenth
-# slower: it has many operations that take no longer than waking a thread. GNU's OpenMP can spin for some
-# microseconds alone; without ACTIVE for less still, where a process has more threads than there are cores.
+# How OpenMP's threads wait for work; it reads this as torch is imported. By default they spin so long that
+# two runs on one machine take five times as long as one. Threads that sleep at once make a step of SmolLM2 a
+# tenth slower: many of its operations take no longer than waking a thread. GNU's OpenMP can spin for a few
+# microseconds; without ACTIVE for fewer still, where a process has more threads than there are cores.
 _GNU_OPENMP = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000"}
 _OTHER_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE"}
 

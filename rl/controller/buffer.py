@@ -18,8 +18,7 @@ that a run repeats itself.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from rl.types import Group, PolicyVersion
 from rl.waiting import Signal
@@ -50,8 +49,17 @@ class _Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Finished(_Prompt):
+class Finished(_Prompt):
     group: Group
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """What a run goes on with."""
+
+    next: int  # the index of the prompt that comes next
+    unfinished: list[int]  # those that were started and have not ended
+    held: list[Finished] = field(default_factory=list)  # those of them that are finished
 
 
 class RolloutBuffer:
@@ -64,28 +72,33 @@ class RolloutBuffer:
         keep: Callable[[Group], bool],
         *,
         num_steps_done: int = 0,
-        state: Mapping[str, Any] | None = None,
+        state: BufferState | None = None,
     ):
         """keep: whether a group is worth a place in a batch; others are filtered, within the pace's bound.
 
-        state: what `state` gave when a checkpoint was written: prompts that had not ended are started again.
+        state: what `state` gave when a checkpoint was written. Prompts that had not ended are started again,
+        but for those that were finished and may still be trained on.
         """
         self._generate = generate
         self._pace = pace
         self._keep = keep
         self._served: PolicyVersion | None = None
         self._num_taken = num_steps_done * pace.groups_per_step
-        self._next = state["next"] if state else self._num_taken
-        self._again = list(state["unfinished"]) if state else []
+        self._next = state.next if state else self._num_taken
         self._running: dict[int, _Prompt] = {}
         self._running_since: Counter[PolicyVersion] = Counter()
-        self._finished: dict[int, _Finished] = {}
-        self._in_step: list[int] = []  # what the step that was taken last consists of, filtered ones too
-        self._spare: list[_Finished] = []  # finished since the batch before, and not worth a place
+        self._finished: dict[int, Finished] = {}
+        self._in_step: list[Finished] = []  # what the step that was taken last consists of, filtered too
+        self._spare: list[Finished] = []  # finished since the batch before, and not worth a place
         self._tasks: set[asyncio.Task] = set()
         self._failure: BaseException | None = None
         self._changed = Signal()
         self.ends: Counter[str] = Counter()
+        for prompt in state.held if state else ():
+            if prompt.begun + pace.max_offpolicy_steps >= num_steps_done:
+                self._hold(prompt)
+        held = {*self._finished, *(p.index for p in self._spare)}
+        self._again = [index for index in state.unfinished if index not in held] if state else []
 
     async def follow(self, served: Callable[[], PolicyVersion | None], changed: Signal) -> None:
         """Start prompts whenever a newer version is served. Never returns.
@@ -124,21 +137,24 @@ class RolloutBuffer:
             failed = all(score.error is not None for score in prompt.group.scores)
             self.ends["failed" if failed else "trained on"] += 1
         self._num_taken += len(chosen)
-        self._in_step += [prompt.index for prompt in (*chosen, *filtered)]
+        self._in_step += [*chosen, *filtered]
         self._start()
         return Taken(tuple(p.group for p in chosen), tuple(p.group for p in filtered))
 
     @property
-    def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint: which prompts have not ended, and which comes next."""
-        unfinished = sorted([*self._again, *self._running, *self._finished, *(p.index for p in self._spare)])
-        return {"next": self._next, "unfinished": unfinished}
+    def state(self) -> BufferState:
+        """For a checkpoint: the prompts that have not ended."""
+        return self._state([])
 
     @property
-    def state_before_step(self) -> dict[str, Any]:
+    def state_before_step(self) -> BufferState:
         """The same, as if the step that was taken last had not begun."""
-        state = self.state
-        return state | {"unfinished": sorted([*state["unfinished"], *self._in_step])}
+        return self._state(self._in_step)
+
+    def _state(self, taken: list[Finished]) -> BufferState:
+        held = [*self._finished.values(), *self._spare, *taken]
+        unfinished = sorted([*self._again, *self._running, *(prompt.index for prompt in held)])
+        return BufferState(self._next, unfinished, held)
 
     @property
     def coming(self) -> range:
@@ -174,7 +190,7 @@ class RolloutBuffer:
         """Without those that were filtered."""
         return self._num_taken + len(self._running) + len(self._finished) + len(self._split_spare()[0])
 
-    def _split_spare(self) -> tuple[list[_Finished], list[_Finished]]:
+    def _split_spare(self) -> tuple[list[Finished], list[Finished]]:
         """Those that take a place after all, as the filter's bound is reached; and those that are filtered.
 
         The oldest are filtered: they made way for newer ones, and there would be no place for both in time.
@@ -192,18 +208,23 @@ class RolloutBuffer:
             return
         del self._running[prompt.index]
         self._running_since -= Counter([prompt.begun])  # keeps no zeros
-        finished = _Finished(prompt.index, prompt.begun, group)
-        if self._keep(group) or not self._pace.max_filtered_per_step:
-            self._finished[prompt.index] = finished
-        else:
-            self._spare.append(finished)
+        if not self._hold(Finished(prompt.index, prompt.begun, group)):
             self._start()
         self._changed.notify()
+
+    def _hold(self, prompt: Finished) -> bool:
+        """Whether it is worth a place."""
+        is_kept = self._keep(prompt.group) or not self._pace.max_filtered_per_step
+        if is_kept:
+            self._finished[prompt.index] = prompt
+        else:
+            self._spare.append(prompt)
+        return is_kept
 
     def _can_take(self, version: PolicyVersion, size: int) -> bool:
         return self._choose(version, size) is not None
 
-    def _choose(self, version: PolicyVersion, size: int) -> list[_Finished] | None:
+    def _choose(self, version: PolicyVersion, size: int) -> list[Finished] | None:
         """The next part of the batch of the step at `version`, or None while it has to wait.
 
         For every later version u: those due by then and not chosen must fit into the steps until then, and

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from rl.actors.actors import Actors
@@ -12,6 +13,7 @@ from rl.controller.buffer import Pace, RolloutBuffer
 from rl.controller.checkpoint_rules import checkpoint_state
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
 from rl.controller.config import RunConfig
+from rl.controller.held_groups import read_prompts, write_prompts
 from rl.controller.loop import train
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import Schedule
@@ -189,13 +191,15 @@ class RunStages:
         self._refreshed = step
 
     async def save(self, step: int) -> None:
-        await self._save(step, self.buffer.state if self.buffer else {})
+        await self._save(step)
 
-    async def _save(self, step: int, prompts: Mapping[str, Any]) -> None:
-        config = self._config
+    async def _save(self, step: int, *, taken: bool = False) -> None:
+        """taken: prompts of the next step have been taken from the buffer."""
+        config, buffer = self._config, self.buffer
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
-        state = checkpoint_state(config, step)
-        state |= {"prompts": dict(prompts), "entropy": self._entropy.state}
+        state = checkpoint_state(config, step) | {"entropy": self._entropy.state}
+        if buffer is not None:
+            state["prompts"] = write_prompts(path, buffer.state_before_step if taken else buffer.state)
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
 
     async def _save_what_is_done(self) -> None:
@@ -211,9 +215,7 @@ class RunStages:
         )
         if self._schedule.refreshes(self._done) and self._refreshed != self._done:
             await self.refresh_reference(self._done)
-        buffer = self.buffer
-        prompts = {} if buffer is None else buffer.state_before_step if self._taken else buffer.state
-        await self._save(self._done, prompts)
+        await self._save(self._done, taken=self._taken)
         await self._actors.trainer.finish_checkpoint()
 
     async def evaluate(self, step: int) -> None:
@@ -263,13 +265,10 @@ class RunStages:
         async def generate(index: int, version: PolicyVersion) -> Group:
             return await self._rollouts.train_group(index, generators.at_least(version))
 
-        return RolloutBuffer(
-            generate,
-            pace,
-            keep=lambda group: group.has_signal,
-            num_steps_done=state["step"],
-            state=state.get("prompts"),
-        )
+        prompts = state.get("prompts")
+        before = read_prompts(config.resume, prompts, is_own=self._goes_on) if prompts else None
+        has_signal = attrgetter("has_signal")
+        return RolloutBuffer(generate, pace, has_signal, num_steps_done=state["step"], state=before)
 
     async def _warm_up(self) -> None:
         """Reference and critic begin where the policy then is."""
@@ -292,7 +291,7 @@ class RunStages:
         trainer, checkpoints = self._actors.trainer, self._recorder.run_dir / "checkpoints"
         await trainer.finish_checkpoint()
         if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
-            await self._save(step - 1, self.buffer.state_before_step if self.buffer else {})
+            await self._save(step - 1, taken=True)
             await trainer.finish_checkpoint()
         good = latest(checkpoints) or self._config.resume
         rest = f"go on from --resume {good}" if good else "no checkpoint was due yet: lower save_every"

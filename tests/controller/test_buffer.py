@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.controller.buffer import Pace, RolloutBuffer, Taken
+from rl.controller.buffer import BufferState, Finished, Pace, RolloutBuffer, Taken
 from rl.controller.loop import train
 from rl.controller.schedule import Schedule
 from rl.errors import RunError
@@ -29,16 +29,34 @@ def group(index, version, kind):
     return Group(index, (rollout,) * 2, tuple(scores))
 
 
+class Killed(Exception):
+    """Right after a checkpoint."""
+
+
 class World:
     """The stages of a run whose processes take as long as `rng` says."""
 
-    def __init__(self, rng, k, num_steps, max_filtered=0, kinds=("differ",), served_late=True, part=None):
+    def __init__(
+        self,
+        rng,
+        k,
+        num_steps,
+        max_filtered=0,
+        kinds=("differ",),
+        served_late=True,
+        part=None,
+        done=0,
+        state=None,
+    ):
         self.rng, self.k, self.num_steps, self.kinds, self.part = rng, k, num_steps, kinds, part
-        self.changed, self.served, self.newest = Signal(), None, 0
+        self.changed, self.served, self.newest, self.done = Signal(), None, done, done
+        self.save_at, self.saved = None, None
         self.served_late = served_late
         self.started, self.batches, self.most_ahead = Counter(), {}, 0
         pace = Pace(P, num_steps, k, max_filtered)
-        self.buffer = RolloutBuffer(self.generate, pace, keep=lambda g: g.has_signal)
+        self.buffer = RolloutBuffer(
+            self.generate, pace, keep=lambda g: g.has_signal, num_steps_done=done, state=state
+        )
 
     async def pause(self, most=6):
         for _ in range(self.rng.randint(0, most)):
@@ -92,7 +110,9 @@ class World:
         pass
 
     async def save(self, step):
-        pass
+        if step == self.save_at:
+            self.saved = self.buffer.state
+            raise Killed
 
     async def evaluate(self, step):
         await self.pause()
@@ -101,7 +121,9 @@ class World:
         pass
 
     async def run(self):
-        schedule = Schedule(1, self.num_steps, eval_every=2, evaluate_beside=self.k > 0)
+        schedule = Schedule(
+            self.done + 1, self.num_steps, eval_every=2, save_every=1, evaluate_beside=self.k > 0
+        )
         async with beside(self.serve(), self.buffer.follow(lambda: self.served, self.changed)):
             await train(schedule, self)
 
@@ -144,6 +166,53 @@ def test_whatever_happens_the_bound_holds_every_prompt_ends_once_and_nothing_wai
     assert counts.total() == len(ended) and counts["filtered"] == len(filtered)
     assert counts["failed"] == sum(world.kind(i) == "fail" for i in trained)
     assert set(ended) == set(range(len(ended)))  # no index is left out
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(0, 4),
+    at=st.integers(1, 5),
+    max_filtered=st.sampled_from([0, P, 2 * P]),
+    kinds=st.sampled_from([("differ",), ("differ", "same"), ("differ", "same", "fail")]),
+)
+def test_a_run_that_goes_on_from_a_checkpoint_trains_on_every_prompt_once_and_keeps_what_was_finished(
+    seed, k, at, max_filtered, kinds
+):
+    num_steps = 6
+    killed = World(random.Random(seed), k, num_steps, max_filtered, kinds)
+    killed.save_at = at
+    with pytest.raises(Killed):
+        run(killed)
+    whole = World(random.Random(seed + 1), k, num_steps, max_filtered, kinds, done=at, state=killed.saved)
+    run(whole)
+    taken = [t for world in (killed, whole) for t in world.batches.values()]
+    ended = Counter(g.index for t in taken for g in (*t.groups, *t.filtered))
+    assert set(ended.values()) == {1} and set(ended) == set(range(len(ended)))
+    assert sum(len(t.groups) for t in taken) == num_steps * P
+    for step, t in whole.batches.items():
+        assert all(0 <= (step - 1) - g.oldest_version <= k for g in t.groups)
+    assert set(whole.started.values()) <= {1}
+    assert not set(whole.started) & {prompt.index for prompt in killed.saved.held}
+
+
+def test_a_finished_group_that_is_too_old_for_a_smaller_bound_is_generated_again():
+    async def main():
+        started = []
+
+        async def generate(index, version):
+            started.append(index)
+            return group(index, version, "differ")
+
+        held = [Finished(7, 2, group(7, 2, "differ")), Finished(8, 1, group(8, 1, "differ"))]
+        state = BufferState(9, [7, 8], held)
+        pace = Pace(3, 5, max_offpolicy_steps=1)
+        buffer = RolloutBuffer(generate, pace, keep=lambda g: True, num_steps_done=3, state=state)
+        async with beside(buffer.follow(lambda: 3, Signal())):
+            taken = await asyncio.wait_for(buffer.take(3), 1)
+        assert [g.index for g in taken.groups] == [7, 8, 9] and started[:2] == [8, 9]
+
+    asyncio.run(main())
 
 
 @settings(max_examples=100, deadline=None)
@@ -201,7 +270,7 @@ def test_a_slow_group_holds_back_no_other_until_it_is_due():
             assert took == [[1, 2], [3, 4]]
             third = asyncio.create_task(buffer.take(2))  # prompt 0 began at version 0: this is its last step
             await asyncio.sleep(0.01)
-            assert not third.done() and buffer.state["unfinished"][0] == 0
+            assert not third.done() and buffer.state.unfinished[0] == 0
             release.set()
             assert [g.index for g in (await asyncio.wait_for(third, 1)).groups] == [0, 5]
 
@@ -216,13 +285,14 @@ def test_prompts_that_had_not_ended_at_a_checkpoint_are_started_again_first():
             started.append(index)
             return group(index, 0, "differ")
 
-        state = {"next": 12, "unfinished": [7, 10]}
+        state = BufferState(12, [7, 10])
         buffer = RolloutBuffer(generate, Pace(3, 5), keep=lambda g: True, num_steps_done=3, state=state)
         async with beside(buffer.follow(lambda: 3, Signal())):
             taken = await asyncio.wait_for(buffer.take(3), 1)
         assert started[:3] == [7, 10, 12] == [g.index for g in taken.groups]
-        assert buffer.state == {"next": 13, "unfinished": []}
-        assert buffer.state_before_step == {"next": 13, "unfinished": [7, 10, 12]}
+        assert buffer.state == BufferState(13, [])
+        before = buffer.state_before_step
+        assert before.unfinished == [7, 10, 12] == [prompt.index for prompt in before.held]
 
     asyncio.run(main())
 

@@ -1,0 +1,51 @@
+"""Finished groups beside a checkpoint: what comes back, and when nothing does."""
+
+import logging
+
+import pytest
+
+from rl.controller.buffer import BufferState, Finished
+from rl.controller.held_groups import read_prompts, write_prompts
+from tests.controller.test_buffer import group
+
+STATE = BufferState(9, [7, 8], [Finished(7, 2, group(7, 2, "differ"))])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "checkpoints" / "step-3"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_what_was_written_comes_back(checkpoint):
+    prompts = write_prompts(checkpoint, STATE)
+    assert read_prompts(str(checkpoint), prompts, is_own=True) == STATE
+
+
+def test_without_a_file_or_for_another_run_prompts_are_started_again(checkpoint):
+    prompts = write_prompts(checkpoint, STATE)
+    assert read_prompts(str(checkpoint), prompts, is_own=False) == BufferState(9, [7, 8])
+    (checkpoint.parent.parent / "held" / "step-3.pkl").unlink()
+    assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+
+
+@pytest.mark.parametrize("content", [b"", b"cut short", b"cos\nsystem\n(S'false'\ntR."])
+def test_a_file_of_another_content_is_not_opened_and_named(checkpoint, content, caplog):
+    prompts = write_prompts(checkpoint, STATE)
+    (checkpoint.parent.parent / "held" / "step-3.pkl").write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+    assert "held/step-3.pkl cannot be used (its content has changed)" in caplog.text
+
+
+def test_files_go_with_their_checkpoints(checkpoint):
+    names = ("step-1", "step-2.partial", "step-3")  # step 2 is still being written
+    for name in names:
+        (checkpoint.parent / name).mkdir(exist_ok=True)
+    for step in (1, 2, 3):
+        write_prompts(checkpoint.parent / f"step-{step}", STATE)
+    (checkpoint.parent / "step-1").rmdir()
+    write_prompts(checkpoint.parent / "step-4", STATE)
+    left = sorted(path.name for path in (checkpoint.parent.parent / "held").iterdir())
+    assert left == ["step-2.pkl", "step-3.pkl", "step-4.pkl"]
