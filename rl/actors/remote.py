@@ -14,6 +14,7 @@ from rl.types import ProcessInfo
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
+_NOT_SPAWNED = "error spawning"  # so begins what Monarch raises where a process ends before it has an actor
 _OWN_ERROR = re.compile(r"rl\.errors\.(?:ConfigError|RunError): (.*)")
 
 
@@ -93,6 +94,11 @@ class Caller:
         except (RunError, asyncio.CancelledError, _RankDied):
             raise
         except Exception as error:  # such as an exception that does not survive pickling
+            if str(error).startswith(_NOT_SPAWNED):
+                what = str(error).splitlines()[0]  # a backtrace of Rust's follows
+                raise ProcessDied(
+                    f"the processes of {self.name} did not all start ({what}); see {self._logs}"
+                ) from error
             raise RunError(f"{self.name}.{verb} failed: {error!r}; see {self._logs}") from error
         self._last = verb
         return result

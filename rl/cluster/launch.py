@@ -91,8 +91,14 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
 
     failures = run_dir / "logs" / "failures.log"
     failures.parent.mkdir(parents=True, exist_ok=True)
+    is_over = False  # from then on processes are ended by us
+
+    def note(failure: Any) -> None:
+        if not is_over:
+            _append(failures, f"{failure}\n")
+
     # By default Monarch ends the controller when any process dies; here calls to that process fail instead.
-    monarch.actor.unhandled_fault_hook = lambda failure: _append(failures, f"{failure}\n")
+    monarch.actor.unhandled_fault_hook = note
 
     adopt_orphans()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -102,7 +108,10 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
             actors = await launcher.start()
             async with beside(actors.generators.run(), actors.rewards.run()):
                 await launcher.ready(actors)
-                yield actors
+                try:
+                    yield actors
+                finally:
+                    is_over = True
         finally:
             try:
                 engines = [engine.mesh for engine in launcher.engines if engine.mesh is not None]

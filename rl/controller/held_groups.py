@@ -1,7 +1,7 @@
 """Groups that were finished and not trained on when a checkpoint was written: held/step-N.pkl of a run.
 
-Who goes on from the checkpoint does not generate them again. They are a file beside the checkpoint and no part
-of it: without the file their prompts are started again, as all others that had not ended.
+Who goes on from the checkpoint does not generate them again. They are a file beside the checkpoint and no
+part of it: without the file their prompts are started again, as all others that had not ended.
 """
 
 import hashlib
