@@ -9,7 +9,8 @@ import zstandard
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import NotFound, UserError
@@ -23,8 +24,11 @@ _OPEN = ("/api/v1/healthz",)  # without a key
 _MAX_FIELD = 1000
 
 
-class TooLarge(Exception):
-    """A body over the limit."""
+class TooLarge(HTTPException):
+    """A body over the limit. FastAPI passes on an HTTPException that reading a body raises, and no other."""
+
+    def __init__(self, limit: int):
+        super().__init__(413, f"a body of over {limit >> 20} MiB; send less at once")
 
 
 def make_app(
@@ -40,20 +44,16 @@ def make_app(
 
     async def read_body(request: Request) -> bytes:
         """Decompressed. Raises TooLarge before there is more of it than may be."""
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise TooLarge
+        body = await request.body()
         if request.headers.get("content-encoding") != "zstd":
-            return bytes(body)
+            return body
         try:
-            with zstandard.ZstdDecompressor().stream_reader(bytes(body)) as reader:
+            with zstandard.ZstdDecompressor().stream_reader(body) as reader:
                 whole = reader.read(limit + 1)
         except zstandard.ZstdError as error:
             raise UserError(f"the body is not zstd: {error}") from error
         if len(whole) > limit:
-            raise TooLarge
+            raise TooLarge(limit)
         return whole
 
     def refuse(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -62,8 +62,10 @@ def make_app(
 
         return answer
 
-    async def too_large(request: Request, _: Exception) -> Response:
-        return _error(request, 413, f"a body of over {max_body_mib} MiB; send less at once")
+    async def of_http(request: Request, error: Exception) -> Response:
+        """Too large, no such route, or no such method."""
+        assert isinstance(error, HTTPException)
+        return _error(request, error.status_code, error.detail, dict(error.headers or {}))
 
     async def malformed(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -73,7 +75,7 @@ def make_app(
     app.add_exception_handler(UserError, refuse(422))
     app.add_exception_handler(NotFound, refuse(404))
     app.add_exception_handler(TooMany, refuse(429))
-    app.add_exception_handler(TooLarge, too_large)
+    app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_middleware(_Authentication, keys=tuple(keys), limit=limit)
     add_routes(app, service, served, read_body)
@@ -83,7 +85,7 @@ def make_app(
 
 
 class _Authentication:
-    """Puts the tenant into the request's state, or answers 401; 413 for what says that it is too large."""
+    """Puts the tenant into the request's state, or answers 401; 413 for a body that is too large."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], limit: int):
         self._app = app
@@ -100,11 +102,26 @@ class _Authentication:
             wanted = {"WWW-Authenticate": 'Basic realm="rl serve: the API key as password"'}
             answer = _error(request, 401, "the API key is missing or wrong; set TINKER_API_KEY", wanted)
         elif length.isdecimal() and int(length) > self._limit:
-            answer = _error(request, 413, f"a body of over {self._limit >> 20} MiB; send less at once")
+            too_large = TooLarge(self._limit)
+            answer = _error(request, too_large.status_code, too_large.detail)
         else:
             request.state.tenant = tenant
             answer = self._app
-        await answer(scope, receive, send)
+        await answer(scope, self._limited(receive), send)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Of a body that comes in chunks nobody says how long it is."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limit:
+                raise TooLarge(self._limit)
+            return message
+
+        return limited
 
 
 def _key_of(request: Request) -> str:

@@ -47,7 +47,8 @@ def kill_when(victim, name, looks_right):
         time.sleep(0.3)  # what the other processes can finish without this one
         victim.look()
         if looks_right(pid):
-            return os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+            return pid
         os.kill(pid, signal.SIGCONT)
     raise AssertionError(f"the moment never came: {victim.output()[-3000:]}")
 
@@ -78,10 +79,17 @@ def test_a_rank_that_is_killed_while_a_checkpoint_is_written(tmp_path, whole):
     assert "going on from " in is_the_same_run(victim, whole)
 
 
-def test_a_generator_that_is_killed_while_it_loads_weights(tmp_path, whole):
-    victim = Victim(SETTING, tmp_path)
+def test_a_generator_that_is_killed_while_it_loads_weights_is_started_again_within_five_seconds(tmp_path, whole):
+    victim, new = Victim(SETTING, tmp_path), None
     victim.wait_for_step(2)
-    kill_when(victim, "generator-1", lambda pid: "/dev/shm/rl-" in Path(f"/proc/{pid}/maps").read_text())
+    old = kill_when(
+        victim, "generator-1", lambda pid: "/dev/shm/rl-" in Path(f"/proc/{pid}/maps").read_text()
+    )
+    killed_at = time.monotonic()
+    while new in (None, old):
+        assert time.monotonic() - killed_at < 5
+        with contextlib.suppress(ValueError, psutil.NoSuchProcess):
+            new = pid_of(victim.process, victim.run_dir, "generator-1")
     is_the_same_run(victim, whole)
 
 

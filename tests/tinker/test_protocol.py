@@ -287,6 +287,12 @@ def test_malformed_bodies_are_refused(server):
     ]
     for body, headers, status in cases:
         assert post_bytes(url, body, **headers).status_code == status
+    for path in ("create_session", "asample", "forward_backward"):
+        chunks = (b"[" + b"1," * 500_000 for _ in range(5))  # without a length
+        answer = httpx.post(f"{url}/api/v1/{path}", content=chunks, headers={"X-API-Key": KEYS[0]})
+        assert answer.status_code == 413 and "send less at once" in answer.json()["error"], path
+    nowhere = post(url, "nothing", {})
+    assert nowhere.status_code == 404 and nowhere.json()["category"] == "user"
     whole = zstandard.ZstdCompressor().compress(request_body(training.model_id, 70))
     id = post_bytes(url, whole, **{"Content-Encoding": "zstd"}).json()["request_id"]
     answer = post(url, "retrieve_future", {"request_id": id})
