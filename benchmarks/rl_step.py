@@ -57,12 +57,15 @@ def main() -> None:
     recipe, once = f"{__file__}:task", ("--steps", options.steps)
     threads = ("--trainer.num_threads", 1, "--generator.num_threads", 1)
     pinned = {"trainer": 0, "generator-0": 1}
+    asynchronous = ("--max_offpolicy_steps", 1)
+    drain = ("--generator.updates", "drain")  # answers are short: they finish sooner than they are computed again
     variants = {
         "ours, synchronous": lambda: run(recipe, *once),
-        "ours, max_offpolicy_steps=1": lambda: run(recipe, *once, "--max_offpolicy_steps", 1),
+        "ours, max_offpolicy_steps=1": lambda: run(recipe, *once, *asynchronous, *drain),
+        "ours, max_offpolicy_steps=1, updates in flight": lambda: run(recipe, *once, *asynchronous),
         "a core each: synchronous": lambda: run(recipe, *once, *threads, cores=pinned),
         "a core each: max_offpolicy_steps=1": lambda: run(
-            recipe, *once, *threads, "--max_offpolicy_steps", 1, cores=pinned
+            recipe, *once, *threads, *asynchronous, *drain, cores=pinned
         ),
     }
     trl_seconds = statistics.median(trl(options.trl)["seconds"][1:]) if options.trl else None
@@ -89,7 +92,8 @@ def main() -> None:
         "time. `controller`: no process had anything to do. `sync blocks`: share of the step for which publishing weights\n"
         "held up training. `ratio`: steps/s against the synchronous run of the same kind.\n\n"
         "On two cores that trainer and generator share, asynchrony wins what either leaves idle. With a core for each\n"
-        "(`a core each`), the generator works while the trainer does."
+        "(`a core each`), the generator works while the trainer does. Answers are short here, so the asynchronous rows let them\n"
+        "finish before new weights are loaded (`--generator.updates drain`): in flight, what each has so far is computed again."
     )
     write_table(
         Path("docs/rl_step.md"),

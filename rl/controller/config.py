@@ -93,8 +93,8 @@ class GeneratorConfig:
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Decode by CUDA graphs. auto: on a GPU."""
     updates: Literal["in_flight", "drain"] = "in_flight"
-    """New weights while samples are under way. in_flight: these go on with the new weights. drain: they
-    finish first."""
+    """New weights while samples are under way. in_flight: these go on with the new weights, which compute
+    their tokens so far again. drain: they finish first; faster where answers are short."""
     max_restarts: NonNegativeInt = 3
     """How often a generator that dies, or stops to answer, is started again."""
 
