@@ -79,7 +79,9 @@ def test_a_rank_that_is_killed_while_a_checkpoint_is_written(tmp_path, whole):
     assert "going on from " in is_the_same_run(victim, whole)
 
 
-def test_a_generator_that_is_killed_while_it_loads_weights_is_started_again_within_five_seconds(tmp_path, whole):
+def test_a_generator_that_is_killed_while_it_loads_weights_is_started_again_within_five_seconds(
+    tmp_path, whole
+):
     victim, new = Victim(SETTING, tmp_path), None
     victim.wait_for_step(2)
     old = kill_when(
