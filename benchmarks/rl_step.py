@@ -58,10 +58,8 @@ def main() -> None:
     threads = ("--trainer.num_threads", 1, "--generator.num_threads", 1)
     pinned = {"trainer": 0, "generator-0": 1}
     asynchronous = ("--max_offpolicy_steps", 1)
-    drain = (
-        "--generator.updates",
-        "drain",
-    )  # answers are short: they finish sooner than they are computed again
+    # Answers are short: they finish sooner than they are computed again.
+    drain = ("--generator.updates", "drain")
     variants = {
         "ours, synchronous": lambda: run(recipe, *once),
         "ours, max_offpolicy_steps=1": lambda: run(recipe, *once, *asynchronous, *drain),

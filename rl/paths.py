@@ -1,4 +1,4 @@
-"""Paths that a user gives: can they be paths, can a directory be made there, and who has it."""
+"""Paths that a user gives: can they be paths, can a directory be made there, who has it; and whole files."""
 
 import fcntl
 import os
@@ -34,6 +34,14 @@ def why_not_made(path: str) -> str:
     if there == os.path.abspath(path) and os.listdir(there):
         return "exists and is not empty; give another directory"
     return ""
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file has its name only once it is complete; makes its directory."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def lock_directory(directory: Path, owner: str) -> int:

@@ -124,9 +124,7 @@ class DiesOnce(Clip):
 def mortal_in_its_loss() -> RunConfig:
     config = mortal()
     assert isinstance(config.loss, Clip)
-    loss = DiesOnce(**{f.name: getattr(config.loss, f.name) for f in dataclasses.fields(config.loss)},
-                    died=os.environ["DIED"])  # fmt: skip
-    return dataclasses.replace(config, loss=loss)
+    return dataclasses.replace(config, loss=DiesOnce(**vars(config.loss), died=os.environ["DIED"]))
 
 
 def mortal_with_critic() -> RunConfig:

@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from rl.controller.buffer import BufferState
+from rl.paths import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -19,15 +22,12 @@ _log = logging.getLogger(__name__)
 def write_prompts(checkpoint: Path, state: BufferState) -> dict[str, Any]:
     """Plain data for a checkpoint that is about to be written. Removes files of those that are gone."""
     path = _path(checkpoint)
-    path.parent.mkdir(exist_ok=True)
     for other in path.parent.glob("*.pkl"):
         its = checkpoint.with_name(other.stem)
         if not its.exists() and not its.with_name(f"{its.name}.partial").exists():
             other.unlink()
-    content = pickle.dumps(state.held)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    content = cloudpickle.dumps(state.held)  # a problem's metadata may have classes of the recipe's
+    write_whole(path, content)
     return {"next": state.next, "unfinished": state.unfinished, "held": _checksum(content)}
 
 

@@ -4,14 +4,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from rl.paths import write_whole
+
 
 def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
     """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest."""
-    path = _path(run_dir, step)
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(pickle.dumps((batch, entropy_coef)))
-    partial.replace(path)
+    write_whole(_path(run_dir, step), pickle.dumps((batch, entropy_coef)))
     _path(run_dir, step - keep_last).unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.paths import write_whole
 from rl.types import Group, Rollout, Sample, Score, Segment
 
 Trained = Callable[[Group], Sequence[Sample]]
@@ -42,11 +43,8 @@ class RolloutLog:
             }
             lines.append(json.dumps(whole, default=str) + "\n")
         if lines:
-            self._whole.mkdir(exist_ok=True)
-            path = self._whole / f"{split}-{step}.jsonl.gz"
-            partial = path.with_name(path.name + ".partial")
-            partial.write_bytes(gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0))
-            partial.replace(path)
+            content = gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0)
+            write_whole(self._whole / f"{split}-{step}.jsonl.gz", content)
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`."""
@@ -109,9 +107,7 @@ def read_whole_rollouts(run_dir: Path, split: str, step: int) -> list[Mapping[st
 def keep_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """Of a .jsonl file, those up to `step`; a line that a crash cut short goes too."""
     kept = [record for record in read_records(path) if record["step"] <= step]
-    shorter = path.with_name(path.name + ".partial")
-    shorter.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    shorter.replace(path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept
 
 

@@ -1,11 +1,13 @@
 """Finished groups beside a checkpoint: what comes back, and when nothing does."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from rl.controller.buffer import BufferState, Finished
 from rl.controller.held_groups import read_prompts, write_prompts
+from rl.types import Problem
 from tests.controller.test_buffer import group
 
 STATE = BufferState(9, [7, 8], [Finished(7, 2, group(7, 2, "differ"))])
@@ -21,6 +23,18 @@ def checkpoint(tmp_path):
 def test_what_was_written_comes_back(checkpoint):
     prompts = write_prompts(checkpoint, STATE)
     assert read_prompts(str(checkpoint), prompts, is_own=True) == STATE
+
+
+def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
+    class Shelf:
+        books = 3
+
+    made = group(7, 2, "differ")
+    rollout = replace(made.rollouts[0], problem=Problem("7", "q", "a", {"shelf": Shelf()}))
+    held = [Finished(7, 2, replace(made, rollouts=(rollout,) * 2))]
+    prompts = write_prompts(checkpoint, BufferState(9, [7], held))
+    (read,) = read_prompts(str(checkpoint), prompts, is_own=True).held
+    assert read.group.rollouts[0].problem.metadata["shelf"].books == 3
 
 
 def test_without_a_file_or_for_another_run_prompts_are_started_again(checkpoint):
