@@ -1,7 +1,7 @@
 """Rollouts -> samples -> packed batches. Pure functions over numpy arrays."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -220,34 +220,46 @@ def _fill(
 def _micro_batch(
     samples: Sequence[Sample], tree: _Tree, multiple_of: int, names: Sequence[str]
 ) -> MicroBatch:
-    places: list[np.ndarray] = []  # of each sample's tokens in the row
-    num_tokens = 0
-    for i, shared in tree:
-        own = np.arange(num_tokens, num_tokens + len(samples[i]) - shared)
-        places.append(np.concatenate([places[-1][:shared], own]) if shared else own)
-        num_tokens += len(own)
-    filler = max(-num_tokens % multiple_of, 0 if tree else multiple_of)
-
-    def join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
-
     ids = [i for i, _ in tree]
-    targets = [np.flatnonzero(samples[i].target_mask) for i in ids]
+    lengths = np.array([len(samples[i]) for i in ids], np.int64)
+    num_shared = np.array([shared for _, shared in tree], np.int64)
+
+    def every(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+        """Of all tokens of the samples, the shared ones as often as they are shared."""
+        return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    own = positions >= np.repeat(num_shared, lengths)
+    targets = np.flatnonzero(every((samples[i].loss_mask for i in ids), bool) & (positions > 0))
+    filler = max(-int(own.sum()) % multiple_of, 0 if tree else multiple_of)
+
+    def row(values: np.ndarray, filled: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[own], filled])
 
     def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
-        return join([array[at] for array, at in zip(arrays, targets, strict=True)], np.float32)
+        return every(arrays, np.float32)[targets]
 
     return MicroBatch(
-        tokens=join([*(samples[i].tokens[shared:] for i, shared in tree), np.zeros(filler)], np.int64),
-        positions=join([*(np.arange(k, len(samples[i])) for i, k in tree), np.arange(filler)], np.int64),
-        targets=join([_scored(samples[i])[at] for i, at in zip(ids, targets, strict=True)], np.int64),
-        predictors=join([there[at - 1] for there, at in zip(places, targets, strict=True)], np.int64),
-        sample_ids=join([np.full(len(at), i) for i, at in zip(ids, targets, strict=True)], np.int64),
+        tokens=row(every((samples[i].tokens for i in ids), np.int64), np.zeros(filler, np.int64)),
+        positions=row(positions, np.arange(filler)),
+        targets=every((_scored(samples[i]) for i in ids), np.int64)[targets],
+        predictors=every(_places(tree, lengths), np.int64)[targets - 1],
+        sample_ids=np.repeat(np.array(ids, np.int64), lengths)[targets],
         generator_logprobs=column(samples[i].generator_logprobs for i in ids),
         advantages=column(samples[i].advantages for i in ids),
         weights=column(samples[i].weights for i in ids),
         loss_inputs={name: column(samples[i].loss_inputs[name] for i in ids) for name in names},
     )
+
+
+def _places(tree: _Tree, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """[T] of each sample: where in the row its tokens stand."""
+    path = np.zeros(lengths.max(initial=0), np.int64)  # the sample's places, those of the one before after it
+    num_tokens = 0
+    for (_, shared), length in zip(tree, lengths.tolist(), strict=True):
+        path[shared:length] = np.arange(num_tokens, num_tokens + length - shared)
+        num_tokens += length - shared
+        yield path[:length].copy()
 
 
 def _scored(sample: Sample) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -34,6 +35,15 @@ def adopt_orphans() -> None:
 def process_info(device: str = "cpu") -> ProcessInfo:
     """Of this process."""
     return ProcessInfo(os.getpid(), socket.gethostname(), device)
+
+
+def freeze_heap() -> None:
+    """Once all that stays is there: the garbage collector no longer looks at it.
+
+    The 400,000 objects of torch, Monarch and transformers take it 0.2 s each time, in the middle of a step.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def is_stopped(process: ProcessInfo) -> bool:

@@ -1,8 +1,4 @@
-"""EngineActor: one rank of an engine as an actor, and the handle that drives all ranks as one.
-
-A critic and a reference are this and no more; the PolicyTrainer adds what concerns weight sync. Which adapter
-is meant comes with each call; None is the model itself.
-"""
+"""EngineHandle: all ranks of an engine as one: the trainer's, the critic's, the reference's."""
 
 import asyncio
 import time
@@ -10,7 +6,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor, endpoint
 
 from rl.actors.remote import Caller, Deadline, EngineDied, ProcessDied
 from rl.batching import pack
@@ -19,98 +14,17 @@ from rl.interfaces import Loss
 from rl.micro_batch import Batch
 from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
-from rl.processes import is_gone, is_stopped, kill_processes, process_info
-from rl.types import LoRA, OptimParams, ProcessInfo, Sample
+from rl.processes import is_gone, is_stopped, kill_processes
+from rl.types import LoRA, OptimParams, Sample
 from rl.waiting import Deadlines, beside
-
-
-class EngineActor(Actor):
-    """Each endpoint is called on every rank at once; the engine's collectives keep the ranks in step."""
-
-    def __init__(self, kind: str, model_dir: str, config: EngineConfig):
-        """kind: a key of ENGINES."""
-        from rl.models.build import ENGINES  # torchtitan: 3 s that the controller need not spend
-
-        self._engine = ENGINES[kind](model_dir, config)
-
-    @endpoint
-    async def ready(self) -> ProcessInfo:
-        return process_info(str(self._engine.device))
-
-    @endpoint
-    async def packing(self) -> dict[str, Any]:
-        return self._engine.packing
-
-    @endpoint
-    async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
-        self._engine.adapters.add(name, lora, seed)
-
-    @endpoint
-    async def copy_adapter(self, source: str, target: str) -> None:
-        self._engine.adapters.copy(source, target)
-
-    @endpoint
-    async def remove_adapter(self, name: str) -> None:
-        self._engine.adapters.remove(name)
-
-    @endpoint
-    async def save_adapter(self, name: str, out_dir: str, base_model: str, optimizer: bool) -> None:
-        adapters = self._engine.adapters
-        (adapters.save_state if optimizer else adapters.save)(name, out_dir, base_model)
-
-    @endpoint
-    async def load_adapter_state(self, name: str, path: str, optimizer: bool) -> None:
-        self._engine.adapters.load_state(name, path, optimizer)
-
-    @endpoint
-    async def forward(self, batch: Batch, adapter: str | None) -> dict[int, np.ndarray]:
-        return self._engine.forward(batch, adapter)
-
-    @endpoint
-    async def forward_backward(self, batch: Batch, loss: Loss, adapter: str | None) -> dict[str, float]:
-        return self._engine.forward_backward(batch, loss, adapter)
-
-    @endpoint
-    async def forward_backward_logprobs(
-        self, batch: Batch, loss: Loss, adapter: str | None
-    ) -> tuple[dict[str, float], dict[int, np.ndarray]]:
-        found: dict[int, np.ndarray] = {}
-        return self._engine.forward_backward(batch, loss, adapter, found), found
-
-    @endpoint
-    async def optim_step(self, params: OptimParams, adapter: str | None) -> dict[str, float]:
-        return self._engine.optim_step(params, adapter)
-
-    @endpoint
-    async def reset_optimizer(self, adapter: str | None) -> None:
-        self._engine.reset_optimizer(adapter)
-
-    @endpoint
-    async def load_weights(self, model_dir: str) -> None:
-        self._engine.load_weights(model_dir)
-
-    @endpoint
-    async def save_checkpoint(self, path: str, state: dict[str, Any], keep_last: int, wait: bool) -> None:
-        """Without `wait`, returns when everything is copied.
-
-        The next call, or finish_checkpoint, then waits for the files.
-        """
-        self._engine.save(path, state, keep_last=keep_last, wait=wait)
-
-    @endpoint
-    async def finish_checkpoint(self) -> None:
-        self._engine.wait_for_save()
-
-    @endpoint
-    async def load_checkpoint(self, path: str) -> dict[str, Any]:
-        return self._engine.load(path)
 
 
 class EngineHandle:
     """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it.
 
-    Where a rank dies, or is stopped for longer than `deadlines.progress`, methods raise EngineDied. After
-    `kill` the engine may be started again: it is then as it was at first.
+    Where a rank dies, or is stopped for longer than `deadlines.progress`, methods raise EngineDied. So does
+    one that has met its deadline before and now does not: its ranks hang. After `kill` the engine may be
+    started again: it is then as it was at first.
     """
 
     def __init__(
@@ -131,6 +45,7 @@ class EngineHandle:
         self._timeline = timeline
         self._caller = Caller(name, f"logs/{name}-*.log of the run")
         self._packing: dict[str, Any] = {}
+        self._met_deadline: set[str] = set()  # methods; others may have been given too little time
         self._turn = asyncio.Lock()  # every rank gets the calls in the same order, whoever makes them
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
@@ -145,6 +60,7 @@ class EngineHandle:
 
     async def _ranks(self, method: str, args_of: Callable[[int], tuple], kind: str) -> list[Any]:
         deadline = Deadline(kind, getattr(self._deadlines, kind))
+        past = EngineDied if method in self._met_deadline else RunError
         async with self._turn:
             with self._timeline.span(self.name, method):
                 answers = [
@@ -153,12 +69,14 @@ class EngineHandle:
                 ]
                 try:
                     async with beside(self._watch(method)):
-                        return await self._caller.call_ranks(answers, method, deadline)
+                        returned = await self._caller.call_ranks(answers, method, deadline, past)
                 except ProcessDied as death:
                     raise EngineDied(str(death)) from death
                 except RunError as error:
                     self._raise_if_one_is_gone(method, error)
                     raise
+        self._met_deadline.add(method)
+        return returned
 
     def _raise_if_one_is_gone(self, method: str, error: RunError) -> None:
         """The other ranks' collectives fail at once; Monarch may notice a death seconds later."""

@@ -103,7 +103,13 @@ class Caller:
         self._last = verb
         return result
 
-    async def call_ranks(self, answers: Sequence[Awaitable[Any]], verb: str, deadline: Deadline) -> list[Any]:
+    async def call_ranks(
+        self,
+        answers: Sequence[Awaitable[Any]],
+        verb: str,
+        deadline: Deadline,
+        past: type[RunError] = RunError,
+    ) -> list[Any]:
         """Await what `.call(...)` returned on each rank's slice.
 
         As `call`; where a rank died, that is what is raised. The others' collectives fail at once, and
@@ -131,7 +137,7 @@ class Caller:
                     task.cancel()
 
         try:
-            return await self.call(all_of_them(), verb, deadline)
+            return await self.call(all_of_them(), verb, deadline, past)
         except _RankDied as death:
             rank = f"{self.name} rank {death.rank}" if len(answers) > 1 else self.name
             where = self._where(self.processes[death.rank : death.rank + 1])

@@ -2,7 +2,8 @@
 
 from monarch.actor import endpoint
 
-from rl.actors.engine import EngineActor, EngineHandle
+from rl.actors.engine import EngineHandle
+from rl.actors.engine_actor import EngineActor
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
 from rl.types import LoRA, PolicyVersion

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from rl.actors.actors import Actors, Revival
-from rl.actors.engine import EngineActor, EngineHandle
+from rl.actors.engine import EngineHandle
+from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica, Updates
@@ -37,7 +38,7 @@ from rl.models.engine_config import EngineConfig
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.observability.timeline import Timeline
-from rl.processes import adopt_orphans
+from rl.processes import adopt_orphans, freeze_heap
 from rl.types import POLICY, REFERENCE, LoRA
 from rl.waiting import Deadlines, Signal, beside, together
 from rl.weight_sync.manifest import MODEL
@@ -173,6 +174,7 @@ class _Launcher:
         if actors.policy is not None:
             # The model never changes: it is published once, and only its adapter afterwards.
             await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
+        freeze_heap()
 
     async def _transport(self) -> Transport:
         if self._specs.transport == "shared_memory":

@@ -20,11 +20,11 @@ class Member:
     @property
     def num_targets(self) -> int:
         """M"""
-        return sum(sample.num_targets for sample in self.samples)
+        return sum([sample.num_targets for sample in self.samples])
 
     @property
     def has_advantages(self) -> bool:
-        return any(sample.advantages.any() for sample in self.samples)
+        return any([sample.advantages.any() for sample in self.samples])
 
     def of_targets(self, name: str) -> np.ndarray:
         """[M] of a loss input."""

@@ -234,11 +234,9 @@ def _check(
                     f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} "
                     f"tokens; return one for each"
                 )
-            if not np.isfinite(value).all():
-                rewards = [t.reward for t in group]
-                raise RunError(
-                    f"advantages {name} returned {what} that are not finite, for rewards {rewards}"
-                )
+        if not np.isfinite(np.hstack([0.0, *values])).all():
+            rewards = [t.reward for t in group]
+            raise RunError(f"advantages {name} returned {what} that are not finite, for rewards {rewards}")
 
 
 def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:
