@@ -1,49 +1,94 @@
 """What it costs to watch the processes, and to keep what a checkpoint needs, while nothing fails.
 
-`python -m benchmarks.watch_cost [--rounds N]` runs the quickstart with and without, in turns, and prints the ratio of the
-seconds of a step: the median over rounds of the ratio within one.
+`python -m benchmarks.watch_cost [--rounds N] [--write]` runs the quickstart once, with and without in turns of ten
+steps, and prints the ratio of the seconds of a step: the median over rounds of two turns, and its standard error.
+--write: into docs/watch_cost.md.
 """
 
 import argparse
 import asyncio
+import math
 import statistics
 import sys
+from pathlib import Path
 
-from benchmarks.runs import median, run
+from benchmarks.runs import run, write_table
 
-SETTINGS = ("--warmup.steps", 200, "--steps", 40, "--save_every", 5, "--eval_every", 10**6)
-UNWATCHED = ("benchmarks.watch_cost", "--unwatched")
+TURN = 10
+"""Steps."""
+
+SETTINGS = ("--warmup.steps", 200, "--save_every", 5, "--eval_every", 10**6)
+OUT = Path(__file__).resolve().parents[1] / "docs" / "watch_cost.md"
 
 
-def unwatched() -> None:
-    """`rl` without heartbeats, without looks at stopped processes, and without finished groups beside checkpoints."""
+def without(step: int) -> bool:
+    """Whether nothing is watched while this step runs."""
+    return (step - 1) // TURN % 2 == 1
+
+
+def run_in_turns() -> None:
+    """`rl`, in every second turn without heartbeats, looks at stopped processes, and finished groups beside
+    checkpoints."""
     from rl import cli
     from rl.actors import replica
     from rl.actors.engine import EngineHandle
     from rl.controller import stages
+    from rl.observability.recorder import Recorder
 
-    async def never(*_: object) -> None:
-        await asyncio.Event().wait()
+    running = 1
+    watch, write_prompts, record = EngineHandle._watch, stages.write_prompts, Recorder.step
 
-    replica._HEARTBEAT_SECONDS = 1e9
-    EngineHandle._watch = never
-    stages.write_prompts = lambda _, state: {"next": state.next, "unfinished": state.unfinished}
+    async def heartbeats(self, member):  # Replica._watch, with turns
+        while True:
+            if not without(running):
+                await member.check()
+            await asyncio.sleep(replica._HEARTBEAT_SECONDS)
+
+    async def watch_engine(self, method):
+        await (asyncio.Event().wait() if without(running) else watch(self, method))
+
+    def keep_groups(path, state):
+        if without(running):
+            return {"next": state.next, "unfinished": state.unfinished}
+        return write_prompts(path, state)
+
+    def count(self, step, *args):
+        nonlocal running
+        running = step + 1
+        record(self, step, *args)
+
+    replica.Replica._watch, EngineHandle._watch = heartbeats, watch_engine
+    stages.write_prompts, Recorder.step = keep_groups, count
     cli.main()
 
 
 def main() -> None:
-    if "--unwatched" in sys.argv:
-        sys.argv.remove("--unwatched")
-        return unwatched()
+    if "train" in sys.argv:
+        return run_in_turns()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    ratios = []
-    for _ in range(parser.parse_args().rounds):
-        watched = median(run("quickstart", *SETTINGS)["steps"], "time/step")
-        without = median(run("quickstart", *SETTINGS, program=UNWATCHED)["steps"], "time/step")
-        ratios.append(watched / without)
-        print(f"{watched:.3f} s a step, {without:.3f} s without: {ratios[-1]:.3f}", flush=True)
-    print(f"median of {len(ratios)} rounds: {statistics.median(ratios):.3f} times the seconds without")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    num_steps = 2 * TURN * args.rounds
+    steps = run("quickstart", *SETTINGS, "--steps", num_steps, program=("benchmarks.watch_cost",))["steps"]
+    rounds = []
+    for first in range(0, num_steps, 2 * TURN):
+        both = steps[first : first + 2 * TURN]
+        seconds = {
+            off: statistics.fmean(step["time/step"] for step in both if without(step["step"]) == off)
+            for off in (False, True)
+        }
+        rounds.append((seconds[False], seconds[True]))
+    ratios = [watched / unwatched for watched, unwatched in rounds]
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    row = [f"{statistics.median(of):.3f}" for of in zip(*rounds, strict=True)]
+    row += [f"{statistics.median(ratios):.3f} +- {error:.3f}"]
+    table = [["seconds of a step, watched", "not watched", "ratio: median of rounds, standard error"], row]
+    notes = f"{num_steps} steps of the quickstart, with and without in turns of {TURN}; a checkpoint every 5 steps."
+    if args.write:
+        write_table(OUT, "What watching costs", "python -m benchmarks.watch_cost --write", table, notes)
+    else:
+        print(*map(" | ".join, table), notes, sep="\n")
 
 
 if __name__ == "__main__":
