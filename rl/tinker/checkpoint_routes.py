@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from sqlalchemy.engine import Row
+from tinker.types import CopyWeightsRequest
 
 from rl.tinker.backend import UserError
 from rl.tinker.database import now
@@ -75,6 +76,16 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
             "train_unembed": False,
             "train_mlp": "up_proj" in lora["targets"],
             "train_attn": "q_proj" in lora["targets"],
+        }
+
+    @api.post("/copy_weights")
+    async def copy_weights(body: CopyWeightsRequest, request: Request) -> Any:
+        if body.session_id is None or body.model_seq_id is None:
+            raise UserError("copy_weights needs session_id and model_seq_id; there are no projects here")
+        return {
+            "tinker_path": await service.copy_weights(
+                tenant(request), body.session_id, body.model_seq_id, body.source_path, body.ttl_seconds
+            )
         }
 
     one = "/training_runs/{id}/checkpoints/{kind}/{name}"

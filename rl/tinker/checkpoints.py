@@ -1,5 +1,7 @@
 """Checkpoints: what models were saved as, under a name or for one sampler: directories that PEFT opens."""
 
+import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ class Checkpoints:
         self._database = database
         self._backend = backend
         self._root = root
+        self._copying = asyncio.Lock()
 
     async def save(self, request: Row, model: Row) -> dict[str, Any]:
         """save_weights and save_weights_for_sampler, when their turn has come."""
@@ -35,17 +38,42 @@ class Checkpoints:
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
-        directory = path.directory(self._root)
-        await self._write(model, directory, optimizer=kind == "weights")
+        await self._write(model, path.directory(self._root), optimizer=kind == "weights")
         self._database.delete(checkpoints, checkpoints.c.path == str(path))
-        ttl = body.get("ttl_seconds")
+        self._insert(path, model.tenant, request.id, model.lora, body)
+        return {"path": str(path), "type": request.kind}
+
+    def _insert(
+        self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any]
+    ) -> None:
+        directory, ttl = path.directory(self._root), body.get("ttl_seconds")
         self._database.insert(
-            checkpoints, path=str(path), model=model.id, tenant=model.tenant, kind=kind, name=path.name,
-            request=request.id, directory=str(directory), lora=model.lora, created=now(),
+            checkpoints, path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
+            request=request, directory=str(directory), lora=lora, created=now(),
             num_bytes=_size(directory), public=False, expires=now() + ttl if ttl else None,
             user_metadata=body.get("user_metadata"),
         )  # fmt: skip
-        return {"path": str(path), "type": request.kind}
+
+    async def copy(self, source: Row, tenant: str, model: str, ttl_seconds: int | None) -> CheckpointPath:
+        """A checkpoint of this tenant's own, under a model's id. The same once more is the same copy."""
+        made_of = f"{source.path} of {source.created!r}"
+        suffix = hashlib.blake2b(made_of.encode(), digest_size=6).hexdigest()
+        path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
+        directory = path.directory(self._root)
+        async with self._copying:
+            if self._database.get(checkpoints, str(path)) is not None:
+                return path
+            partial = directory.with_name(directory.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                await asyncio.to_thread(shutil.copytree, source.directory, partial)
+            except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
+                raise NotFound(f"there is no checkpoint {source.path}") from error
+            shutil.rmtree(directory, ignore_errors=True)
+            partial.rename(directory)
+            copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
+            self._insert(path, tenant, f"copy of {source.path}", source.lora, copied)
+        return path
 
     async def _save_for_session(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
         """Weights without a name, for one sampler."""

@@ -5,6 +5,7 @@ row is committed before the client hears of it, and its result before whoever wa
 """
 
 import asyncio
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from rl.tinker.database import Database, now, requests
 JSON = "application/json"
 CHANGES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model: it can be restored from them (see Training)."""
+_CURSOR_PER_SECOND = 1_000_000
+_MOST_ENDED = 1000
 Category = Literal["user", "server", "unknown"]
 
 
@@ -32,7 +35,10 @@ class Requests:
         self._database = database
         self._max_waiting = max_waiting
         self._ended: dict[str, asyncio.Event] = {}  # of those that somebody waits for
+        self._ended_of: dict[str, asyncio.Event] = {}  # targets that somebody waits for -> any of theirs
         self._waiting: dict[str, int] = defaultdict(int)  # tenant -> requests
+        newest = database.find(requests, requests.c.finished > 0, order=requests.c.finished.desc(), limit=1)
+        self._newest_end = newest[0].finished if newest else 0.0
         for row in self.unfinished():
             self._waiting[row.tenant] += 1
 
@@ -70,12 +76,21 @@ class Requests:
     def _end(self, row: Row, state: str, result: bytes, media_type: str) -> None:
         same = requests.c.number == row.number
         keep = {} if row.kind in CHANGES and state != "refused" else {"body": None}
+        # No two at one moment, also where the clock is set back: `ended_after` counts on it.
+        self._newest_end = max(now(), self._newest_end + 2 / _CURSOR_PER_SECOND)
         self._database.update(
-            requests, same, state=state, result=result, media_type=media_type, finished=now(), **keep
+            requests,
+            same,
+            state=state,
+            result=result,
+            media_type=media_type,
+            finished=self._newest_end,
+            **keep,
         )
         self._waiting[row.tenant] -= 1
-        if event := self._ended.pop(row.id, None):
-            event.set()
+        for event in (self._ended.pop(row.id, None), self._ended_of.pop(row.target, None)):
+            if event is not None:
+                event.set()
 
     async def wait(self, id: str, tenant: str, seconds: float) -> Row | None:
         """Its row once it has ended, or is still waiting after so long; None where this tenant has none."""
@@ -90,6 +105,28 @@ class Requests:
                 return row
             row = self._database.get(requests, id, "id")
         return row
+
+    async def ended_after(self, target: str, cursor: int, seconds: float) -> list[tuple[int, Row]]:
+        """Those of a model or sampler that ended after the cursor, each with its own, oldest first.
+
+        Waits for the first, but no longer than so many seconds.
+        """
+        found = self._ended_after(target, cursor)
+        if not found and seconds > 0:
+            event = self._ended_of.setdefault(target, asyncio.Event())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+            found = self._ended_after(target, cursor)
+        return found
+
+    def _ended_after(self, target: str, cursor: int) -> list[tuple[int, Row]]:
+        where = (
+            requests.c.target == target,
+            requests.c.state != "waiting",
+            requests.c.finished > (cursor + 0.5) / _CURSOR_PER_SECOND,
+        )
+        rows = self._database.find(requests, *where, order=requests.c.finished, limit=_MOST_ENDED)
+        return [(round(row.finished * _CURSOR_PER_SECOND), row) for row in rows]
 
     def unfinished(self) -> list[Row]:
         """In the order in which they came."""

@@ -16,6 +16,7 @@ from rl.tinker.service import Service
 from rl.tinker.status import status_page
 
 _POLL_SECONDS = 20.0  # the SDK gives up a poll after 45
+_SEQ_IDS_PER_CLONE = 1_000_000_000  # of a SamplingClient that was copied
 NOT_OFFERED = (
     "create_custom_loss",
     "save_weights_external",
@@ -214,6 +215,23 @@ def add_routes(
             again = {"type": "try_again", "request_id": row.id, "queue_state": "active"}
             return JSONResponse(again)
         return Response(row.result, media_type=row.media_type)
+
+    @api.post("/retrieve_futures")
+    async def retrieve_futures(body: types.FuturesRetrieveRequest, request: Request) -> Any:
+        """What of a sampling session has ended since the cursor."""
+        id, clone = body.target.sampling_session_id, body.target.cloned_sampler_id
+        service.sampler(tenant(request), id)
+        seconds = _POLL_SECONDS if body.timeout is None else max(0.0, min(body.timeout, _POLL_SECONDS))
+        cursor = min(max(0, body.prev_cursor), 2**62)
+        ended = await service.queue.ended_after(id, cursor, seconds)
+        completions = [
+            {"state": "finished", "request_id": row.id, "response_payload_uncompressed_size": len(row.result)}
+            if row.state == "done"
+            else {"state": "failed", "request_id": row.id}
+            for _, row in ended
+            if int(row.id.rpartition(":")[2]) // _SEQ_IDS_PER_CLONE == clone
+        ]
+        return {"completions": completions, "cursor": ended[-1][0] if ended else cursor}
 
     @api.post("/cancel_future")
     async def cancel_future(body: _Cancel, request: Request) -> Response:

@@ -14,6 +14,7 @@ from rl.errors import RunError
 from rl.tinker import wire
 from rl.tinker.backend import Backend, UserError
 from rl.tinker.database import Database, samplers
+from rl.tinker.rate import Rate
 from rl.tinker.requests import Requests
 from rl.types import Completion, SamplingParams
 
@@ -37,7 +38,7 @@ class Sampling:
         self._eos_ids = eos_ids
         self._max_samples = max_samples
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.num_tokens = 0
+        self.tokens = Rate()
 
     def check(self, body: Mapping[str, Any]) -> None:
         """body: of asample. Raises UserError."""
@@ -54,7 +55,7 @@ class Sampling:
         if adapter is not None and not adapter.is_dir():
             raise UserError("these weights were deleted; create another sampling session")
         completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
-        self.num_tokens += sum(len(completion.tokens) for completion in completions)
+        self.tokens.add(sum(len(completion.tokens) for completion in completions))
         return completions
 
     def cancel(self, request: Row) -> None:

@@ -5,7 +5,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,6 @@ from rl.waiting import beside
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SWEEP_SECONDS = 60.0
-_SHOWN_ERRORS = 10
-
-
-@dataclass(frozen=True)
-class Status:
-    """What the service has done since it started, and what waits."""
-
-    num_models: int  # in the engine
-    num_done: int  # training requests
-    num_tokens: int  # sampled
-    queues: Mapping[str, int]  # model -> requests
-    tenants: Mapping[str, int]  # tenant -> requests
-    errors: tuple[tuple[str, bytes], ...]  # the last, with their requests
 
 
 class Service:
@@ -135,12 +122,33 @@ class Service:
     ) -> str:  # fmt: skip
         id = f"{session}:train:{number}"
         if self._database.get(models, id) is None:
-            self._database.insert(
-                models, id=id, session=session, tenant=tenant, lora=asdict(lora), seed=seed, source=source,
-                source_optimizer=optimizer, snapshot_number=0, created=now(), seen=now(),
-                user_metadata=body.get("user_metadata"),
-            )  # fmt: skip
+            self._insert_model(id, session, tenant, asdict(lora), seed, source, optimizer, body)
+        elif self._database.get(requests, f"{id}:0", "id") is None:
+            raise UserError(f"{id} has the weights that were copied to it; take another model_seq_id")
         return self.submit(tenant, "create_model", id, 0, json.dumps(dict(body)).encode())
+
+    def _insert_model(
+        self, id: str, session: str, tenant: str, lora: Any, seed: int, source: str | None, optimizer: bool,
+        body: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._database.insert(
+            models, id=id, session=session, tenant=tenant, lora=lora, seed=seed, source=source,
+            source_optimizer=optimizer, snapshot_number=0, created=now(), seen=now(),
+            user_metadata=body.get("user_metadata"),
+        )  # fmt: skip
+
+    async def copy_weights(
+        self, tenant: str, session: str, number: int, path: str, ttl_seconds: int | None
+    ) -> str:
+        """Of this tenant's, or published ones: to a model of the session, which is made if there is none."""
+        self.session(tenant, session)
+        self._check_ttl(ttl_seconds)
+        source, id = self.checkpoints.readable(tenant, path), f"{session}:train:{number}"
+        copy = await self.checkpoints.copy(source, tenant, id, ttl_seconds)
+        if self._database.get(models, id) is None:
+            there = str(self.checkpoints.own(tenant, id, copy.kind, copy.name).directory)
+            self._insert_model(id, session, tenant, source.lora, 0, there, copy.kind == "weights", {})
+        return str(copy)
 
     def list_models(self, tenant: str, session: str | None = None) -> list[Row]:
         where = [models.c.tenant == tenant, *([models.c.session == session] if session else [])]
@@ -189,9 +197,12 @@ class Service:
         """kind: save_weights or save_weights_for_sampler."""
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
-        if body.get("ttl_seconds") is not None and not 0 < body["ttl_seconds"] < 2**63:
-            raise UserError("ttl_seconds has to be over 0")
+        self._check_ttl(body.get("ttl_seconds"))
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
+
+    def _check_ttl(self, seconds: int | None) -> None:
+        if seconds is not None and not 0 < seconds < 2**63:
+            raise UserError("ttl_seconds has to be over 0")
 
     def _check_base(self, name: str) -> None:
         if name not in self.model_names:
@@ -256,17 +267,6 @@ class Service:
         self.sampling.cancel(row)
 
     # ---- housekeeping
-
-    def status(self) -> "Status":
-        failed = self.queue.last_failed(_SHOWN_ERRORS)
-        return Status(
-            num_models=self.training.num_models,
-            num_done=self.training.num_done,
-            num_tokens=self.sampling.num_tokens,
-            queues=self.training.queue_lengths(),
-            tenants=self.queue.waiting(),
-            errors=tuple((row.id, row.result) for row in failed),
-        )
 
     def _own(self, table: Any, id: str, tenant: str, what: str) -> Row:
         row = self._database.get(table, id)

@@ -23,6 +23,7 @@ from rl.tinker import losses, wire
 from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.database import Database, models, now, requests
 from rl.tinker.paths import directory_name
+from rl.tinker.rate import Rate
 from rl.tinker.requests import CHANGES, JSON, Requests
 from rl.types import LoRA, OptimParams
 
@@ -65,7 +66,7 @@ class Training:
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # the one used longest ago first
         self._waiting: OrderedDict[str, deque[Row]] = OrderedDict()  # by model, whose turn is next first
         self._arrived = asyncio.Event()
-        self.num_done = 0
+        self.done = Rate()
 
     def submit(self, request: Row) -> None:
         self._waiting.setdefault(request.target, deque()).append(request)
@@ -94,7 +95,7 @@ class Training:
                     if attempt + 1 == _ATTEMPTS:
                         raise
             self._queue.done(request, result, media_type)
-            self.num_done += 1
+            self.done.add(1)
             await self._keep(request)
         except UserError as error:
             self._queue.failed(request, str(error), "user", refused=True)

@@ -71,6 +71,14 @@ def bodies(training):
             "sampling_params": params, "prompt_logprobs": True, "topk_prompt_logprobs": 1,
         },
         "retrieve_future": {"request_id": f"{training.model_id}:0"},
+        "retrieve_futures": {
+            "target": {"sampling_session_id": f"{session}:sample:77"}, "prev_cursor": 0, "timeout": 0.1,
+            "retrieved_request_ids": ["x"],
+        },
+        "copy_weights": {
+            "session_id": session, "model_seq_id": 9, "ttl_seconds": 4000,
+            "source_path": f"tinker://{training.model_id}/weights/kept",
+        },
         "cancel_future": {"request_id": f"{training.model_id}:0"},
         "weights_info": {"tinker_path": f"tinker://{training.model_id}/weights/kept"},
         f"sessions/{session}/finish": {"reason": {"type": "x"}, "detail": "y"},

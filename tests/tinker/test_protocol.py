@@ -184,6 +184,8 @@ def test_tenants_do_not_see_each_other(server):
         ("retrieve_future", {"request_id": f"{mine.model_id}:1"}),
         ("get_info", {"model_id": mine.model_id}),
         ("weights_info", {"tinker_path": path}),
+        ("copy_weights", {"session_id": session, "model_seq_id": 5, "source_path": path}),
+        ("retrieve_futures", {"target": {"sampling_session_id": sampler._sampling_session_id}}),
         ("session_heartbeat", {"session_id": session}),
         ("optim_step", {"model_id": mine.model_id, "seq_id": 9, "adam_params": {}}),
         ("load_weights", {"model_id": mine.model_id, "seq_id": 9, "path": path, "optimizer": True}),
