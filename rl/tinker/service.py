@@ -121,10 +121,11 @@ class Service:
         optimizer: bool, body: Mapping[str, Any],
     ) -> str:  # fmt: skip
         id = f"{session}:train:{number}"
-        if self._database.get(models, id) is None:
+        there = self._database.get(models, id)
+        if there is None:
             self._insert_model(id, session, tenant, asdict(lora), seed, source, optimizer, body)
-        elif self._database.get(requests, f"{id}:0", "id") is None:
-            raise UserError(f"{id} has the weights that were copied to it; take another model_seq_id")
+        elif there.source != source:
+            raise UserError(f"{id} is there already, with other weights; take another model_seq_id")
         return self.submit(tenant, "create_model", id, 0, json.dumps(dict(body)).encode())
 
     def _insert_model(
