@@ -11,7 +11,7 @@ from rl.bounds import PositiveFloat
 @dataclass(frozen=True)
 class Deadlines:
     """Longest time, in seconds, that each kind of wait may take. Past it the run says who did not answer, and
-    what to do."""
+    what to do. Trainer, critic and reference are started again where they have met the deadline before."""
 
     start: PositiveFloat = 300.0
     """A process, from its spawning until its engine is built."""
