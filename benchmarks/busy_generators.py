@@ -15,7 +15,7 @@ from statistics import fmean
 
 from rl.bounds import PositiveInt
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import RunConfig
+from rl.controller.config import RunConfig, WarmupConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.observability.rollout_log import read_records
@@ -43,7 +43,7 @@ class SlowUser(ChatEnv):
 
 def slow_user() -> RunConfig:
     recipe = replace(smollm2(), env=SlowUser(), steps=3, prompts_per_step=32, group_size=8, minibatches=1)
-    return replace(recipe, resampling_rounds=0, eval_every=3, save_every=0)
+    return replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, eval_every=3, save_every=0)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.runs import median, run, write_table
 from configs.smollm2 import smollm2
-from rl.controller.config import RunConfig
+from rl.controller.config import RunConfig, WarmupConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.loss.entropy import EntropyBonus
 
@@ -29,12 +29,12 @@ SKIPPED = 2  # the first steps: caches and pages are cold
 
 
 def task() -> RunConfig:
-    """What TRL's script does: no dynamic sampling, and no entropy bonus."""
+    """What TRL's script does: no demonstrations, no dynamic sampling, and no entropy bonus."""
     recipe = smollm2()
     env = ReasoningGym(
         dataset="chain_sum", options=recipe.env.options, chat=True, max_new_tokens=24, num_eval=4
     )
-    plain = replace(recipe, resampling_rounds=0, entropy=EntropyBonus())
+    plain = replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, entropy=EntropyBonus())
     return replace(plain, env=env, prompts_per_step=16, group_size=8, minibatches=1, eval_every=10**6)
 
 

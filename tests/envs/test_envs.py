@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from configs.smollm2 import work_out
 from rl.controller.rollouts import Rollouts
 from rl.envs.base import Env, RolloutContext, derive_seed
 from rl.envs.question_file import QuestionFile
@@ -318,3 +320,10 @@ def test_a_broken_parquet_file_is_named(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"PAR1 and nothing else")
     (line,) = QuestionFile(path=str(tmp_path / "train.parquet")).validate()
     assert "train.parquet is not a readable parquet file" in line and "fetch it again" in line
+
+
+def test_smollm2s_demonstrations_are_right():
+    """Each side of each = is the answer."""
+    for a, b, sign in product(range(100), range(100), "+-"):
+        sides = work_out(f"{a} {sign} {b}").split("=")
+        assert {eval(side) for side in sides} == {a + b if sign == "+" else a - b}

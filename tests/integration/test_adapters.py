@@ -20,7 +20,7 @@ RECIPE = """
 from dataclasses import dataclass, replace
 
 from configs.smollm2 import smollm2
-from rl.controller.config import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.controller.config import GeneratorConfig, RewardConfig, TrainerConfig, WarmupConfig
 from rl.loss.entropy import EntropyBonus
 from rl.types import Problem
 
@@ -30,7 +30,7 @@ SMALL = dict(max_new_tokens=24, num_eval=2, max_turns=3, turn_seconds=60.0)
 def recipe(env):
     return replace(
         smollm2(), env=env, dtype="float32", steps=2, prompts_per_step=2, group_size=4, minibatches=1,
-        resampling_rounds=0, eval_every=2, entropy=EntropyBonus(), trainer=TrainerConfig(max_tokens=2048),
+        warmup=WarmupConfig(), resampling_rounds=0, eval_every=2, entropy=EntropyBonus(), trainer=TrainerConfig(max_tokens=2048),
         reward=RewardConfig(limit_seconds=60.0), generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=16),
     )
 """
