@@ -61,7 +61,7 @@ def smollm2() -> RunConfig:
         entropy=EntropyBonus(target=0.25, adapt=0.005),
         generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=128),
         dtype="bfloat16",
-        steps=42,
+        steps=36,
         prompts_per_step=32,
         group_size=8,
         minibatches=2,

@@ -54,11 +54,12 @@ class Problem:
     answer: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the task needs to know of it
     messages: tuple[Message, ...] = ()  # of a ChatEnv: the conversation so far, in place of the question
+    task: str = ""  # whose accuracy it counts for too, where a run has several
 
     @property
     def key(self) -> str:
         """What tells it from other problems: all but its id."""
-        parts = [self.question, self.answer, self.metadata, self.messages]
+        parts = [self.question, self.answer, self.metadata, self.messages, self.task]
         return json.dumps(parts, sort_keys=True, default=repr)
 
 

@@ -22,7 +22,8 @@ _PACKAGE = Path(__file__).parents[1]
 def check_env(config: RunConfig) -> list[str]:
     """One line for each problem."""
     try:
-        return _not_an_env(config.env) or _own_checks(config.env) or _at_work(config)
+        no_env = [line for env in dict.fromkeys((config.env, *config.env.parts)) for line in _not_an_env(env)]
+        return no_env or _own_checks(config.env) or _at_work(config)
     except ConfigError as error:
         return [str(error)]
     except (Exception, SystemExit) as error:  # the user's own code: say so, rather than show our stack
@@ -146,7 +147,7 @@ def _at_work(config: RunConfig) -> list[str]:
                 f"{type(env).__name__}.preference() returned {shown(pair)}; return two strings, the better "
                 f"first"
             )
-    texts = [env.prompt_prefix, *(p.question + p.answer for p in problems)]
+    texts = [*(part.prompt_prefix for part in env.parts), *(p.question + p.answer for p in problems)]
     if unknown := config.model.unknown_characters("".join(texts)):
         return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
     return []

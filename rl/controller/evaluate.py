@@ -58,7 +58,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     found: dict[str, dict[str, float]] = {}
     with (out / "rollouts.jsonl").open("w") as file:
         for name, config in configs.items():
-            print(f"{name}: {config.env.num_eval} problems ...", flush=True)
+            print(f"{name}: {len(config.env.eval_problems())} problems ...", flush=True)
             greedy, sampled = asyncio.run(_answers(config, num_samples))
             found[name] = measures(greedy, sampled)
             for split, groups in (("greedy", greedy), ("sampled", sampled)):

@@ -53,14 +53,16 @@ def validate(
     found += model_problems
     if not model_problems:
         found += _models_against_layouts(config) + _lora_targets(config)
-        if config.env.chat and (why := config.model.why_no_chat()):
+        chats = any(env.chat for env in config.env.parts)
+        if chats and (why := config.model.why_no_chat()):
             without = _OF_A_CHAT if isinstance(config.env, ChatEnv) else "set --env.chat False"
             found.append(f"env.chat=True but the model's tokenizer {why}; {without}")
         elif isinstance(config.env, ChatEnv) and not env_problems:
             found += check_chat_env(config.env, config.model.tokenizer())
         found += [
             f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
-            for text in config.model.not_one_token(config.env.stop)
+            for env in config.env.parts
+            for text in config.model.not_one_token(env.stop)
         ]
     if not model_problems:
         config = by_device(config, machine)

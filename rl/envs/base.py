@@ -25,7 +25,7 @@ def checked(problem: object) -> Problem:
         problem.close()  # or Python warns that nobody awaited it
     if not isinstance(problem, Problem):
         raise ConfigError(f"generate() returned {kind(problem)}; return a Problem(id, question, answer)")
-    for name in ("id", "question", "answer"):
+    for name in ("id", "question", "answer", "task"):
         if not isinstance(value := getattr(problem, name), str):
             raise ConfigError(f"generate() made a Problem whose {name} is {kind(value)}; make it a string")
     if not problem.question.strip() and not problem.messages:
@@ -68,6 +68,11 @@ class Env:
 
     stop: tuple[str, ...] = ()
     """Texts that end a completion, as EOS does; each has to be one token of the tokenizer."""
+
+    @property
+    def parts(self) -> tuple["Env", ...]:
+        """The tasks that it is made of."""
+        return (self,)
 
     def generate(self, seed: int) -> Problem:
         """A problem that depends only on `seed`."""

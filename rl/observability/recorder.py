@@ -128,8 +128,11 @@ class Recorder:
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
         self._record(step, metrics)
         self._write_rollouts(step, "eval", groups)
+        tasks = {name: value for name, value in metrics.items() if name.startswith("eval/accuracy/")}
+        of_each = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in tasks.items())
         self._line(
-            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems",
+            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems"
+            + f" ({of_each})" * bool(tasks),
             keep=True,
         )
         if pause:
