@@ -1,6 +1,7 @@
 """What Linux offers so that no process outlives a run; elsewhere these do nothing. And where a process is."""
 
 import asyncio
+import atexit
 import ctypes
 import gc
 import os
@@ -44,6 +45,7 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else nanobind takes what is never freed for leaks, and says so
 
 
 def is_stopped(process: ProcessInfo) -> bool:
