@@ -58,13 +58,13 @@ def smollm2() -> RunConfig:
         trainer=TrainerConfig(
             lr=2e-5, lr_warmup_steps=3, lr_schedule="linear", lr_min_ratio=0.1, max_tokens=2048
         ),
-        entropy=EntropyBonus(target=0.25, adapt=0.005),
+        entropy=EntropyBonus(coef=0.05, target=0.3, adapt=0.01),
         generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=128),
         dtype="bfloat16",
-        steps=36,
+        steps=32,
         prompts_per_step=32,
         group_size=8,
         minibatches=2,
-        resampling_rounds=2,
+        resampling_rounds=1,
         eval_every=10,
     )
