@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,11 +78,13 @@ class Env:
         """A problem that depends only on `seed`."""
         raise NotImplementedError
 
-    def reward(self, problem: Problem, response: str, stop: StopReason) -> float | Rewards:
+    def reward(
+        self, problem: Problem, response: str, stop: StopReason
+    ) -> float | Rewards | Mapping[str, float]:
         """Verify a response. Time-limited; may raise.
 
         1 is success: accuracy counts the rewards of at least 1. Rewards spreads it over the response:
-        `turns`, one for each run of sampled tokens, or `tokens`, one for each.
+        `turns`, one for each run of sampled tokens, or `tokens`, one for each. Named parts are summed.
         """
         raise NotImplementedError
 
