@@ -1,6 +1,6 @@
 """ChatEnv: a task of several turns, with tools, in the model's own chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -55,7 +55,7 @@ class ChatEnv(Env):
         """
         return None
 
-    def reward_episode(self, episode: Episode) -> float | Rewards | dict[str, float]:
+    def reward_episode(self, episode: Episode) -> float | Rewards | Mapping[str, float]:
         """Verify a whole episode. May be async.
 
         1 is success, as for `reward`. Named parts are summed, and each is a metric. Rewards(turns=...) has
