@@ -12,7 +12,7 @@ _ASKED = "State the final answer to the following arithmetic problem: "
 
 
 def work_out(problem: str) -> str:
-    """What follows `85 - 37 =`: ` 55 - 7 = 48`. Takes the tens away first, and the smaller from the larger."""
+    """What follows `85 - 37 =`: ` 55 - 7 = 48`. The tens first, and the smaller from the larger."""
     first, sign, second = problem.split()
     a, b = int(first), int(second)
     if sign == "+":

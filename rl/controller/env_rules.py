@@ -22,8 +22,9 @@ _PACKAGE = Path(__file__).parents[1]
 def check_env(config: RunConfig) -> list[str]:
     """One line for each problem."""
     try:
-        no_env = [line for env in dict.fromkeys((config.env, *config.env.parts)) for line in _not_an_env(env)]
-        return no_env or _own_checks(config.env) or _at_work(config)
+        within = [env for env in config.env.made_of if env is not config.env]
+        found = [line for env in (config.env, *within) for line in _not_an_env(env)]
+        return found or _own_checks(config.env) or _at_work(config)
     except ConfigError as error:
         return [str(error)]
     except (Exception, SystemExit) as error:  # the user's own code: say so, rather than show our stack
@@ -147,7 +148,7 @@ def _at_work(config: RunConfig) -> list[str]:
                 f"{type(env).__name__}.preference() returned {shown(pair)}; return two strings, the better "
                 f"first"
             )
-    texts = [*(part.prompt_prefix for part in env.parts), *(p.question + p.answer for p in problems)]
+    texts = [*(part.prompt_prefix for part in env.made_of), *(p.question + p.answer for p in problems)]
     if unknown := config.model.unknown_characters("".join(texts)):
         return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
     return []

@@ -53,7 +53,7 @@ def validate(
     found += model_problems
     if not model_problems:
         found += _models_against_layouts(config) + _lora_targets(config)
-        chats = any(env.chat for env in config.env.parts)
+        chats = any(env.chat for env in config.env.made_of)
         if chats and (why := config.model.why_no_chat()):
             without = _OF_A_CHAT if isinstance(config.env, ChatEnv) else "set --env.chat False"
             found.append(f"env.chat=True but the model's tokenizer {why}; {without}")
@@ -61,7 +61,7 @@ def validate(
             found += check_chat_env(config.env, config.model.tokenizer())
         found += [
             f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
-            for env in config.env.parts
+            for env in config.env.made_of
             for text in config.model.not_one_token(env.stop)
         ]
     if not model_problems:

@@ -70,7 +70,7 @@ class Env:
     """Texts that end a completion, as EOS does; each has to be one token of the tokenizer."""
 
     @property
-    def parts(self) -> tuple["Env", ...]:
+    def made_of(self) -> tuple["Env", ...]:
         """The tasks that it is made of."""
         return (self,)
 

@@ -29,23 +29,24 @@ class Mixture(Env):
     """How often each is drawn; empty: all alike. A task with 0 is held out as a whole."""
 
     @property
-    def parts(self) -> tuple[Env, ...]:
+    def made_of(self) -> tuple[Env, ...]:
         return tuple(env for _, env in self.tasks if isinstance(env, Env))
 
     def validate(self) -> list[str]:
         names = [name for name, _ in self.tasks]
-        if not names or len(self.parts) < len(names):
+        if not names or len(self.made_of) < len(names):
             return ["env.tasks must be pairs of a name and an Env; name at least one"]
         found = [
             f"env.tasks has a {type(env).__name__}, a task of several turns; a Mixture has those of one turn"
-            for env in self.parts
+            for env in self.made_of
             if isinstance(env, ChatEnv)
         ]
         if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             found.append(f"env.tasks has the names {names}; give each one of its own")
         if self.weights and (len(self.weights) != len(names) or not sum(self.weights)):
             found.append(
-                f"env.weights={self.weights} must be {len(names)} numbers, one for each of env.tasks, not all 0"
+                f"env.weights={self.weights} must be {len(names)} numbers, one for each of env.tasks, "
+                f"not all 0"
             )
         for field in fields(Env):
             if field.name in _THEIR_OWN and getattr(self, field.name) != field.default:
@@ -85,7 +86,7 @@ class Mixture(Env):
         return self._task(problem).reward(problem, response, stop)
 
     def prepare(self) -> None:
-        for env in self.parts:
+        for env in self.made_of:
             env.prepare()
 
     def demonstration(self, problem: Problem, seed: int) -> str:
