@@ -4,18 +4,22 @@ import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path("/dev/shm")
+_TEMPORARY = Path(tempfile.gettempdir())
 _PREFIX = "rl-"
 
 
 @contextmanager
 def shared_directory(run_name: str, root: Path = ROOT) -> Iterator[Path]:
-    """A new directory `rl-<pid>-<random>-<run_name>`. At the end it goes, with all whose name begins so.
+    """A new directory `rl-<pid>-<random>-<run_name>`.
+
+    At the end it goes, with all whose name begins so, there and where temporary files are.
 
     What runs that were killed left behind is removed first. Another run's is never touched, also where it
     belongs to another container with the same shared memory: a lock, not a process number, says who lives.
@@ -24,8 +28,8 @@ def shared_directory(run_name: str, root: Path = ROOT) -> Iterator[Path]:
     path = root / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}-{run_name[:64]}"
     lock = _make(path)
     # It removes the directory when this process is gone, which closes the pipe.
-    script = 'cat >/dev/null; rm -rf -- "$0"*'
-    command = ["sh", "-c", script, str(path)]
+    script = 'cat >/dev/null; rm -rf -- "$1"* "$0"*'
+    command = ["sh", "-c", script, str(path), str(_TEMPORARY / path.name)]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield path
@@ -52,8 +56,9 @@ def remove_unowned(root: Path = ROOT) -> None:
 
 
 def remove_shared(path: Path) -> None:
-    """The directory, and what other libraries made beside it under names that begin with its name."""
-    for found in [other for other in path.parent.iterdir() if other.name.startswith(path.name)]:
+    """The directory, and what else has a name that begins so, beside it and among temporary files."""
+    there = [found for folder in (path.parent, _TEMPORARY) for found in folder.iterdir()]
+    for found in [found for found in there if found.name.startswith(path.name)]:
         if found.is_dir():
             shutil.rmtree(found, ignore_errors=True)
         else:

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 
@@ -45,6 +47,19 @@ def test_it_goes_with_all_whose_name_begins_so(tmp_path):
         (path / "weights.bin").touch()
         path.with_name(path.name + "-other").touch()
     assert not list(tmp_path.iterdir())
+
+
+def test_temporary_files_of_its_name_go_too(tmp_path):
+    """A generator that is killed cannot remove its adapters."""
+    with shared_directory("run", tmp_path) as path:
+        Path(tempfile.mkdtemp(prefix=f"{path.name}-adapters-"), "weights").touch()
+        name = path.name
+    process = hold(tmp_path)
+    killed = min(made.name for made in tmp_path.iterdir())
+    tempfile.mkdtemp(prefix=f"{killed}-adapters-")
+    end(process)
+    assert wait_empty(tmp_path)
+    assert not [p for p in Path(tempfile.gettempdir()).iterdir() if p.name.startswith((name, killed))]
 
 
 def test_another_runs_directory_stays_even_where_its_process_number_means_nothing(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -76,7 +77,9 @@ def pid_of(process, run_dir, name):
 
 
 def shared_leftovers():
-    return [p.name for p in Path("/dev/shm").glob("rl-*") if not psutil.pid_exists(int(p.name.split("-")[1]))]
+    """Of runs whose controller is gone."""
+    found = [*Path("/dev/shm").glob("rl-*"), *Path(tempfile.gettempdir()).glob("rl-*-adapters-*")]
+    return [path.name for path in found if not psutil.pid_exists(int(path.name.split("-")[1]))]
 
 
 def read_metrics(run_dir):

@@ -71,7 +71,7 @@ class VLLM:
         self._adapters = AdapterSlots(self._engine.add_lora, self._engine.remove_lora, held)
         self._running: dict[str, _Running] = {}  # by the number of its command
         self._waiting: list[Admit] = []  # for a place for their adapter
-        self._adapter_files = tempfile.TemporaryDirectory(prefix="rl-adapters-")
+        self._adapter_files = tempfile.TemporaryDirectory(prefix=f"{config.shared_prefix}-adapters-")
         self._versions: dict[str | None, PolicyVersion] = {}  # of the model (None) and of each adapter
 
     def tick(self, commands: Sequence[Command]) -> Tick:
