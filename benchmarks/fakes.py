@@ -100,7 +100,7 @@ class NoRecorder:
         self.run_dir = run_dir
         self.num_steps = 0
 
-    def step(self, step: int, metrics: Any, groups: Any) -> None:
+    def step(self, *args: Any) -> None:
         self.num_steps += 1
 
     def evaluation(self, *args: Any, **settings: Any) -> None:
@@ -134,5 +134,5 @@ def fake_actors(config: RunConfig, seconds: Seconds, num_rewards: int, seed: int
 
     rewards = [Replica(f"reward-{i}", spawn_reward, 0, rewards_changed) for i in range(num_rewards)]
     generators = GeneratorPool("generator", make, config.generator.num_replicas, MODEL, store)
-    pool = RewardPool("reward worker", rewards, rewards_changed)
+    pool = RewardPool("reward worker", rewards, rewards_changed, max_episodes=0)
     return Actors(FakeTrainer(config, seconds), generators, pool, store, config.deadlines)
