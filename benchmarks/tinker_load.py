@@ -25,8 +25,8 @@ from benchmarks.runs import write_table
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_load.md"
 SEQUENCE, NEW_TOKENS, NUM_SAMPLES = 32, 16, 4
-NOTES = f"""forward_backward: one datum of {SEQUENCE} tokens; samples: {NUM_SAMPLES} of {NEW_TOKENS} tokens from a snapshot of the model's adapter; every second client's turns alternate
-between two tenants. Fairness: the fewest of a kind that a client got done, over the most; a client that trains also waits for its optim_steps. Memory: of each process, a line
+NOTES = f"""forward_backward: one datum of {SEQUENCE} tokens; samples: {NUM_SAMPLES} of {NEW_TOKENS} tokens from a snapshot of the model's adapter. Models belong to
+two tenants in turn. Fairness: the fewest of a kind that a client got done, over the most; a client that trains also waits for its optim_steps. Memory: of each process, a line
 fitted through what it held every five seconds, without the first fifth of the time."""
 
 

@@ -58,8 +58,7 @@ class Rollouts:
     async def _group(
         self, index: int, prompt: Prompt, sampler: Sampler, size: int, temperature: float, seed: int
     ) -> Group:
-        ends = (self.tokenizer.encode_plain(text)[0] for text in self.env.stop)
-        stop = (self.tokenizer.eos_id, *ends)
+        stop = (self.tokenizer.eos_id, *self.env.stop_ids(self.tokenizer))
         params = SamplingParams(self.env.max_new_tokens, temperature, seed, stop, self.adapter)
         context = RolloutContext(sampler, self.tokenizer, params, self.max_tokens, self.episodes, self.door)
         rollouts = await self.env.drive(prompt, size, context)

@@ -101,6 +101,10 @@ class Env:
         """Two responses: the better one, then the worse."""
         raise ConfigError(f"{type(self).__name__} has no preferences; implement preference()")
 
+    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The token of each of `stop`."""
+        return tuple(tokenizer.encode_plain(text)[0] for text in self.stop)
+
     def validate(self) -> list[str]:
         """What is wrong with this configuration, one line each."""
         return []

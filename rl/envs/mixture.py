@@ -74,10 +74,8 @@ class Mixture(Env):
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         task, params = self._task(prompt.problem), context.params
-        ends = tuple(context.tokenizer.encode_plain(text)[0] for text in task.stop)
-        own = replace(
-            params, max_new_tokens=task.max_new_tokens, stop_token_ids=(*params.stop_token_ids, *ends)
-        )
+        stop = (*params.stop_token_ids, *task.stop_ids(context.tokenizer))
+        own = replace(params, max_new_tokens=task.max_new_tokens, stop_token_ids=stop)
         return await task.drive(prompt, n, replace(context, params=own))
 
     def reward(

@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,11 @@ class Checkpoints:
         async with self._copying:
             if self._database.get(checkpoints, str(path)) is not None:
                 return path
-            partial = directory.with_name(directory.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
             try:
-                await asyncio.to_thread(shutil.copytree, source.directory, partial)
+                async with _complete(directory) as partial:
+                    await asyncio.to_thread(shutil.copytree, source.directory, partial)
             except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
                 raise NotFound(f"there is no checkpoint {source.path}") from error
-            shutil.rmtree(directory, ignore_errors=True)
-            partial.rename(directory)
             copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
             self._insert(path, tenant, f"copy of {source.path}", source.lora, copied)
         return path
@@ -93,12 +91,8 @@ class Checkpoints:
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
 
     async def _write(self, model: Row, directory: Path, optimizer: bool) -> None:
-        """The directory appears when it is complete, in the place of one that is overwritten."""
-        partial = directory.with_name(directory.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        await self._backend.save(model.id, partial, optimizer)
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
+        async with _complete(directory) as partial:
+            await self._backend.save(model.id, partial, optimizer)
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
@@ -137,6 +131,16 @@ class Checkpoints:
         """Those past their time go."""
         for row in self._database.find(checkpoints, checkpoints.c.expires < now()):
             self.delete(row)
+
+
+@asynccontextmanager
+async def _complete(directory: Path) -> AsyncIterator[Path]:
+    """Where to write it: it appears when it is complete, in the place of one that is overwritten."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
 
 
 def _size(directory: Path) -> int:

@@ -89,9 +89,8 @@ def test_a_run_names_the_accuracy_of_each(tmp_path):
         }  # fmt: skip
         mean = (3 * metrics["eval/accuracy/echo"] + 2 * metrics["eval/accuracy/sort"]) / 5
         assert metrics["eval/accuracy"] == pytest.approx(mean)
-    assert {
-        rollout.problem.task for g in recorder.groups.values() for group in g for rollout in group.rollouts
-    }
+    groups = [group for groups in recorder.groups.values() for group in groups]
+    assert {r.problem.task for group in groups for r in group.rollouts} == {"echo", "sort"}
 
 
 def test_the_run_can_be_started_again_from_its_config():

@@ -1,17 +1,14 @@
 """What the official client asks for only when it is told to: copies of weights, and one poll for a whole sampling session."""
 
-import os
-
 import pytest
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
-import httpx  # noqa: E402
 from tinker import types  # noqa: E402
 
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
+from tests.tinker.test_protocol import client, post  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-os.environ["TINKER_TELEMETRY"] = "0"
 PARAMS = types.SamplingParams(max_tokens=2, seed=5)
 PROMPT = types.ModelInput.from_ints([5])
 
@@ -20,14 +17,6 @@ PROMPT = types.ModelInput.from_ints([5])
 def server(tmp_path):
     with serving(tmp_path / "server") as (url, service):
         yield url, service
-
-
-def client(url, key=KEYS[0]):
-    return tinker.ServiceClient(base_url=url, api_key=key)
-
-
-def post(url, path, body, key=KEYS[0]):
-    return httpx.post(f"{url}/api/v1/{path}", json=body, headers={"X-API-Key": key}, timeout=30)
 
 
 def trained(url):
@@ -123,7 +112,7 @@ def test_one_poll_for_a_whole_session(server, monkeypatch):
 def test_a_poll_says_what_ended_since_its_cursor_whatever_the_clock_does(tmp_path, monkeypatch):
     def ended(url, id, cursor, timeout=5.0):
         body = {"target": {"sampling_session_id": id}, "prev_cursor": cursor, "timeout": timeout}
-        answer = post(url, "retrieve_futures", body).json()
+        answer = post(url, "retrieve_futures", body, timeout=30).json()
         return [(c["request_id"].rpartition(":")[2], c["state"]) for c in answer["completions"]], answer[
             "cursor"
         ]
