@@ -1,11 +1,12 @@
 """Rows as trees against plain packing and padded rows: a step's seconds, the ideal by FLOPs, and peak memory.
 
-`python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in
-bf16; what responses there are is trained on; one update. Plain and trees take a step in turns, `--rounds` times; a ratio is
-the median of the rounds' ratios. Peak memory is that of a process of each way's own.
+`python -m benchmarks.prefix_trees` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in bf16; what
+responses there are is trained on; one update. Plain and trees take steps in turns; a ratio is the median of the rounds'
+ratios. Peak memory is that of a process of each way's own.
 """
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +58,26 @@ def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> 
     return samples
 
 
-# The last has nothing to share.
-CASES: dict[str, Callable[[], list[Any]]] = {
-    "4 x 8, 48 + 20": lambda: groups(4, 8, 48, 20),
-    "2 x 16, 48 + 20": lambda: groups(2, 16, 48, 20),
-    "2 x 8, 48 + 128": lambda: groups(2, 8, 48, 128),
-    "1 x 8, 48 + 512": lambda: groups(1, 8, 48, 512),
-    "1 x 8, 512 + 20": lambda: groups(1, 8, 512, 20),
-    "1 x 8, 512 + 128": lambda: groups(1, 8, 512, 128),
-    "1 x 4, 2048 + 20": lambda: groups(1, 4, 2048, 20),
-    "1 x 4, 2048 + 128": lambda: groups(1, 4, 2048, 128),
-    "turns: 1 x 4, 128 + 4 x 48": lambda: turns(1, 4, 128, 4, 48),
-    "32 x 1, 16 + 48": lambda: groups(32, 1, 16, 48),
-}
-MEASURES_MEMORY = ("4 x 8, 48 + 20", "1 x 8, 512 + 20", "1 x 4, 2048 + 128")
+PROMPTS, RESPONSES, SIZES = (48, 512, 2048), (20, 128, 512), (8, 16)
+SMALL = 7000  # tokens of plain packing: a case that is measured three times, and with padded rows
+
+
+def cases() -> dict[str, Callable[[], list[Any]]]:
+    """The last has nothing to share."""
+    made: dict[str, Callable[[], list[Any]]] = {}
+    for size, prompt, response in itertools.product(SIZES, PROMPTS, RESPONSES):
+        count = max(1, 2048 // (size * (prompt + response)))
+        made[f"{count} x {size}, {prompt} + {response}"] = partial(groups, count, size, prompt, response)
+    made["turns: 1 x 4, 128 + 4 x 48"] = partial(turns, 1, 4, 128, 4, 48)
+    made["32 x 1, 16 + 48"] = partial(groups, 32, 1, 16, 48)
+    return made
+
+
+MEASURES_MEMORY = ("3 x 8, 48 + 20", "1 x 8, 512 + 20", "1 x 8, 2048 + 128")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=2)
     # Of a process that measures its peak memory:
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="", choices=["", *WAYS], help=argparse.SUPPRESS)
@@ -82,30 +85,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
         if options.case:
-            steps(Path(directory), CASES[options.case](), options.way)[0]()
+            steps(Path(directory), cases()[options.case](), options.way)[0]()
             status = Path("/proc/self/status").read_text()  # getrusage would tell what the parent took
             print(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20)
             return
         rows = [["samples", "plain, s", "trees, s", "padded, s", "plain / trees", "ideal", "of ideal", "padded / trees",
                  "GiB plain", "GiB trees"]]  # fmt: skip
-        for name, case in CASES.items():
+        for name, case in cases().items():
             plain, trees, padded = steps(Path(directory), case(), *WAYS)
+            is_small = sum(len(sample.tokens) for sample in case()) <= SMALL
             trees()
-            seconds = [(timed(plain), timed(trees)) for _ in range(options.rounds)]
+            seconds = [(timed(plain), timed(trees)) for _ in range(3 if is_small else 1)]
             ratio = statistics.median(a / b for a, b in seconds)
             ideal = flops(case(), share=False) / flops(case(), share=True)
             best_plain, best_trees = (min(column) for column in zip(*seconds, strict=True))
-            with_padding = timed(padded)
+            with_padding = timed(padded) if is_small else None
             memory = [f"{peak(name, way):.1f}" for way in WAYS[:2]] if name in MEASURES_MEMORY else ["", ""]
             rows.append([
-                name, f"{best_plain:.2f}", f"{best_trees:.2f}", f"{with_padding:.2f}", f"{ratio:.2f}", f"{ideal:.2f}",
-                f"{ratio / ideal:.2f}", f"{with_padding / best_trees:.2f}", *memory,
+                name, f"{best_plain:.2f}", f"{best_trees:.2f}", f"{with_padding:.2f}" if with_padding else "",
+                f"{ratio:.2f}", f"{ideal:.2f}", f"{ratio / ideal:.2f}",
+                f"{with_padding / best_trees:.2f}" if with_padding else "", *memory,
             ])  # fmt: skip
             print(rows[-1], flush=True)
     notes = (
         "Samples: groups x samples of each, prompt + response; turns: tasks x rollouts, prompt + turns x response, each turn a\n"
-        "sample. Seconds of a step, the least of all rounds. `ideal`: FLOPs of plain packing to those of trees, the head's and\n"
-        "attention's included. padded: transformers' model on rows padded to the longest, bf16 under autocast, once.\n"
+        "sample. Seconds of a step: the least of three in turns, or one where plain packing has over "
+        f"{SMALL:,} tokens. `ideal`:\n"
+        "FLOPs of plain packing to those of trees, the head's and attention's included. padded: transformers' model on rows\n"
+        "padded to the longest, bf16 under autocast, once.\n"
         f"Each way computes at most {MAX_TOKENS} tokens at a time."
     )
     write_table(

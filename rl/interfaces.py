@@ -66,16 +66,19 @@ class EpisodeProcess(Protocol):
     """
 
     async def begin(self) -> Opening: ...
-    async def step(self, message: Message, malformed: Sequence[str]) -> Reply: ...
-    async def note(self, messages: Sequence[Message]) -> None:
-        """What was said without an answer of the environment's."""
+    async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
+        """After a turn of the policy. Where that was the last one, the reply has the episode's score."""
         ...
 
     async def act(self, base_url: str, api_key: str) -> None:
-        """Have the environment's agent talk to the policy over HTTP, until it is done."""
+        """Begin, and have the environment's agent talk to the policy over HTTP, until it is done."""
         ...
 
-    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score: ...
+    async def score(
+        self, stop: StopReason, said: Sequence[Message], turn_tokens: Sequence[Sequence[int]]
+    ) -> Score:
+        """Of an episode that something else has ended. said, turn_tokens: what no `step` was told of."""
+        ...
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> Sequence[Score]:
         """Of a problem's episodes after their end, in any process of them."""

@@ -29,7 +29,7 @@ _NUMBERS = count()  # of episodes, in the controller
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCall:
-    """A verb of EpisodeProcess; the first opens the episode, the last ends it."""
+    """A verb of EpisodeProcess; the first opens the episode."""
 
     number: int  # of the episode
     problem: Problem
@@ -37,7 +37,11 @@ class EpisodeCall:
     verb: str
     arguments: tuple
     is_first: bool
-    is_last: bool
+
+
+def _ends(call: EpisodeCall, answer: Any) -> bool:
+    """That was the episode's last call; its process is ended."""
+    return call.verb in ("score", "score_group") or (isinstance(answer, Reply) and answer.done)
 
 
 class RewardWorker(Actor):
@@ -70,7 +74,7 @@ class RewardWorker(Actor):
             answer = await getattr(self._episodes[call.number][0], call.verb)(*call.arguments)
         except (EpisodeFailed, EpisodeLost) as failure:
             answer = failure
-        if call.is_last:
+        if _ends(call, answer):
             await self._close(call.number)
         return answer
 
@@ -184,32 +188,30 @@ class RemoteEpisode:
     async def begin(self) -> Opening:
         return await self._verb("begin")
 
-    async def step(self, message: Message, malformed: Sequence[str]) -> Reply:
-        return await self._verb("step", message, malformed)
-
-    async def note(self, messages: Sequence[Message]) -> None:
-        await self._verb("note", messages)
+    async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
+        return await self._verb("step", message, malformed, tokens)
 
     async def act(self, base_url: str, api_key: str) -> None:
         await self._verb("act", base_url, api_key)
 
-    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
-        return await self._verb("score", stop, turn_tokens, is_last=True)
+    async def score(
+        self, stop: StopReason, said: Sequence[Message], turn_tokens: Sequence[Sequence[int]]
+    ) -> Score:
+        return await self._verb("score", stop, said, turn_tokens)
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
-        return await self._verb("score_group", members, is_last=True)
+        return await self._verb("score_group", members)
 
     async def close(self) -> None:
         if self._has_begun and not self._has_ended:
             with suppress(EpisodeLost):
                 await self._ask(lambda process: process.close_episode(self._number))
 
-    async def _verb(self, verb: str, *arguments: Any, is_last: bool = False) -> Any:
-        ends = not self._has_begun, is_last
-        call = EpisodeCall(self._number, self._problem, self._seed, verb, arguments, *ends)
-        self._has_begun = True
+    async def _verb(self, verb: str, *arguments: Any) -> Any:
+        is_first, self._has_begun = not self._has_begun, True
+        call = EpisodeCall(self._number, self._problem, self._seed, verb, arguments, is_first)
         answer = await self._ask(lambda process: process.ask_episode(call))
-        self._has_ended = is_last
+        self._has_ended = _ends(call, answer)
         if isinstance(answer, EpisodeFailed | EpisodeLost):
             raise answer
         return answer

@@ -106,19 +106,31 @@ class Adapters:
     def load_state(self, name: str, path: str | Path, optimizer: bool = True) -> None:
         """Add an adapter from a directory that `save_state` wrote, in the place of one with that name.
 
-        Without `optimizer`, its moments are new. Raises ConfigError where they are not there.
+        Without `optimizer`, its moments are new. Raises ConfigError where they are not there. Where it fails,
+        the one with that name stays.
         """
         if optimizer and not (Path(path) / OPTIMIZER).is_file():
             raise ConfigError(f"{path} has no optimizer state; load its weights alone")
-        if name in self._members:
-            self.remove(name)
-        self.load(name, path)
-        if not optimizer:
-            return
+        before = self._members.pop(name, None)
+        try:
+            self.load(name, path)
+            if optimizer:
+                self._load_moments(name, path)
+        except BaseException:
+            self._members.pop(name, None)
+            if before is not None:
+                self._members[name] = before
+            raise
+
+    def _load_moments(self, name: str, path: str | Path) -> None:
         saved = load_file(Path(path) / OPTIMIZER)
         for parameter, tensors in self.learner(name).state().items():
             for key, tensor in tensors.items():
                 if key != "value":
+                    if f"{parameter}/{key}" not in saved:
+                        raise ConfigError(
+                            f"{path} lacks the optimizer's {key} of {parameter}; load its weights alone"
+                        )
                     given = saved[f"{parameter}/{key}"]
                     if isinstance(tensor, DTensor):
                         given = distribute_tensor(

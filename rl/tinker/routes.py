@@ -142,8 +142,8 @@ def add_routes(
     @api.post("/forward_backward")
     async def forward_backward(request: Request) -> Any:
         body = await read_body(request)
-        model, seq_id = wire.model_of(body)
-        return _future(service.submit(tenant(request), "forward_backward", model, seq_id, body), model)
+        kind, model, seq_id = wire.head_of(body)
+        return _future(service.submit(tenant(request), kind, model, seq_id, body), model)
 
     @api.post("/optim_step")
     async def optim_step(body: types.OptimStepRequest, request: Request) -> Any:

@@ -116,7 +116,7 @@ class Training:
                 return {"model_id": model.id, "type": "create_model"}, JSON
             path = json.loads(request.body)["path"]
             return {"model_id": model.id, "path": path, "type": "load_weights"}, JSON
-        if request.kind in CHANGES:
+        if request.kind in (*CHANGES, "forward"):
             return await self._apply(model, request, state)
         return await self._save(request, model), JSON
 
@@ -137,8 +137,8 @@ class Training:
             _log.exception("no snapshot of %s", model.id)
 
     async def _apply(self, model: Row, request: Row, state: _Loaded) -> tuple[Any, str]:
-        """One that changes the model: for the first time, or once more."""
-        if request.kind == "forward_backward":
+        """A forward, or one that changes the model: for the first time, or once more."""
+        if request.kind in ("forward", "forward_backward"):
             asked = wire.read_forward_backward(request.body)
             backend = self._backend
             losses.check(asked.data, asked.loss, backend.context_length, backend.vocab_size)
@@ -148,7 +148,7 @@ class Training:
                     model.id, asked.data, asked.loss, asked.config, asked.forward_only
                 )
             except RunError:
-                state.has_gradient = False  # engines keep no half of one
+                state.has_gradient &= asked.forward_only  # engines keep no half of one
                 raise
             state.has_gradient |= not asked.forward_only
             return wire.write_learned(learned), wire.PROTOBUF
@@ -166,16 +166,29 @@ class Training:
 
     async def _bring(self, model: Row, before: int) -> _Loaded:
         """The model is in the engine, as it was before the request with this number."""
-        if model.id in self._loaded:
-            self._loaded.move_to_end(model.id)
-            return self._loaded[model.id]
-        await self._make_room()
+        if model.id not in self._loaded:
+            await self._make_room()
+            await self._load(model)
+            try:
+                self._loaded[model.id] = await self._do_again(model, before)
+            except ModelsLost:
+                raise
+            except Exception:  # a part of it is not it
+                await self._backend.remove(model.id)
+                raise
+        self._loaded.move_to_end(model.id)
+        return self._loaded[model.id]
+
+    async def _load(self, model: Row) -> None:
         if model.snapshot is not None:
             await self._backend.load(model.id, Path(model.snapshot), True)
         elif model.source is not None:
             await self._backend.load(model.id, Path(model.source), model.source_optimizer)
         else:
             await self._backend.create(model.id, LoRA.from_record(model.lora), model.seed)
+
+    async def _do_again(self, model: Row, before: int) -> _Loaded:
+        """Its requests since the snapshot. Raises RunError where one that worked now fails."""
         state = _Loaded()
         again = self._database.find(
             requests,
@@ -191,9 +204,14 @@ class Training:
                 await self._apply(model, request, state)
             except ModelsLost:
                 raise
-            except (UserError, RunError) as error:  # as it was the first time
-                _log.info("request %s failed once more: %s", request.id, error)
-        self._loaded[model.id] = state
+            except Exception as error:
+                if request.state == "failed":
+                    _log.info("request %s failed once more: %s", request.id, error)
+                    continue
+                raise RunError(
+                    f"the model cannot be restored: its {request.kind} {request.id} worked, and now failed: "
+                    f"{error}; load a checkpoint into a new model if this stays so"
+                ) from error
         return state
 
     async def _make_room(self) -> None:

@@ -29,10 +29,14 @@ class ForwardBackward:
     forward_only: bool
 
 
-def model_of(body: bytes) -> tuple[str, int]:
-    """model_id and seq_id of a forward_backward request. Raises UserError where it is not one."""
+def head_of(body: bytes) -> tuple[str, str, int]:
+    """Of a forward_backward request: forward or forward_backward, model_id, seq_id.
+
+    Raises UserError where it is not one.
+    """
     message = _parse(body)
-    return message.model_id, message.seq_id
+    kind = "forward" if message.forward_only else "forward_backward"
+    return kind, message.model_id, message.seq_id
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:

@@ -7,10 +7,12 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.loss.cross_entropy import CrossEntropy
+from rl.models.adapters import OPTIMIZER
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.lora import read_adapter
@@ -259,3 +261,9 @@ def test_an_adapters_state_goes_on_bit_for_bit(make, tmp_path):
     engine.save_adapter("b", tmp_path / "b")
     with pytest.raises(ConfigError, match="has no optimizer state"):
         engine.adapters.load_state("b", tmp_path / "b")
+    moments = load_file(tmp_path / "a" / OPTIMIZER)
+    moments.popitem()
+    save_file(moments, tmp_path / "a" / OPTIMIZER)
+    with pytest.raises(ConfigError, match="lacks the optimizer's"):
+        engine.adapters.load_state("b", tmp_path / "a")
+    assert all(torch.equal(p, others[n]) for n, p in engine.adapters["b"].parameters.items())

@@ -18,6 +18,7 @@ tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from tinker.proto.response_conv import deserialize_forward_backward_output  # noqa: E402
 
+from rl.errors import RunError  # noqa: E402
 from rl.tinker.database import Database  # noqa: E402
 from rl.tinker.limits import Limits  # noqa: E402
 from rl.tinker.service import Service  # noqa: E402
@@ -79,6 +80,42 @@ def test_models_with_a_gradient_make_room_for_others_too(tmp_path):
                 training.optim_step(ADAM).result()
             assert len(backend.models) <= 2
         assert [value_of(t) for t in models] == pytest.approx([i + 0.9 for i in range(4)])
+
+
+def test_what_only_computes_is_not_done_again(tmp_path):
+    backend = FakeBackend()
+    with serving(tmp_path / "server", backend) as (url, _):
+        (training,) = seeded(url, 1)
+        training.forward_backward([datum()], "cross_entropy").result()
+        training.forward([datum()], "cross_entropy").result()
+        backend.lose_at = len(backend.log) + 1
+        training.optim_step(ADAM).result()
+    again = backend.log[backend.lose_at :]
+    assert [kind for kind, _ in again] == ["create", "forward_backward", "optim_step"]
+
+
+def test_a_model_that_cannot_be_restored_says_so_and_leaves_no_half_of_it(tmp_path):
+    """What worked the first time and fails now would leave other weights than the client knows of."""
+
+    class Full(FakeBackend):
+        is_full = False
+
+        async def optim_step(self, model, params):
+            if self.is_full:
+                raise RunError("out of memory")
+            return await super().optim_step(model, params)
+
+    backend = Full()
+    with serving(tmp_path / "server", backend) as (url, _):
+        (training,) = seeded(url, 1)
+        training.forward_backward([datum()], "cross_entropy")
+        training.optim_step(ADAM).result()
+        backend.lose_at, backend.is_full = len(backend.log) + 1, True
+        with pytest.raises(tinker.RequestFailedError, match="cannot be restored: its optim_step .* worked"):
+            training.forward([datum()], "cross_entropy").result()
+        assert not backend.models
+        backend.is_full = False
+        assert value_of(training) == pytest.approx(0.3)
 
 
 @pytest.mark.slow

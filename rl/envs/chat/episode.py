@@ -15,7 +15,7 @@ from typing import Any
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
 from rl.errors import one_line
-from rl.types import Message, Problem, StopReason
+from rl.types import Message, Problem, Score, StopReason
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Episode:
     """Set it in a tool to end the episode after this turn."""
     stop: StopReason = StopReason.STOP
     """LENGTH where a budget cut the episode off: tokens of a turn, turns, or tokens in all."""
-    turn_tokens: Sequence[Sequence[int]] = ()
-    """At the end: the tokens that were sampled in each turn."""
+    turn_tokens: list[Sequence[int]] = field(default_factory=list)
+    """The tokens that were sampled in each turn; of an agent's, at the end."""
 
     @property
     def answers(self) -> list[str]:
@@ -75,6 +75,7 @@ class Reply:
     messages: Sequence[Message] = ()
     done: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
+    score: Score | None = None  # once it is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,13 @@ class EpisodeRunner:
         episode.messages += _messages(self._run(env.start(episode)), "start") or []
         return Opening(list(episode.messages), [tool.schema for tool in self._tools.values()])
 
-    def step(self, message: Message, malformed: Sequence[str]) -> Reply:
+    def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
         """After a turn of the policy: run its calls, or else ask the environment what comes next.
 
-        malformed: what is wrong with calls that could not be read.
+        malformed: what is wrong with calls that could not be read. The reply has no score.
         """
         self.episode.messages.append(message)
+        self.episode.turn_tokens.append(tokens)
         counts: Counter[str] = Counter()
         if malformed:
             counts["malformed_calls"] = len(malformed)
@@ -140,16 +142,24 @@ class EpisodeRunner:
         """Run the environment's agent (AgentEnv)."""
         self._run(self._env.agent(self.episode, base_url, api_key))
 
-    def reward(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Any:
-        """What the environment's reward_episode returns."""
-        self.episode.stop, self.episode.turn_tokens = stop, turn_tokens
+    def reward(
+        self,
+        stop: StopReason = StopReason.STOP,
+        said: Sequence[Message] = (),
+        turn_tokens: Sequence[Sequence[int]] = (),
+    ) -> Any:
+        """What the environment's reward_episode returns. said, turn_tokens: what no `step` was told of."""
+        self.episode.stop = stop
+        self.episode.messages += said
+        self.episode.turn_tokens += turn_tokens
         return self._run(self._env.reward_episode(self.episode))
 
     def reward_group(self, members: Sequence[EndedEpisode]) -> Any:
         """What the environment's reward_group returns."""
         problem, rng = self.episode.problem, self.episode.rng
         episodes = [
-            Episode(problem, rng, list(m.messages), stop=m.stop, turn_tokens=m.turn_tokens) for m in members
+            Episode(problem, rng, list(m.messages), stop=m.stop, turn_tokens=list(m.turn_tokens))
+            for m in members
         ]
         return self._run(self._env.reward_group(episodes))
 

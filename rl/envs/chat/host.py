@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -20,7 +21,7 @@ from rl.envs.chat.process import ENDED
 from rl.envs.pipes import HEADER, framed, receive, send_pickled
 from rl.envs.verifier import START_SECONDS
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
-from rl.types import Message, Problem, Score, StopReason
+from rl.types import Message, Problem, Score
 
 _OUTPUT_BYTES = 64 * 1024  # of what an episode prints: kept in the worker's log
 _STATUS_SECONDS = 5.0  # until the forking process has told how one ended, or is found to be gone itself
@@ -184,23 +185,27 @@ class HostedEpisode:
     async def begin(self) -> Opening:
         return await self._ask("begin", (), self._host.turn_seconds, "start() took", "env.turn_seconds")
 
-    async def step(self, message: Message, malformed: Sequence[str]) -> Reply:
+    async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         what = f"the tool {' and '.join(called)} took" if called else "step() took"
-        return await self._ask(
-            "step", (message, malformed), self._host.turn_seconds, what, "env.turn_seconds"
-        )
-
-    async def note(self, messages: Sequence[Message]) -> None:
-        await self._ask("note", (messages,), self._host.turn_seconds, "the process took", "env.turn_seconds")
+        told = message, malformed, tokens
+        reply = await self._ask("step", told, self._host.turn_seconds, what, "env.turn_seconds")
+        if not reply.done:
+            return reply
+        try:
+            score = await self.score()
+        except EpisodeFailed as failure:  # the turn has been: what it did is counted
+            score = Score(0.0, str(failure), cause=failure.cause)
+        return replace(reply, score=score)
 
     async def act(self, base_url: str, api_key: str) -> None:
         seconds = self._host.episode_seconds
+        await self.begin()
         await self._ask("act", (base_url, api_key), seconds, "the agent took", "env.episode_seconds")
 
-    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
+    async def score(self, *end: Any) -> Score:
         seconds, what = self._host.reward_seconds, "the reward function took"
-        return await self._ask("score", (stop, turn_tokens), seconds, what, "reward.limit_seconds")
+        return await self._ask("score", end, seconds, what, "reward.limit_seconds")
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         seconds, what = self._host.reward_seconds, "the reward function took"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl.envs.base import RolloutContext, derive_seed
 from rl.envs.chat.episode import EndedEpisode
-from rl.envs.chat.session import ChatSession, TooLong
+from rl.envs.chat.session import ChatSession, TooLong, Turn
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.verifier import check_parts
 from rl.errors import EpisodeFailed, EpisodeLost
@@ -112,8 +112,7 @@ class _Walk:
         seconds = self._env.episode_seconds
         try:
             async with episodes.open(self._problem, self._seed) as process, asyncio.timeout(seconds):
-                await self._talk(process)
-                score = await self._verify(process)
+                score = await self._talk(process)
         except TooLong as error:
             score = Score(0.0, str(error), cause="too_long")
         except TimeoutError:
@@ -123,7 +122,7 @@ class _Walk:
             score = Score(0.0, str(failure), cause=failure.cause)
         return self.rollout(score)
 
-    async def _talk(self, process: EpisodeProcess) -> None:
+    async def _talk(self, process: EpisodeProcess) -> Score:
         opening = await process.begin()
         self._messages += opening.messages
         while True:
@@ -132,24 +131,22 @@ class _Walk:
             except TooLong:
                 if not self._session.turns:
                     raise
-                self._stop = StopReason.LENGTH
-                return
+                return await self._cut_off(process)
             self._messages.append(turn.message)
             if not turn.is_complete:
-                self._stop = StopReason.LENGTH
-                await process.note([turn.message])
-                return
-            reply = await process.step(turn.message, turn.parsed.malformed)
+                return await self._cut_off(process, turn)
+            reply = await process.step(turn.message, turn.parsed.malformed, turn.completion.tokens)
             self._counts.update(reply.counts)
             self._messages += reply.messages
-            if reply.done:
-                return
+            if reply.score is not None:
+                return reply.score
             if not self._session.num_turns_left:
-                self._stop = StopReason.LENGTH
-                return
+                return await self._cut_off(process)
 
-    async def _verify(self, process: EpisodeProcess) -> Score:
-        return await process.score(self._stop, [turn.completion.tokens for turn in self._session.turns])
+    async def _cut_off(self, process: EpisodeProcess, *unanswered: Turn) -> Score:
+        self._stop = StopReason.LENGTH
+        said, tokens = [turn.message for turn in unanswered], [turn.completion.tokens for turn in unanswered]
+        return await process.score(self._stop, said, tokens)
 
     def rollout(self, score: Score) -> Rollout:
         session = self._session
@@ -173,10 +170,9 @@ class _AgentWalk(_Walk):
     def __init__(self, *walk: Any, door: Door):
         super().__init__(*walk)
         self._door = door
-        self._gave_up: EpisodeFailed | None = None
 
-    async def _talk(self, process: EpisodeProcess) -> None:
-        await process.begin()
+    async def _talk(self, process: EpisodeProcess) -> Score:
+        gave_up: EpisodeFailed | None = None
         base_url, key = await self._door.enter(self._session)
         try:
             await process.act(base_url, key)
@@ -186,21 +182,18 @@ class _AgentWalk(_Walk):
                 raise
             if not self._session.turns:
                 raise TooLong(str(failure)) from None
-            self._gave_up = failure
+            gave_up = failure
         finally:
             self._messages += await self._door.leave(key)
             turns = self._session.turns
             self._counts["tool_calls"] = sum(len(turn.parsed.calls) for turn in turns)
             if self._session.was_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
-        await process.note(self._messages)
-
-    async def _verify(self, process: EpisodeProcess) -> Score:
-        """A reward that misses what an agent that gave up did not leave fails for the agent's reason."""
         try:
-            return await super()._verify(process)
+            return await process.score(self._stop, self._messages, [turn.completion.tokens for turn in turns])
         except EpisodeFailed as failure:
-            raise self._gave_up or failure from None
+            # A reward that misses what an agent that gave up did not leave fails for the agent's reason.
+            raise gave_up or failure from None
 
 
 def chat_template(tokenizer: Tokenizer, call_format: str) -> ChatTemplate:

@@ -37,10 +37,9 @@ def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None
     verbs: dict[str, Callable[..., Any]] = {
         "begin": runner.begin,
         "step": runner.step,
-        "note": runner.episode.messages.extend,
         "act": runner.act,
         "score_group": lambda members: _score_group(runner, members),
-        "score": lambda stop, tokens: _score(runner, stop, tokens),
+        "score": lambda *end: _score(runner, *end),
     }
     send(sock.fileno(), os.getpid())
     while True:

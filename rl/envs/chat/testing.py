@@ -4,7 +4,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rl.envs.base import RolloutContext, derive_seed
 from rl.envs.chat.env import ChatEnv
@@ -83,17 +84,16 @@ class _HereEpisode:
     async def begin(self) -> Opening:
         return await asyncio.to_thread(self.runner.begin)
 
-    async def step(self, message: Message, malformed: Sequence[str]) -> Reply:
-        return await asyncio.to_thread(self.runner.step, message, malformed)
-
-    async def note(self, messages: Sequence[Message]) -> None:
-        self.runner.episode.messages.extend(messages)
+    async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
+        reply = await asyncio.to_thread(self.runner.step, message, malformed, tokens)
+        return replace(reply, score=await self.score()) if reply.done else reply
 
     async def act(self, base_url: str, api_key: str) -> None:
+        await self.begin()
         await asyncio.to_thread(self.runner.act, base_url, api_key)
 
-    async def score(self, stop: StopReason, turn_tokens: Sequence[Sequence[int]]) -> Score:
-        return score_of(await asyncio.to_thread(self.runner.reward, stop, turn_tokens))
+    async def score(self, *end: Any) -> Score:
+        return score_of(await asyncio.to_thread(self.runner.reward, *end))
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         return [score_of(r) for r in await asyncio.to_thread(self.runner.reward_group, members)]
