@@ -147,16 +147,8 @@ def serving(model_dir: str, directory: Path, max_models: int):
     """(URL, pid) of `rl serve`."""
     (directory / "keys").write_text("tml-first\ntml-second\n")
     flags = ["--port", "0", "--directory", directory / "server", "--api_key_file", directory / "keys"]
-    flags += [
-        "--names",
-        "base",
-        "--context_length",
-        "256",
-        "--dtype",
-        "bfloat16",
-        "--limits.max_models",
-        max_models,
-    ]
+    flags += ["--names", "base", "--context_length", "256", "--dtype", "bfloat16"]
+    flags += ["--limits.max_models", max_models]
     command = [sys.executable, "-m", "rl.cli", "serve", model_dir, *flags]
     log = directory / "log"
     process = subprocess.Popen(list(map(str, command)), stdout=log.open("w"), stderr=subprocess.STDOUT)
