@@ -143,11 +143,11 @@ async def drive(
 
 
 @contextmanager
-def serving(model_dir: str, directory: Path, max_models: int):
+def serving(model_dir: str, directory: Path, max_models: int, dtype: str = "bfloat16"):
     """(URL, pid) of `rl serve`."""
     (directory / "keys").write_text("tml-first\ntml-second\n")
     flags = ["--port", "0", "--directory", directory / "server", "--api_key_file", directory / "keys"]
-    flags += ["--names", "base", "--context_length", "256", "--dtype", "bfloat16"]
+    flags += ["--names", "base", "--context_length", "256", "--dtype", dtype]
     flags += ["--limits.max_models", max_models]
     command = [sys.executable, "-m", "rl.cli", "serve", model_dir, *flags]
     log = directory / "log"

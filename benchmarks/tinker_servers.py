@@ -1,7 +1,8 @@
 """Our Tinker server and SkyRL's own, one after the other, on the same machine and model, each with its newest SDK.
 
-`python -m benchmarks.tinker_servers MODEL_DIR --skyrl DIR [--seconds 30] [--write]`. DIR: where SkyRL is installed, as
-docs/tinker_servers.md says. Both compute in bf16.
+`python -m benchmarks.tinker_servers MODEL_DIR --skyrl DIR [--seconds 30] [--write]`. DIR/venv is a virtual environment with
+`uv` and `skyrl[jax,tinker]==0.3.0`, `tinker==0.24.1`, `torch==2.13.0+cpu`; DIR/source a checkout of SkyRL. On Python 3.11
+its `skyrl/tinker/types.py` has to import TypedDict from typing_extensions.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,14 +23,16 @@ from benchmarks.tinker_load import serving
 OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_servers.md"
 CLIENT = Path(__file__).with_name("tinker_client.py")
 CLIENTS, START_SECONDS = 4, 120
-NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time, in bf16 on two cores. train: forward_backward (cross-entropy, 4 data of
-128 tokens) and optim_step, sent together; sample: a snapshot of the weights, and 8 samples of 32 tokens after a prompt of 32. Rounds before
-the timing warm up, until every shape is compiled. SkyRL's server: the JAX backend with all clients' data in one micro-batch."""
+DATA, LENGTH, SAMPLES, NEW_TOKENS = 4, 128, 8, 32
+NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time. train: forward_backward (cross-entropy, {DATA} data of {LENGTH} tokens) and
+optim_step, sent together; sample: a snapshot of the weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Rounds before the timing
+warm up, until every shape is compiled. SkyRL: its JAX backend, with the newest SDK that it accepts."""
 
 
 def measure(python: Path, url: str, key: str, model: str, seconds: int) -> dict[str, dict]:
     """What benchmarks/tinker_client.py prints, by kind."""
     settings = {"url": url, "api_key": key, "model": model, "clients": CLIENTS, "seconds": seconds}
+    settings |= {"data": DATA, "length": LENGTH, "samples": SAMPLES, "max_tokens": NEW_TOKENS}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     environment = os.environ | {"TINKER_TELEMETRY": "0"}
     done = subprocess.run(
@@ -46,12 +48,11 @@ def skyrl(root: Path, model_dir: str, directory: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     backend = {
-        "max_lora_adapters": CLIENTS + 1,
+        "max_lora_adapters": CLIENTS + 1,  # the first is the base model
         "max_lora_rank": 8,
         "train_micro_batch_size": 0,
-        "sample_max_num_sequences": 0,
-        "gradient_checkpointing": False,
-        "loss_chunk_size": 1024,
+        "sample_max_num_sequences": CLIENTS * SAMPLES,  # one shape, compiled once
+        "loss_chunk_size": DATA * LENGTH,
     }
     command = ["uv", "run", "--no-project", "--offline", "--", "python", "-m", "skyrl.tinker.api"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--base-model", model_dir, "--backend", "jax"]
@@ -69,17 +70,29 @@ def skyrl(root: Path, model_dir: str, directory: Path) -> Iterator[str]:
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
         while True:
-            try:
-                urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5).read()
+            said = Path(log.name).read_text()
+            if "Starting background engine" in said:  # it answers before it has the model
                 break
-            except OSError:
-                ended = process.poll() is not None or time.monotonic() > deadline
-                assert not ended, (directory / "skyrl.log").read_text()[-3000:]
-                time.sleep(0.5)
+            assert process.poll() is None and time.monotonic() < deadline, said[-3000:]
+            time.sleep(0.5)
         yield url
     finally:
         process.terminate()
         process.wait(60)
+
+
+def with_dtype(model_dir: str, dtype: str, out: Path) -> str:
+    """The same weights under a config.json that says so: SkyRL computes in what it says."""
+    out.mkdir()
+    for path in Path(model_dir).iterdir():
+        if path.name != "config.json":
+            (out / path.name).symlink_to(path)
+    config = json.loads((Path(model_dir) / "config.json").read_text()) | {
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    (out / "config.json").write_text(json.dumps(config))
+    return str(out)
 
 
 def main() -> None:
@@ -91,24 +104,23 @@ def main() -> None:
     options = parser.parse_args()
     model_dir = str(Path(options.model_dir).resolve())
     found = {}
-    with tempfile.TemporaryDirectory() as directory:
-        with serving(model_dir, Path(directory), CLIENTS) as (url, _):
-            found["ours"] = measure(Path(sys.executable), url, "tml-first", "base", options.seconds)
-        print(found["ours"], flush=True)
-        with skyrl(options.skyrl.resolve(), model_dir, Path(directory)) as url:
+    with tempfile.TemporaryDirectory() as root:
+        for dtype in ("bfloat16", "float32"):
+            directory = Path(root) / dtype
+            directory.mkdir()
+            with serving(model_dir, directory, CLIENTS, dtype) as (url, _):
+                found[f"ours, {dtype}"] = measure(
+                    Path(sys.executable), url, "tml-first", "base", options.seconds
+                )
+            print(found[f"ours, {dtype}"], flush=True)
+        in_fp32 = with_dtype(model_dir, "float32", Path(root) / "model")
+        with skyrl(options.skyrl.resolve(), in_fp32, Path(root)) as url:
             python = options.skyrl.resolve() / "venv" / "bin" / "python"
-            found["SkyRL"] = measure(python, url, "tml-none", model_dir, options.seconds)
-    rows = [
-        [
-            "server",
-            "SDK",
-            *(f"{kind}: {unit}" for kind in ("train", "sample") for unit in ("requests/s", "tokens/s")),
-        ]
-    ]
+            found["SkyRL, float32"] = measure(python, url, "tml-none", in_fp32, options.seconds)
+    units = [(kind, unit) for kind in ("train", "sample") for unit in ("requests/s", "tokens/s")]
+    rows = [["server", "SDK", *(f"{kind}: {unit}" for kind, unit in units)]]
     for name, kinds in found.items():
-        numbers = [
-            f"{kinds[kind][unit]:.2f}" for kind in ("train", "sample") for unit in ("requests/s", "tokens/s")
-        ]
+        numbers = [f"{kinds[kind][unit]:.2f}" for kind, unit in units]
         rows.append([name, kinds["sdk"]["version"], *numbers])
     if options.write:
         command = f"python -m benchmarks.tinker_servers {options.model_dir} --skyrl DIR --write"

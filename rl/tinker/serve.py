@@ -209,7 +209,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int) -> ActorSp
         roles={"trainer": config.layout.num_procs, "generator": config.num_generators, "reward": 0},
         trainer=EngineSpec(config.engine, model_dir, engine),
         generator=generator,
-        overlap=True,
+        overlap=False,  # clients often sample and train in turn: each may have all cores
         num_generators=config.num_generators,
         num_reward_procs=0,
         max_trainer_restarts=1000,  # a server outlives many
