@@ -146,6 +146,7 @@ async def drive(
 def serving(model_dir: str, directory: Path, max_models: int, dtype: str = "bfloat16"):
     """(URL, pid) of `rl serve`."""
     (directory / "keys").write_text("tml-first\ntml-second\n")
+    (directory / "keys").chmod(0o600)
     flags = ["--port", "0", "--directory", directory / "server", "--api_key_file", directory / "keys"]
     flags += ["--names", "base", "--context_length", "256", "--dtype", dtype]
     flags += ["--limits.max_models", max_models]
