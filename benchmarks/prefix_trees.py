@@ -59,6 +59,7 @@ def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> 
 
 
 PROMPTS, RESPONSES, SIZES = (48, 512, 2048), (20, 128, 512), (8, 16)
+COMPUTED = 1024  # tokens of a step's trees at least: an update alone takes as long as 150
 SMALL = 7000  # tokens of plain packing: a case that is measured three times, and with padded rows
 
 
@@ -66,14 +67,14 @@ def cases() -> dict[str, Callable[[], list[Any]]]:
     """The last has nothing to share."""
     made: dict[str, Callable[[], list[Any]]] = {}
     for size, prompt, response in itertools.product(SIZES, PROMPTS, RESPONSES):
-        count = max(1, 2048 // (size * (prompt + response)))
+        count = -(-COMPUTED // (prompt + size * response))
         made[f"{count} x {size}, {prompt} + {response}"] = partial(groups, count, size, prompt, response)
     made["turns: 1 x 4, 128 + 4 x 48"] = partial(turns, 1, 4, 128, 4, 48)
     made["32 x 1, 16 + 48"] = partial(groups, 32, 1, 16, 48)
     return made
 
 
-MEASURES_MEMORY = ("3 x 8, 48 + 20", "1 x 8, 512 + 20", "1 x 8, 2048 + 128")
+MEASURES_MEMORY = ("5 x 8, 48 + 20", "2 x 8, 512 + 20", "1 x 8, 2048 + 128")
 
 
 def main() -> None:

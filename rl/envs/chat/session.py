@@ -135,7 +135,7 @@ class ChatSession:
         if completion.stop is not StopReason.STOP:
             message: Message = {"role": "assistant", "content": text}
             return Turn(before, tuple(given), completion, message, ParsedTurn(text))
-        parsed = self._template.parse(completion.tokens)
+        parsed = self._template.parse(text)
         return Turn(before, tuple(given), completion, _message(parsed, text, len(self.turns)), parsed)
 
 

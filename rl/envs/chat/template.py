@@ -5,8 +5,10 @@ found by writing a stand-in for the turn and taking what comes after it.
 """
 
 import json
+import pickle
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rl.envs.chat.tool_calls import (
@@ -41,10 +43,14 @@ class ChatTemplate:
         self.written = written or call_format(tokenizer.chat_template)
         self._folds = not own or (written is not None and written != _own_format(tokenizer))
         self.end_id, self._end = self._turn_end()
+        self._pickled_prompt = lru_cache(maxsize=256)(self._render_pickled)  # a group's siblings begin alike
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """A whole conversation, ready for the assistant's turn."""
-        return self._tokenizer.encode_plain(self._render(messages, tools))
+        return list(self._pickled_prompt(pickle.dumps((messages, tools))))
+
+    def _render_pickled(self, conversation: bytes) -> list[int]:
+        return self._tokenizer.encode_plain(self._render(*pickle.loads(conversation)))
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """What follows a sampled turn, after the token that ended it: `messages`, ready for the next turn."""
@@ -72,9 +78,9 @@ class ChatTemplate:
     def text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens).strip()
 
-    def parse(self, tokens: Sequence[int]) -> ParsedTurn:
-        """Of a turn that ended by itself."""
-        return parse_turn(self.text(tokens), self.written)
+    def parse(self, text: str) -> ParsedTurn:
+        """Of a turn that ended by itself. text: see `text`."""
+        return parse_turn(text, self.written)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema], prompt: bool = True) -> str:
         messages = [for_template(message) for message in messages]
