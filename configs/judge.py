@@ -1,6 +1,6 @@
-"""Rewards from a language model, behind any OpenAI-compatible URL; the key is in JUDGE_API_KEY.
+"""Rewards from a language model, which generators of the run's own have: `--judge.model.path DIR_OR_ID`.
 
-`rl serve MODEL --port 8001` serves one. It has to be able to grade: SmolLM2-135M repeats the answer instead.
+It has to be able to grade: SmolLM2-135M repeats the answer instead. One behind a URL: docs/environments.md.
 """
 
 import random
@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from rl.bounds import PositiveInt
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import RewardConfig, RunConfig
+from rl.controller.config import JudgeConfig, RewardConfig, RunConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.envs.judge import Judge
+from rl.models.sources import ModelDir
 from rl.types import Problem
 
 _SUBJECTS = (
@@ -37,7 +38,7 @@ _RUBRIC = (
 class OneSentence(ChatEnv):
     """Write a sentence; a judge grades it."""
 
-    judge: Judge = Judge(base_url="http://localhost:8001/v1", model="judge", rubric=_RUBRIC)
+    judge: Judge = Judge(rubric=_RUBRIC)
     max_new_tokens: PositiveInt = 48
     num_eval: PositiveInt = 16
 
@@ -56,6 +57,7 @@ def judge() -> RunConfig:
     return replace(
         smollm2(),
         env=OneSentence(),
+        judge=JudgeConfig(model=ModelDir("models/judge")),
         reward=RewardConfig(num_procs=1, limit_seconds=60.0),
         steps=40,
         prompts_per_step=4,

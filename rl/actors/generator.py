@@ -88,7 +88,7 @@ class GeneratorProcesses:
         self._caller.processes = tuple(answers.values())
 
     async def sample(
-        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave
+        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None = None
     ) -> list[Completion]:
         """However long it takes, while `check` sees progress."""
         with self._timeline.span(self._caller.name, "sample"):

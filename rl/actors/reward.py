@@ -29,14 +29,12 @@ _NUMBERS = count()  # of episodes, in the controller
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCall:
-    """A verb of EpisodeProcess; the first opens the episode."""
+    """A verb of EpisodeProcess."""
 
     number: int  # of the episode
-    problem: Problem
-    seed: int
     verb: str
     arguments: tuple
-    is_first: bool
+    opens: tuple[Problem, int] | None  # of the first call: the problem, and the episode's seed
 
 
 def _ends(call: EpisodeCall, answer: Any) -> bool:
@@ -67,9 +65,9 @@ class RewardWorker(Actor):
         """What a verb of its process returned; an EpisodeFailed or EpisodeLost is returned, too."""
         assert self._host is not None
         try:
-            if call.is_first:
+            if call.opens:
                 async with AsyncExitStack() as stack:
-                    episode = await stack.enter_async_context(self._host.open(call.problem, call.seed))
+                    episode = await stack.enter_async_context(self._host.open(*call.opens))
                     self._episodes[call.number] = episode, stack.pop_all()
             answer = await getattr(self._episodes[call.number][0], call.verb)(*call.arguments)
         except (EpisodeFailed, EpisodeLost) as failure:
@@ -180,10 +178,9 @@ class RemoteEpisode:
     def __init__(self, replica: Replica[RewardProcess], problem: Problem, seed: int):
         self._replica = replica
         self._life = replica.num_restarts
-        self._problem = problem
-        self._seed = seed
+        self._opens: tuple[Problem, int] | None = problem, seed
         self._number = next(_NUMBERS)
-        self._has_begun = self._has_ended = False
+        self._has_ended = False
 
     async def begin(self) -> Opening:
         return await self._verb("begin")
@@ -203,13 +200,13 @@ class RemoteEpisode:
         return await self._verb("score_group", members)
 
     async def close(self) -> None:
-        if self._has_begun and not self._has_ended:
+        if self._opens is None and not self._has_ended:
             with suppress(EpisodeLost):
                 await self._ask(lambda process: process.close_episode(self._number))
 
     async def _verb(self, verb: str, *arguments: Any) -> Any:
-        is_first, self._has_begun = not self._has_begun, True
-        call = EpisodeCall(self._number, self._problem, self._seed, verb, arguments, is_first)
+        call = EpisodeCall(self._number, verb, arguments, self._opens)
+        self._opens = None
         answer = await self._ask(lambda process: process.ask_episode(call))
         self._has_ended = _ends(call, answer)
         if isinstance(answer, EpisodeFailed | EpisodeLost):

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -15,11 +15,13 @@ from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica, Updates
+from rl.actors.judge import JudgeReplica, JudgeServer
 from rl.actors.reference import Reference, ReferenceAdapter, ReferenceMesh
 from rl.actors.remote import Caller, Deadline
-from rl.actors.replica import Replica
+from rl.actors.replica import Pool, Replica
 from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.cluster.actor_specs import ActorSpecs, EngineSpec
 from rl.cluster.environment import engine_environment
 from rl.cluster.placement import ENGINE_ROLES, Place, place
 from rl.cluster.shared_directory import shared_directory
@@ -31,58 +33,21 @@ from rl.cluster.spawn import (
     spawn_procs,
     visible_devices,
 )
-from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
 from rl.interfaces import Transport
-from rl.models.engine_config import EngineConfig
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.processes import adopt_orphans, freeze_heap
-from rl.types import POLICY, REFERENCE, LoRA
-from rl.waiting import Deadlines, Signal, beside, together
+from rl.types import POLICY, REFERENCE
+from rl.waiting import Signal, beside, together
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.shared_memory import SharedMemory
 from rl.weight_sync.store import WeightStore
 
 _STOP_SECONDS = 4.0
 P = TypeVar("P", GeneratorProcesses, RewardProcess)
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine's processes are started with. `kind`: a key of models.build.ENGINES."""
-
-    kind: str
-    model_dir: Path
-    config: EngineConfig
-
-
-@dataclass(frozen=True)
-class ActorSpecs:
-    """What a run starts."""
-
-    roles: dict[str, int]  # role -> number of processes, in the order in which devices are dealt out
-    trainer: EngineSpec
-    generator: VLLMConfig
-    env: Env | None = None  # what reward workers score by; None: there are none
-    threads: dict[str, int] = field(default_factory=dict)  # role -> of each process; others share the cores
-    overlap: bool = False  # generators work at the same time as the engines
-    share_devices: bool = False  # processes of several roles may have the same GPU
-    num_generators: int = 1
-    in_flight_updates: bool = True
-    num_reward_procs: int = 1
-    reward_limit_seconds: float = 5.0
-    lora: LoRA = LoRA()  # with a rank, the adapter POLICY learns in place of the model
-    reference_is_adapter: bool = False  # the adapter REFERENCE, beside it
-    adapter_seed: int = 0
-    critic: EngineSpec | None = None
-    reference: EngineSpec | None = None
-    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
-    max_trainer_restarts: int = 3  # of trainer, critic and reference, all at once
-    max_generator_restarts: int = 3  # of each
-    max_reward_restarts: int = 3
-    deadlines: Deadlines = Deadlines()
 
 
 @asynccontextmanager
@@ -107,7 +72,8 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
         launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
         try:
             actors = await launcher.start()
-            async with beside(actors.generators.run(), actors.rewards.run()):
+            judge = [launcher.judge.run()] if launcher.judge else []
+            async with beside(actors.generators.run(), actors.rewards.run(), *judge):
                 await launcher.ready(actors)
                 try:
                     yield actors
@@ -128,6 +94,7 @@ class _Launcher:
         # What is to be ended. Generators and reward workers are ended by their replicas.
         self.meshes: list[Any] = []
         self.engines: list[EngineHandle] = []
+        self.judge: JudgeServer | None = None
         self._specs = specs
         self._logs = run_dir / "logs"
         self._run_dir = run_dir
@@ -164,13 +131,14 @@ class _Launcher:
 
         policy = (POLICY, specs.lora) if specs.lora.rank else None
         generators = self._generators(store, transport, POLICY if policy else MODEL)
+        self.judge = self._judge(specs.judge, transport) if specs.judge else None
         others = (store, deadlines, reference, critic, policy)
         self._revival = Revival(start_engines, self.engines, specs.max_trainer_restarts)
         return Actors(trainer, generators, self._rewards(), *others, revival=self._revival)
 
     async def ready(self, actors: Actors) -> None:
-        started = (actors.generators.started(), actors.rewards.started())
-        await together((self._revival.start(), *started))
+        pools: list[Pool] = [actors.generators, actors.rewards, *([self.judge.pool] if self.judge else [])]
+        await together((self._revival.start(), *(pool.started() for pool in pools)))
         if actors.policy is not None:
             # The model never changes: it is published once, and only its adapter afterwards.
             await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
@@ -206,18 +174,28 @@ class _Launcher:
 
         def make(number: int, updates: Updates, changed: Signal) -> GeneratorReplica:
             name = f"generator-{number}"
-            spawn = self._generator_spawner(name, number, transport)
+            spawn = self._generator_spawner("generator", number, specs.generator, transport)
             restarts, in_flight = specs.max_generator_restarts, specs.in_flight_updates
             return GeneratorReplica(name, spawn, restarts, in_flight, updates, changed)
 
         return GeneratorPool("generator", make, specs.num_generators, policy, store)
 
+    def _judge(self, config: VLLMConfig, transport: Transport) -> JudgeServer:
+        changed, restarts = Signal(), self._specs.max_generator_restarts
+        replicas = []
+        for number in range(self._specs.num_judges):
+            spawn = self._generator_spawner("judge", number, config, transport)
+            replicas.append(JudgeReplica(f"judge-{number}", spawn, restarts, changed))
+        return JudgeServer(
+            Pool("judge", replicas, changed), HFTokenizer(config.model_dir), config.max_model_len
+        )
+
     def _generator_spawner(
-        self, name: str, number: int, transport: Transport
+        self, role: str, number: int, config: VLLMConfig, transport: Transport
     ) -> Callable[[], Awaitable[GeneratorProcesses]]:
-        specs = self._specs
-        config = replace(specs.generator, shared_prefix=self._shared.name)
-        all_of_them = self._places["generator"]
+        specs, name = self._specs, f"{role}-{number}"
+        config = replace(config, shared_prefix=self._shared.name)
+        all_of_them = self._places[role]
         first = number * config.tensor_parallel
         devices = all_of_them.devices[first : first + config.tensor_parallel]
         its_place = Place(config.tensor_parallel, devices, all_of_them.num_threads)
@@ -235,13 +213,14 @@ class _Launcher:
     def _rewards(self) -> RewardPool:
         specs, changed = self._specs, Signal()
         limit = specs.reward_limit_seconds
+        env = engine_environment(1) | (self.judge.environment if self.judge else {})
         if isinstance(specs.env, ChatEnv):
             limit = max(limit, specs.env.turn_seconds, specs.env.episode_seconds)
 
         def spawner(name: str) -> Callable[[], Awaitable[RewardProcess]]:
             async def spawn() -> RewardProcess:
                 assert specs.env is not None
-                mesh = self._spawn(name, Place(1, (), 1), keep=False)
+                mesh = self._spawn(name, Place(1, (), 1), env, keep=False)
                 actor = mesh.spawn("reward", RewardWorker, specs.env, specs.reward_limit_seconds).slice(
                     procs=0
                 )

@@ -38,7 +38,9 @@ def place(
             places[role] = Place(count, (), 1)
             continue
         # Trainer and critic learn at the same time; a reference's forward pass meets those of both.
-        peers: dict[str, Collection[str]] = {"reference": ENGINE_ROLES, "generator": ("generator",)}
+        peers: dict[str, Collection[str]] = {
+            "reference": ENGINE_ROLES, "generator": ("generator",), "judge": ("judge",)
+        }  # fmt: skip
         beside = peers.get(role, ("trainer", "critic"))
         if overlap:
             beside = {*beside, *(ENGINE_ROLES if role == "generator" else ("generator",))}

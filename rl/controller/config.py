@@ -96,7 +96,7 @@ class GeneratorConfig:
     """New weights while samples are under way. in_flight: these go on with the new weights, which compute
     their tokens so far again. drain: they finish first; faster where answers are short."""
     max_restarts: NonNegativeInt = 3
-    """How often a generator that dies, or stops to answer, is started again."""
+    """How often a generator, or judge, that dies or no longer answers is started again."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,22 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class JudgeConfig:
+    """A language model of the run's own that grades: an envs.judge.Judge without a base_url asks it."""
+
+    model: ModelSource | None = None
+    """The judge; none means there is none."""
+    num_replicas: PositiveInt = 1
+    """Engines, each with the whole model."""
+    tensor_parallel: PositiveInt = 1
+    """Processes of each engine, which split its layers."""
+    max_tokens: PositiveInt = 4096
+    """Longest question with its verdict, in tokens, where the model allows so many."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """Memory of each process's key-value cache."""
+
+
+@dataclass(frozen=True)
 class WarmupConfig:
     """Supervised steps on the environment's demonstrations before the first RL step, with an optimizer
     of their own."""
@@ -167,6 +183,7 @@ class RunConfig:
     trainer: TrainerConfig = TrainerConfig()
     generator: GeneratorConfig = GeneratorConfig()
     reward: RewardConfig = RewardConfig()
+    judge: JudgeConfig = JudgeConfig()
     data: Literal["rollouts", "demonstrations", "preferences"] = "rollouts"
     """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what
     env.demonstration and env.preference give for prompts_per_step problems."""

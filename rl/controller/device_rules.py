@@ -7,7 +7,7 @@ from rl.cluster.machine import Machine
 from rl.controller.config import RunConfig
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import USABLE, Process, num_device_procs, on_devices, processes
-from rl.controller.specs import generator_config, roles
+from rl.controller.specs import generator_config, judge_config, roles
 from rl.errors import ConfigError
 from rl.models.memory import GIB, ModelShape, longest_sequence_bytes
 
@@ -41,6 +41,8 @@ def _gpus(config: RunConfig, machine: Machine) -> list[str]:
             f"--placement shared"
         )
     together = counts | {"generator": config.generator.tensor_parallel}  # replicas may share
+    if "judge" in counts:
+        together["judge"] = config.judge.tensor_parallel
     found += [
         f"{role} has {count} processes and the machine {gpus} GPU{'s' * (gpus > 1)}: those of one role "
         f"cannot share; use fewer"
@@ -105,14 +107,20 @@ def _adapter_of_experts(config: RunConfig, machine: Machine) -> list[str]:
 
 def _sequence(config: RunConfig) -> list[str]:
     """vLLM does not start with a cache under one sequence. Without a size it takes all it finds."""
-    vllm, given = generator_config(config), config.generator.kv_cache_gib
-    needed = longest_sequence_bytes(ModelShape.of(config.model.config()), vllm) / GIB
-    if given <= 0 or needed <= given:  # below 0 the other roles leave nothing: _too_large says so
-        return []
-    return [
-        f"generator.kv_cache_gib={config.generator.kv_cache_gib:g} is less than one sequence of "
-        f"{vllm.max_model_len} tokens takes, {needed:.2f} GiB; raise it, or lower trainer.max_tokens"
-    ]
+    asked = [("generator", config.model, generator_config(config), "trainer.max_tokens")]
+    if (judge := judge_config(config)) is not None:
+        assert config.judge.model is not None
+        asked.append(("judge", config.judge.model, judge, "judge.max_tokens"))
+    found = []
+    for role, model, vllm, longest in asked:
+        given: float = getattr(config, role).kv_cache_gib
+        needed = longest_sequence_bytes(ModelShape.of(model.config()), vllm) / GIB
+        if 0 < given < needed:  # below 0 the other roles leave nothing: _too_large says so
+            found.append(
+                f"{role}.kv_cache_gib={given:g} is less than one sequence of {vllm.max_model_len} tokens "
+                f"takes, {needed:.2f} GiB; raise it, or lower {longest}"
+            )
+    return found
 
 
 def _too_large(config: RunConfig, machine: Machine) -> list[str]:

@@ -7,11 +7,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl.cluster.launch import ActorSpecs
+from rl.cluster.actor_specs import ActorSpecs
 from rl.cluster.machine import Machine
 from rl.cluster.placement import ENGINE_ROLES, place
 from rl.controller.config import RunConfig
-from rl.controller.specs import critic_config, generator_config, reference_config, roles, trainer_config
+from rl.controller.specs import (
+    critic_config,
+    generator_config,
+    judge_config,
+    reference_config,
+    roles,
+    trainer_config,
+)
 from rl.models.memory import GIB, Memory, ModelShape, engine_memory, generator_memory
 from rl.types import LoRA
 
@@ -59,6 +66,9 @@ def role_memories(config: RunConfig, machine: Machine) -> dict[str, Memory]:
     if "reference" in started:
         teacher = ModelShape.of((config.reference.model or config.model).config())
         memories["reference"] = engine_memory(teacher, reference_config(config), LoRA(), False, on_cpu)
+    if (judge := judge_config(config)) is not None:
+        assert config.judge.model is not None
+        memories["judge"] = generator_memory(ModelShape.of(config.judge.model.config()), judge, on_cpu)
     return memories
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
+from rl.cluster.placement import ENGINE_ROLES
 from rl.controller.checkpoints import load_checkpoint
 from rl.controller.config import RunConfig
 from rl.controller.device_defaults import by_device
@@ -92,8 +93,8 @@ async def _learn_again(config: RunConfig, run_dir: Path, step: int) -> dict[str,
         directory = Path(scratch)
         settled = by_device(config, this_machine())
         specs = actor_specs(settled, config.model.materialize(directory), directory)
-        learners = {role: n for role, n in specs.roles.items() if role not in ("generator", "reward")}
-        specs = replace(specs, roles=learners, num_generators=0, num_reward_procs=0)
+        learners = {role: n for role, n in specs.roles.items() if role in ENGINE_ROLES}
+        specs = replace(specs, roles=learners, num_generators=0, num_reward_procs=0, judge=None)
         async with launch(specs, directory) as actors:
             await load_checkpoint(actors, config.resume)
             policy, critic = updaters(config, actors)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rl.cluster.launch import ActorSpecs, EngineSpec
+from rl.cluster.actor_specs import ActorSpecs, EngineSpec
 from rl.controller.config import RunConfig
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
@@ -21,6 +21,8 @@ def roles(config: RunConfig) -> dict[str, int]:
         counts["critic"] = config.critic.layout.num_procs
     if config.algorithm.needs_reference and not config.reference_is_adapter:
         counts["reference"] = config.reference.layout.num_procs
+    if config.judge.model is not None:
+        counts["judge"] = config.judge.num_replicas * config.judge.tensor_parallel
     return counts | {"reward": config.reward.num_procs}
 
 
@@ -47,6 +49,8 @@ def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
         num_generators=config.generator.num_replicas,
         in_flight_updates=config.generator.updates == "in_flight",
+        judge=judge_config(config, run_dir / "judge"),
+        num_judges=config.judge.num_replicas,
         num_reward_procs=config.reward.num_procs,
         reward_limit_seconds=config.reward.limit_seconds,
         lora=config.trainer.lora,
@@ -112,4 +116,21 @@ def generator_config(config: RunConfig, model_dir: Path = Path()) -> VLLMConfig:
         compile=generator.compile,
         tensor_parallel=generator.tensor_parallel,
         max_lora_rank=config.trainer.lora.rank,
+    )
+
+
+def judge_config(config: RunConfig, directory: Path | None = None) -> VLLMConfig | None:
+    """directory: where the model is put if need be; None where only its shape matters."""
+    judge = config.judge
+    assert config.dtype != "auto"  # by_device
+    if judge.model is None:
+        return None
+    return VLLMConfig(
+        model_dir=str(judge.model.materialize(directory)) if directory else "",
+        weights="directory",
+        dtype=config.dtype,
+        max_model_len=min(max_positions(judge.model.config()), judge.max_tokens),
+        kv_cache_gib=judge.kv_cache_gib,
+        cuda_graphs=config.generator.cuda_graphs == "on",
+        tensor_parallel=judge.tensor_parallel,
     )

@@ -13,6 +13,7 @@ from rl.controller.config import RunConfig
 from rl.controller.device_defaults import by_device
 from rl.controller.device_rules import check_devices
 from rl.controller.env_rules import check_chat_env, check_env
+from rl.controller.judge_rules import check_judge
 from rl.controller.specs import roles
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
@@ -45,7 +46,7 @@ def validate(
     if not env_problems:  # with a default in its place it is another task
         env_problems = check_env(config)
         found += env_problems
-    found += check_algorithm(config) + without_effect(config)
+    found += check_algorithm(config) + without_effect(config) + check_judge(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
     )

@@ -17,6 +17,8 @@ _GRADE = re.compile(r"-?\d+(?:\.\d+)?")
 _RUBRIC = "Grade the answer to the question from 0 (wrong) to 10 (right). Reply with the number alone."
 _COMPARE = "Which answer to the question is better? Reply with 1 or 2 alone."
 _PAUSE_SECONDS = 0.5
+OWN_URL, OWN_KEY = "RL_JUDGE_URL", "RL_JUDGE_API_KEY"
+"""Variables by which reward processes find the judge of their run."""
 
 
 class JudgeFailed(Exception):
@@ -37,7 +39,7 @@ class Judge:
     """For use in rewards. Its temperature is 0; its calls are the reward's own, never the policy's."""
 
     base_url: str = ""
-    """An OpenAI-compatible endpoint, as http://localhost:8000/v1."""
+    """An OpenAI-compatible endpoint, as http://localhost:8000/v1; empty: the run's own, of judge.model."""
     model: str = ""
     api_key_variable: str = "JUDGE_API_KEY"
     """The environment variable with its key; the key itself is in no config."""
@@ -63,15 +65,20 @@ class Judge:
 
     def _ask(self, told: str, text: str, best: float) -> Verdict:
         asked = [{"role": "system", "content": told}, {"role": "user", "content": text}]
-        said = self._complete(asked)
+        said = self.complete(asked)
         numbers = _GRADE.findall(said)
         if not numbers or not 0 <= (value := float(numbers[-1])) <= best:
             raise JudgeFailed(f"the judge gave no grade from 0 to {best:g}: {said!r:.200}")
         return Verdict(value / best, asked, said)
 
-    def _complete(self, messages: Sequence[Message]) -> str:
+    def complete(self, messages: Sequence[Message]) -> str:
+        """Its reply, for verdicts of your own. Raises JudgeFailed."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
-        headers = {"Authorization": f"Bearer {os.environ.get(self.api_key_variable, 'none')}"}
+        url = self.base_url or os.environ.get(OWN_URL, "")
+        if not url:
+            raise JudgeFailed("there is no judge: set its base_url, or the run's judge.model")
+        key = os.environ.get(self.api_key_variable if self.base_url else OWN_KEY, "none")
+        headers = {"Authorization": f"Bearer {key}"}
         deadline, failure = time.monotonic() + self.seconds, "no time"
         for _ in range(self.max_retries + 1):
             left = deadline - time.monotonic()
@@ -79,7 +86,7 @@ class Judge:
                 break
             try:
                 reply = httpx.post(
-                    f"{self.base_url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=left
+                    f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=left
                 )
                 if reply.status_code == 200:
                     return str(reply.json()["choices"][0]["message"]["content"])
@@ -89,4 +96,4 @@ class Judge:
             except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
                 failure = f"{type(error).__name__} {error}"
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
-        raise JudgeFailed(f"the judge at {self.base_url} did not answer within {self.seconds:g} s: {failure}")
+        raise JudgeFailed(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")

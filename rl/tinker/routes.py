@@ -121,6 +121,8 @@ def add_routes(
 
     @api.post("/create_model")
     async def create_model(body: types.CreateModelRequest, request: Request) -> Any:
+        if body.optimizer_config.type != "adamw":
+            raise UserError(f"the optimizer {body.optimizer_config.type!r} is not offered here; use adamw")
         asked = body.model_dump(mode="json")
         id = service.create_model(tenant(request), body.session_id, body.model_seq_id, body.base_model, asked)
         return _future(id, id.rpartition(":")[0])

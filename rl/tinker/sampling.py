@@ -4,7 +4,9 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rl.errors import RunError
 from rl.tinker import wire
 from rl.tinker.backend import Backend, UserError
 from rl.tinker.database import Database, samplers
+from rl.tinker.prompt_scores import PromptScores
 from rl.tinker.rate import Rate
 from rl.tinker.requests import Requests
 from rl.types import Completion, SamplingParams
@@ -42,7 +45,8 @@ class Sampling:
 
     def check(self, body: Mapping[str, Any]) -> None:
         """body: of asample. Raises UserError."""
-        self._read(body)
+        prompt, params = self._read(body)
+        self._scores(body, prompt, params)
 
     def submit(self, request: Row) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(request))
@@ -56,7 +60,8 @@ class Sampling:
             raise UserError("these weights were deleted; create another sampling session")
         completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
         self.tokens.add(sum(len(completion.tokens) for completion in completions))
-        return completions
+        scored = body.get("prompt_logprobs_last_n")
+        return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
 
     def cancel(self, request: Row) -> None:
         """One that nobody waits for any more."""
@@ -71,9 +76,13 @@ class Sampling:
             if sampler is None:
                 raise UserError("its sampling session is over; create another")
             adapter = Path(sampler.directory) if sampler.directory else None
-            completions = await self.sample(adapter, body)
+            scores = self._scores(body, *self._read(body))
+            completions, scored = await asyncio.gather(
+                self.sample(adapter, body), scores.compute(partial(self._backend.sample, adapter))
+            )
             top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
-            self._queue.done(request, wire.write_samples(completions, top, of_prompt), wire.PROTOBUF)
+            written = wire.write_samples(completions, top, of_prompt, scored)
+            self._queue.done(request, written, wire.PROTOBUF)
         except UserError as error:
             self._queue.failed(request, str(error), "user", refused=True)
         except RunError as error:
@@ -83,9 +92,6 @@ class Sampling:
             self._queue.failed(request, f"sampling failed: {error!r}", "server")
 
     def _read(self, body: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
-            if body.get(name):
-                raise UserError(f"{name} is not offered here")
         asked = body["sampling_params"]
         prompt: list[int] = []
         for chunk in body["prompt"]["chunks"]:
@@ -114,6 +120,11 @@ class Sampling:
         of_prompt = body.get("topk_prompt_logprobs") or 0
         if not 0 <= likeliest <= _MAX_LIKELIEST or not 0 <= of_prompt <= _MAX_LIKELIEST:
             raise UserError(f"at most {_MAX_LIKELIEST} of the likeliest tokens are offered here")
+        last = body.get("prompt_logprobs_last_n")
+        if last is not None and (not body.get("prompt_logprobs") or not 1 <= last < len(prompt)):
+            raise UserError(
+                f"prompt_logprobs_last_n={last}; it has to be 1 to {len(prompt) - 1}, with prompt_logprobs"
+            )
         token_ids, texts = self._stops(asked.get("stop"))
         seed = asked.get("seed")
         return prompt, SamplingParams(
@@ -129,6 +140,9 @@ class Sampling:
             prompt_likeliest=of_prompt if body.get("prompt_logprobs") or of_prompt else None,
         )
 
+    def _scores(self, body: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> PromptScores:
+        return PromptScores(body, prompt, params, self._backend.vocab_size)
+
     def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """None: at EOS; nothing: nowhere; else there, and at EOS."""
         if stop is None:
@@ -140,3 +154,14 @@ class Sampling:
         if any(not text for text in texts):
             raise UserError("an empty stop string would end every sample at once; leave it out")
         return (*self._eos_ids, *(s for s in stop if isinstance(s, int))), texts
+
+
+def _scored_at_the_end(completion: Completion, count: int) -> Completion:
+    """With scores of the prompt's last `count` tokens alone."""
+    own, likeliest = completion.prompt_logprobs, completion.prompt_likeliest
+    unscored = len(own) - count
+    return replace(
+        completion,
+        prompt_logprobs=(None,) * unscored + own[unscored:],
+        prompt_likeliest=((),) * unscored + likeliest[unscored:] if likeliest else (),
+    )

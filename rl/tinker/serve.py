@@ -17,7 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from rl.bounds import FilePath, NonNegativeFloat, Port, PositiveInt
-from rl.cluster.launch import ActorSpecs, EngineSpec, launch
+from rl.cluster.actor_specs import ActorSpecs, EngineSpec
+from rl.cluster.launch import launch
 from rl.errors import ConfigError
 from rl.http_server import Server
 from rl.models.engine_config import EngineConfig

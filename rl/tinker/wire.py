@@ -1,6 +1,6 @@
 """Tinker's protobuf messages to and from plain records. The classes ship with the SDK."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from rl.tinker.backend import Datum, Learned, UserError
+from rl.tinker.prompt_scores import Scores
 from rl.types import Completion, Likeliest, StopReason
 
 PROTOBUF = "application/x-protobuf"
@@ -125,7 +126,9 @@ def write_learned(learned: Learned) -> bytes:
     return message.SerializeToString()
 
 
-def write_samples(completions: Sequence[Completion], num_likeliest: int, prompt_likeliest: int) -> bytes:
+def write_samples(
+    completions: Sequence[Completion], num_likeliest: int, prompt_likeliest: int, scores: Scores = Scores()
+) -> bytes:
     """SampleResponse. The counts: how many of the likeliest tokens were asked for."""
     message = pb.SampleResponse()
     for completion in completions:
@@ -142,7 +145,32 @@ def write_samples(completions: Sequence[Completion], num_likeliest: int, prompt_
     if prompt_likeliest:
         _write_likeliest(message.topk_prompt_logprobs, first.prompt_likeliest, prompt_likeliest)
     message.prompt_cache_hit_tokens = first.num_cached_tokens
+    if scores.targets:
+        _write_logprobs(message.target_prompt_logprobs, scores.targets)
+    if scores.drawn:
+        for tensor, values, dtype in zip(
+            (message.prompt_alt_tokens.tokens, message.prompt_alt_tokens.logprobs),
+            scores.drawn,
+            (pb.DTYPE_INT64, pb.DTYPE_FLOAT32),
+            strict=True,
+        ):
+            tensor.dense, tensor.dtype = values.tobytes(), dtype
+            tensor.shape.extend(values.shape)
     return message.SerializeToString()
+
+
+def _write_logprobs(message: Any, tensor: Mapping[str, Any]) -> None:
+    """tensor: TensorData, dense or sparse."""
+    message.dtype = pb.DTYPE_FLOAT32
+    message.shape.extend(tensor["shape"])
+    values = np.asarray(tensor["data"], np.float32).tobytes()
+    if tensor.get("sparse_crow_indices") is None:
+        message.dense = values
+        return
+    sparse = message.sparse_csr
+    sparse.values = values
+    sparse.crow_indices = np.asarray(tensor["sparse_crow_indices"], np.int64).tobytes()
+    sparse.col_indices = np.asarray(tensor["sparse_col_indices"], np.int64).tobytes()
 
 
 def _write_likeliest(message: Any, places: Sequence[Likeliest], k: int) -> None:

@@ -10,6 +10,7 @@ from configs.quickstart import quickstart
 from rl.cluster.machine import this_machine
 from rl.controller.config import (
     CriticConfig,
+    JudgeConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
@@ -164,6 +165,7 @@ IN_THE_LOOP = [
 # What the launcher starts: (what the run is, the setting, another value, where it arrives in the ActorSpecs).
 LAYOUT = ("replicate", "shard", "context_parallel", "tensor_parallel")
 REFERENCE = {"kl": KL(coef=0.1)}
+JUDGED = {"judge": JudgeConfig(model=TinyQwen3("abc"))}
 AT_LAUNCH = [
     *(({}, f"trainer.layout.{axis}", 2, f"trainer.config.layout.{axis}") for axis in LAYOUT),
     *((REFERENCE, f"reference.layout.{axis}", 2, f"reference.config.layout.{axis}") for axis in LAYOUT),
@@ -186,6 +188,10 @@ AT_LAUNCH = [
     ({}, "generator.compile", True, "generator.compile"),
     ({}, "trainer.max_restarts", 7, "max_trainer_restarts"),
     ({}, "generator.max_restarts", 7, "max_generator_restarts"),
+    (JUDGED, "judge.num_replicas", 2, "num_judges"),
+    (JUDGED, "judge.tensor_parallel", 2, "judge.tensor_parallel"),
+    (JUDGED, "judge.max_tokens", 64, "judge.max_model_len"),
+    (JUDGED, "judge.kv_cache_gib", 0.1, "judge.kv_cache_gib"),
     ({}, "reward.num_procs", 2, "num_reward_procs"),
     ({}, "reward.limit_seconds", 7.0, "reward_limit_seconds"),
     ({}, "reward.max_restarts", 7, "max_reward_restarts"),
@@ -218,6 +224,7 @@ ELSEWHERE = {
     "env.stop": "tests/envs/test_envs.py",
     "placement": "tests/controller/test_device_rules.py",
     "generator.cuda_graphs": "tests/models/test_cuda.py",
+    "judge.model": "tests/controller/test_judge_rules.py",
     "reference.model": "test_a_teacher_is_another_model, below",
     "resume": "tests/integration/test_runs.py",
     "tracking.sinks": "tests/observability/test_sinks.py",

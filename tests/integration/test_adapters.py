@@ -71,6 +71,23 @@ from rl.envs.judge import Judge
 def train():
     return recipe(OneSentence(judge=Judge(base_url="http://127.0.0.1:PORT/v1", model="judge"), **SMALL))
 """,
+    "a judge of the run's own": """
+from rl.controller.config import JudgeConfig
+from rl.envs.chat.env import ChatEnv
+from rl.envs.judge import Judge
+from rl.models.sources import ModelDir
+@dataclass(frozen=True)
+class Judged(ChatEnv):
+    judge: Judge = Judge(max_tokens=8)
+    def generate(self, seed): return Problem(str(seed), f"Name {seed % 1000} colours.")
+    def reward_episode(self, episode):
+        said = self.judge.complete([{"role": "user", "content": episode.response[:100]}])
+        episode.notes["judge"] = said
+        return float(len(said) % 2)
+def train():
+    judge = JudgeConfig(model=ModelDir("models/smollm2-135m-instruct"), max_tokens=512, kv_cache_gib=0.25)
+    return replace(recipe(Judged(**SMALL)), judge=judge)
+""",
     "verifiers v0": """
 from rl.envs.adapters.verifiers import Verifiers
 def train(): return recipe(Verifiers(environment="doubling", options=(("rows", 12),), **SMALL))

@@ -236,6 +236,17 @@ def test_samples_are_the_models_own(server):
         include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
     ).result()  # fmt: skip
     assert [len(place) for place in top.topk_prompt_logprobs[1:]] == [3, 3, 3]
+    alternatives = learned.sample(
+        types.ModelInput.from_ints(whole), 1, params, prompt_alt_tokens_k=3,
+        target_prompt_logprobs=types.TensorData.from_torch(torch.tensor(whole[1:])[:, None]),
+    ).result()  # fmt: skip
+    own = alternatives.target_prompt_logprobs.to_torch()[:, 0]
+    assert own.tolist() == pytest.approx(scored[1:], abs=1e-4)
+    drawn = alternatives.prompt_alt_tokens
+    again = learned.sample(types.ModelInput.from_ints(whole), 1, params, target_prompt_logprobs=drawn.tokens)
+    logprobs = again.result().target_prompt_logprobs.to_torch()
+    assert (logprobs - drawn.logprobs.to_torch()).abs().max() < 1e-4
+    assert len({tuple(row) for row in drawn.tokens.to_torch().T.tolist()}) == 3
     greedy = top.sequences[0]
     assert [place[0][0] for place in greedy.topk_logprobs] == greedy.tokens
     stopped = base.sample(

@@ -1,7 +1,7 @@
 """Run in a generator's environment: samples with what was published, prints completions as JSON.
 
-usage: generator_worker.py JOB, a pickle of {config: VLLMConfig, transport, prompt, loads: [(label, manifest, adapters to
-ask)], in_flight: manifests that arrive one after the other while one long sample is drawn}. Under tensor parallelism each
+usage: generator_worker.py JOB, a pickle of {config: VLLMConfig, transport, prompt, loads: [(label, manifest or None,
+adapters to ask)], in_flight: manifests that arrive one after the other while one long sample is drawn}. Under tensor parallelism each
 rank is a process; the first prints.
 """
 
@@ -32,7 +32,8 @@ async def main(job: dict, engine: GeneratorEngine) -> dict:
             answers[f"{label}/{adapter}"] = answer
 
     for label, manifest, adapters in job["loads"]:
-        await engine.load_weights(manifest)
+        if manifest is not None:
+            await engine.load_weights(manifest)
         await ask(label, adapters)
     if job.get("in_flight"):
         answers["in flight"] = await change_under_way(job, engine)

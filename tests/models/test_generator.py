@@ -59,6 +59,14 @@ def test_each_token_is_of_the_version_that_its_completion_says(versions):
     assert answers["cached"] == [0] + [64] * 7
 
 
+def test_the_weights_of_a_directory_are_there_from_the_start(versions):
+    """A judge's, which nobody publishes."""
+    directory, transport, _, logprobs = versions
+    config = VLLMConfig(str(directory / "1"), weights="directory", **SMALL)
+    tokens, found = ask(directory, config, transport, PROMPT, [("own", None, [None])])["own/None"]
+    assert np.abs(np.subtract(found, logprobs[1](tokens))).max() < limit("generator in fp32")
+
+
 def test_two_ranks_are_one_generator(versions):
     """Tensor parallel against one process: the same tokens and logprobs, after weight updates too."""
     directory, transport, manifests, logprobs = versions

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl import batching
 from rl.batching import pack
 from rl.loss.clip import Clip
 from rl.models.engine_config import EngineConfig
@@ -58,6 +59,14 @@ def engine(request, tmp_path_factory):
         weight = local(made._tensors["value_head.weight"].data)
         weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_tree_counts():
+    """However little it saves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "_WORTH_SHARING", 0)
+        yield
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import uvicorn
@@ -28,7 +29,7 @@ VOCABULARY = 128
 class FakeBackend(Backend):
     """A model is one number: optim_step adds lr times what forward_backward summed of the weights (1 each without).
 
-    Logprobs are minus that number. `log` is what was called, in order.
+    Logprobs are minus that number; of a prompt's tokens, minus the token. `log` is what was called, in order.
     """
 
     context_length = 64
@@ -93,6 +94,9 @@ class FakeBackend(Backend):
         value = json.loads((adapter / "adapter_config.json").read_text())["value"] if adapter else 0.0
         tokens = [(params.seed + i) % VOCABULARY for i in range(min(3, params.max_new_tokens))]
         one = Completion(tokens, [-value] * len(tokens), VersionRange(0, 0), StopReason.LENGTH)
+        if params.prompt_likeliest is not None:
+            own = (None, *(-float(token) for token in prompt[1:]))
+            one = replace(one, prompt_logprobs=own, prompt_likeliest=((),) * len(prompt))
         return [one] * n
 
 

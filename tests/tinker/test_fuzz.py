@@ -40,6 +40,10 @@ def bodies(training):
     session = training.model_id.split(":")[0]
     params = {"max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 1, "stop": ["a"]}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    targets = {
+        "data": [1, 2], "dtype": "int64", "shape": [1, 2],
+        "sparse_crow_indices": [0, 2], "sparse_col_indices": [0, 1],
+    }  # fmt: skip
     lora = {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
     of_model = {"model_id": training.model_id, "seq_id": 5}
     adam = {
@@ -69,6 +73,7 @@ def bodies(training):
         "asample": {
             "sampling_session_id": f"{session}:sample:77", "seq_id": 1, "num_samples": 2, "prompt": prompt,
             "sampling_params": params, "prompt_logprobs": True, "topk_prompt_logprobs": 1,
+            "prompt_logprobs_last_n": 1, "prompt_alt_tokens_k": 2, "target_prompt_logprobs": targets,
         },
         "retrieve_future": {"request_id": f"{training.model_id}:0"},
         "retrieve_futures": {

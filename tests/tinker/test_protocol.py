@@ -6,6 +6,7 @@ import os
 import httpx
 import numpy as np
 import pytest
+import torch
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 import zstandard  # noqa: E402
@@ -107,6 +108,51 @@ def test_a_sampler_stays_where_its_model_was(server):
     prompt = types.ModelInput.from_ints([5])
     found = [s.sample(prompt, 1, params).result().sequences[0].logprobs[0] for s in samplers]
     assert found == pytest.approx([0.0, -0.3])
+
+
+def sampled(sampler, prompt, **asked):
+    prompt, params = types.ModelInput.from_ints(prompt), types.SamplingParams(max_tokens=1, seed=0)
+    return sampler.sample(prompt, 1, params, **asked).result()
+
+
+def test_another_optimizer_is_refused_before_anything_learns(server):
+    url, _ = server
+    session = client(url).create_lora_training_client(base_model=NAME).result().model_id.split(":")[0]
+    asked = {"session_id": session, "model_seq_id": 7, "base_model": NAME, "lora_config": {"rank": 4}}
+    answer = post(url, "create_model", asked | {"optimizer_config": {"type": "dimuon", "version": 1}})
+    assert "'dimuon' is not offered here; use adamw" in answer.text
+
+
+def test_named_tokens_are_scored_along_a_prompt(server):
+    """The fake's logprob of a prompt's token is minus the token."""
+    sampler = client(server[0]).create_sampling_client(base_model=NAME).result()
+    wanted = torch.tensor([[7, -1], [-1, -1], [3, 9]])
+    for tensor in (types.TensorData.from_torch(wanted), types.TensorData.from_torch_sparse(wanted, pad_value=-1)):
+        scored = sampled(sampler, [5, 6, 7, 8], target_prompt_logprobs=tensor).target_prompt_logprobs
+        assert scored.sparse_crow_indices == tensor.sparse_crow_indices
+        expected = [[-7.0, 0.0], [0.0, 0.0], [-3.0, -9.0]]
+        assert scored.to_torch().to_dense().tolist() == expected
+    drawn = sampled(sampler, [5, 6, 7], prompt_alt_tokens_k=4).prompt_alt_tokens
+    assert drawn.tokens.shape == drawn.logprobs.shape == [2, 4]
+    last = sampled(sampler, [5, 6, 7], include_prompt_logprobs=True, prompt_logprobs_last_n=1)
+    assert last.prompt_logprobs == [None, None, -7.0]
+
+
+def test_what_cannot_be_scored_is_refused(server):
+    sampler = client(server[0]).create_sampling_client(base_model=NAME).result()
+    too_many = types.TensorData.from_torch(torch.zeros(2, 600, dtype=torch.int64))
+    unknown = types.TensorData.from_torch(torch.tensor([[500], [1]]))
+    ragged = types.TensorData(data=[1, 2], dtype="int64", shape=[1, 2])
+    bad = [
+        ({"target_prompt_logprobs": too_many}, "at most 1024"),
+        ({"target_prompt_logprobs": unknown}, "neither -1 nor one of 128"),
+        ({"target_prompt_logprobs": ragged}, r"has to be int64 of \[2, K\]"),
+        ({"prompt_alt_tokens_k": 600}, "at most 1024"),
+        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "has to be 1 to 2"),
+    ]
+    for asked, match in bad:
+        with pytest.raises(tinker.UnprocessableEntityError, match=match):
+            sampled(sampler, [5, 6, 7], **asked)
 
 
 def test_a_finished_session_leaves_no_sampler_behind(server, tmp_path):

@@ -6,9 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """How a generator computes. The model's directory gives its shape; weights come with `Load`."""
+    """How a generator computes. The model's directory gives its shape."""
 
     model_dir: str
+    weights: Literal["published", "directory"] = "published"  # they come with `Load`, or are the directory's
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int = 2048
     max_num_seqs: int = 256

@@ -72,7 +72,8 @@ class VLLM:
         self._running: dict[str, _Running] = {}  # by the number of its command
         self._waiting: list[Admit] = []  # for a place for their adapter
         self._adapter_files = tempfile.TemporaryDirectory(prefix=f"{config.shared_prefix}-adapters-")
-        self._versions: dict[str | None, PolicyVersion] = {}  # of the model (None) and of each adapter
+        # Of the model (None) and of each adapter.
+        self._versions: dict[str | None, PolicyVersion] = {None: 0} if config.weights == "directory" else {}
 
     def tick(self, commands: Sequence[Command]) -> Tick:
         """Run the commands in order, then decode one step. A command that cannot be done costs no other."""
@@ -244,7 +245,7 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
     return EngineArgs(
         model=config.model_dir,
         skip_tokenizer_init=not config.stop_texts,
-        load_format="dummy",
+        load_format="dummy" if config.weights == "published" else "auto",
         dtype=config.dtype,
         enforce_eager=not (config.compile or config.cuda_graphs),
         **graph_args(config),

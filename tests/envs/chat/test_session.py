@@ -149,6 +149,18 @@ def test_a_rewritten_history_forks_and_shared_turns_are_learned_once():
     assert len(session.branches) == 3
 
 
+def test_a_prompt_that_siblings_share_is_tokenised_once(monkeypatch):
+    tokenizer = tokenizer_of("llama3")
+    template = ChatTemplate(tokenizer)
+    encode, texts = tokenizer.encode_plain, []
+    monkeypatch.setattr(tokenizer, "encode_plain", lambda text: texts.append(text) or encode(text))
+    messages = [{"role": "user", "content": "a"}]
+    first, again = (template.prompt(messages, ()) for _ in range(2))
+    first.append(0)  # a list of its own
+    assert again == template.prompt(messages, ()) != first and len(texts) == 1
+    assert template.prompt([{"role": "user", "content": "b"}], ()) != again
+
+
 def test_no_room_is_said_and_a_turn_gets_no_more_than_there_is():
     tokenizer = tokenizer_of("llama3")
     template = ChatTemplate(tokenizer)

@@ -1,0 +1,119 @@
+"""JudgeServer: a run's own judge, generators whose weights stay, as an OpenAI-compatible URL on loopback."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import uvicorn
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl.actors.generator import GeneratorProcesses
+from rl.actors.remote import ProcessDied
+from rl.actors.replica import Pool, Replica
+from rl.envs.judge import OWN_KEY, OWN_URL
+from rl.errors import ConfigError, RunError, one_line
+from rl.http_server import Server
+from rl.models.tokenizer import HFTokenizer
+from rl.openai_format import answer, choice
+from rl.types import Completion, SamplingParams
+
+JudgeReplica = Replica[GeneratorProcesses]
+_MODEL = "judge"
+_MAX_DEATHS = 3  # of one request
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[dict[str, Any]]
+    model: str = _MODEL
+    max_tokens: Annotated[int, Ge(1)] | None = None
+    max_completion_tokens: Annotated[int, Ge(1)] | None = None
+    temperature: Annotated[float, Ge(0), Le(100)] = 1.0
+    top_p: Annotated[float, Ge(1e-6), Le(1)] = 1.0
+    seed: int = 0
+    n: Annotated[int, Ge(1), Le(64)] = 1
+    user: str = ""
+
+
+class JudgeServer:
+    """It answers as soon as a judge serves. For one event loop."""
+
+    def __init__(self, pool: Pool[JudgeReplica], tokenizer: HFTokenizer, max_tokens: int):
+        """max_tokens: of a question with its answer."""
+        self.pool = pool
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._key = secrets.token_urlsafe(16)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the processes that may ask it."""
+        return {OWN_URL: f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1", OWN_KEY: self._key}
+
+    async def run(self) -> None:
+        """Keep the judges alive and answer, until cancelled."""
+        app = Starlette(routes=[Route("/v1/chat/completions", self._chat, methods=["POST"])])
+        server = Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=600))
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        try:
+            await self.pool.run()
+            await asyncio.Event().wait()  # all are dead for good, which who asks is told
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+    async def _chat(self, request: Request) -> Response:
+        if not secrets.compare_digest(request.headers.get("authorization", ""), f"Bearer {self._key}"):
+            return _refusal(401, "the API key is not this run's")
+        try:
+            asked = _Asked.model_validate_json(await request.body())
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            return _refusal(400, f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
+        try:
+            prompt = self._tokenizer.encode_messages(asked.messages)
+        except Exception as error:  # the template is a program
+            return _refusal(400, f"the judge's chat template fails: {one_line(error):.200}")
+        room = self._max_tokens - len(prompt)
+        if room < 1:
+            what = f"a question of {len(prompt)} tokens; raise judge.max_tokens={self._max_tokens}"
+            return _refusal(400, what)
+        wanted = asked.max_completion_tokens or asked.max_tokens or room
+        params = SamplingParams(
+            min(wanted, room),
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed % 2**31,
+            stop_token_ids=(self._tokenizer.eos_id,),
+        )
+        try:
+            completions = await self._sample(prompt, asked.n, params)
+        except ProcessDied as error:
+            return _refusal(503, str(error))
+        except (RunError, ConfigError) as error:
+            return _refusal(500, str(error))
+        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        return JSONResponse(answer("chat.completion", _MODEL, prompt, completions, choices, False))
+
+    async def _sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+        async def of(replica: JudgeReplica) -> list[Completion]:
+            return await replica.ask(lambda processes: processes.sample(prompt, n, params), load=n)
+
+        return await self.pool.ask(of, max_deaths=_MAX_DEATHS)
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        text = self._tokenizer.decode(completion.tokens).strip()
+        return choice(index, completion, False) | {"message": {"role": "assistant", "content": text}}
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)

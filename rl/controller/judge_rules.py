@@ -1,0 +1,48 @@
+"""What is wrong with a run's judge, or with an environment that would find none."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from rl.controller.config import JudgeConfig, RunConfig
+from rl.envs.judge import Judge
+
+
+def check_judge(config: RunConfig) -> list[str]:
+    """One line for each problem."""
+    judge = config.judge
+    if judge.model is None:
+        names = [field.name for field in dataclasses.fields(JudgeConfig)]
+        changed = [name for name in names if getattr(judge, name) != getattr(JudgeConfig(), name)]
+        return [
+            *(f"judge.{name} has no effect without judge.model; set it" for name in changed),
+            *(
+                f"{name}.base_url is empty and the run has no judge; set it, or judge.model"
+                for name, found in _judges(config)
+                if not found.base_url
+            ),
+        ]
+    judges = list(_judges(config))
+    if judges and all(found.base_url for _, found in judges):
+        return [f"{judges[0][0]}.base_url is set, so nobody asks judge.model; leave one of them out"]
+    if judge.model.random_weights:
+        return ["judge.model has random weights, which judge nothing; use a ModelDir"]
+    if found := judge.model.validate():
+        return [f"judge.model: {problem}" for problem in found]
+    if why := judge.model.why_no_chat():
+        return [f"judge.model's tokenizer {why}; use a model that chats"]
+    heads = judge.model.config().get("num_key_value_heads")
+    if heads and heads % judge.tensor_parallel:
+        return [
+            f"judge.tensor_parallel={judge.tensor_parallel} does not divide the judge's "
+            f"num_key_value_heads={heads}; use a divisor"
+        ]
+    return []
+
+
+def _judges(config: RunConfig) -> Iterator[tuple[str, Judge]]:
+    """Of the environment's settings."""
+    for env in config.env.made_of:
+        for field in dataclasses.fields(env):
+            value = getattr(env, field.name)
+            if isinstance(value, Judge):
+                yield f"env.{field.name}", value

@@ -1,0 +1,103 @@
+"""What a request asks of each place of its prompt: logprobs of tokens that it names, and tokens drawn there.
+
+Each is a request of its own for one token, and the generators batch them. vLLM 0.32 can score named tokens
+itself, but then returns no likeliest tokens to any other request of the batch.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl.tinker.backend import UserError
+from rl.types import Completion, SamplingParams
+
+_MOST = 1024  # tokens of a request, of either kind
+_APART = 1_000_003  # seeds of neighbouring places
+Sample = Callable[[Sequence[int], int, SamplingParams], Awaitable[list[Completion]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """[P, K] each, for the P places after a prompt's first token."""
+
+    targets: Mapping[str, Any] | None = None  # TensorData laid out as in the request; its data: logprobs
+    drawn: tuple[np.ndarray, np.ndarray] | None = None  # tokens, and their logprobs
+
+
+class PromptScores:
+    """Raises UserError where the request is none. body: of asample."""
+
+    def __init__(
+        self, body: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, vocab_size: int
+    ):
+        self._prompt = list(prompt)
+        self._params = params
+        self._targets = body.get("target_prompt_logprobs")
+        self._rows = _rows(self._targets, len(prompt) - 1, vocab_size) if self._targets else []
+        self._num_drawn = body.get("prompt_alt_tokens_k") or 0
+        num_drawn = self._num_drawn * (len(prompt) - 1)
+        if self._num_drawn < 0 or max(num_drawn, len(self._rows)) > _MOST:
+            raise UserError(
+                f"{len(self._rows)} tokens to score and {num_drawn} to draw along the prompt; at most "
+                f"{_MOST} of either are offered in one request"
+            )
+
+    async def compute(self, sample: Sample) -> Scores:
+        targets, drawn = await asyncio.gather(self._score(sample), self._draw(sample))
+        return Scores(targets, drawn)
+
+    async def _score(self, sample: Sample) -> Mapping[str, Any] | None:
+        if self._targets is None:
+            return None
+
+        async def of(row: int, token: int) -> float:
+            if token == -1:
+                return 0.0
+            one = SamplingParams(1, prompt_likeliest=0, ignore_eos=True, seed=0)
+            (completion,) = await sample([*self._prompt[: row + 1], token], 1, one)
+            logprob = completion.prompt_logprobs[-1]
+            assert logprob is not None  # only a prompt's first token has none
+            return logprob
+
+        cells = zip(self._rows, self._targets["data"], strict=True)
+        return {**self._targets, "data": await asyncio.gather(*(of(row, token) for row, token in cells))}
+
+    async def _draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray] | None:
+        if not self._num_drawn:
+            return None
+
+        async def at(row: int) -> list[Completion]:
+            seed = (self._params.seed + _APART * (row + 1)) % 2**31
+            one = SamplingParams(1, temperature=self._params.temperature, ignore_eos=True, seed=seed)
+            return await sample(self._prompt[: row + 1], self._num_drawn, one)
+
+        places = await asyncio.gather(*map(at, range(len(self._prompt) - 1)))
+        tokens = [[completion.tokens[0] for completion in place] for place in places]
+        logprobs = [[completion.logprobs[0] for completion in place] for place in places]
+        shape = len(places), self._num_drawn
+        return np.array(tokens, np.int64).reshape(shape), np.array(logprobs, np.float32).reshape(shape)
+
+
+def _rows(tensor: Mapping[str, Any], num_rows: int, vocab_size: int) -> list[int]:
+    """Of each of the tensor's data."""
+    data, shape = tensor["data"], tensor.get("shape") or []
+    row_ends, columns = tensor.get("sparse_crow_indices"), tensor.get("sparse_col_indices")
+    if len(shape) != 2 or shape[0] != num_rows or shape[1] < 1 or tensor["dtype"] != "int64":
+        raise UserError(
+            f"target_prompt_logprobs has to be int64 of [{num_rows}, K], one row a token after the first"
+        )
+    if any(not isinstance(token, int) or not -1 <= token < vocab_size for token in data):
+        raise UserError(f"target_prompt_logprobs has a token that is neither -1 nor one of {vocab_size}")
+    if row_ends is None and columns is None:
+        if len(data) != shape[0] * shape[1]:
+            raise UserError(f"target_prompt_logprobs has {len(data)} tokens, and the shape {shape}")
+        return [i // shape[1] for i in range(len(data))]
+    row_ends, columns = row_ends or [], columns or []
+    counts = np.diff(np.array(row_ends, np.int64)) if len(row_ends) == num_rows + 1 else np.array([-1])
+    in_order = (counts >= 0).all() and row_ends[0] == 0 and row_ends[-1] == len(data) == len(columns)
+    if not in_order or any(not 0 <= column < shape[1] for column in columns):
+        raise UserError("target_prompt_logprobs is not a sparse tensor in CSR form")
+    return np.repeat(np.arange(num_rows), counts).tolist()

@@ -1,0 +1,124 @@
+"""A run's own judge, asked by envs.judge.Judge as a reward process asks it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from rl.actors.judge import JudgeReplica, JudgeServer
+from rl.actors.remote import ProcessDied
+from rl.actors.replica import Pool
+from rl.envs.judge import Judge, JudgeFailed
+from rl.types import Completion, StopReason, VersionRange
+from rl.waiting import Signal, beside
+
+
+class Tokenizer:
+    """A token is a letter."""
+
+    eos_id = 0
+
+    def encode_messages(self, messages):
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+class Processes:
+    """Grades 7; dies of the letter †."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def sample(self, prompt, n, params):
+        self.asked.append((prompt, n, params))
+        if ord("†") in prompt:
+            raise ProcessDied("the judge died")
+        return [Completion([ord("7"), ord(" ")], [-1.0, -1.0], VersionRange(0, 0), StopReason.STOP)] * n
+
+    async def check(self):
+        pass
+
+    async def kill(self):
+        pass
+
+
+@asynccontextmanager
+async def serving(monkeypatch, max_restarts=1):
+    """(url, key, who is asked)"""
+    processes, changed = Processes(), Signal()
+
+    async def spawn():
+        return processes
+
+    pool = Pool("judge", [JudgeReplica("judge-0", spawn, max_restarts, changed)], changed)
+    server = JudgeServer(pool, Tokenizer(), max_tokens=200)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    async with beside(server.run()):
+        await pool.started()
+        yield *server.environment.values(), processes.asked
+
+
+def test_a_judge_without_a_url_is_the_runs_own(monkeypatch):
+    async def main():
+        async with serving(monkeypatch) as (_, _, asked):
+            verdict = await asyncio.to_thread(Judge(rubric="Grade.").grade, "2 + 2?", "4")
+            return verdict, asked
+
+    verdict, [(prompt, n, params)] = asyncio.run(main())
+    assert verdict.grade == 0.7 and verdict.said == "7"
+    assert Tokenizer().decode(prompt).startswith("Grade.") and n == 1
+    assert (params.temperature, params.max_new_tokens, params.stop_token_ids) == (0.0, 64, (0,))
+
+
+def test_who_asks_badly_hears_why(monkeypatch):
+    messages = [{"role": "user", "content": "a"}]
+
+    async def main():
+        found = []
+        async with serving(monkeypatch) as (url, key, asked), httpx.AsyncClient() as client:
+            for body, its_key in (
+                ({"messages": messages}, "another"),
+                ({"messages": messages, "logit_bias": {}}, key),
+                ({"messages": "a"}, key),
+                ({"messages": messages, "n": 0}, key),
+                ({"messages": [{"role": "user"}]}, key),
+                ({"messages": [{"role": "user", "content": "a" * 300}]}, key),
+                ({"messages": messages, "n": 3, "max_tokens": 500}, key),
+            ):
+                headers = {"Authorization": f"Bearer {its_key}"}
+                answer = await client.post(f"{url}/chat/completions", json=body, headers=headers)
+                found.append((answer.status_code, answer.json().get("error", {}).get("message", "")))
+            return found, asked, answer.json()
+
+    found, asked, good = asyncio.run(main())
+    assert [status for status, _ in found] == [401, 400, 400, 400, 400, 400, 200]
+    expected = [
+        "not this run's",
+        "logit_bias",
+        "messages",
+        "n:",
+        "template fails",
+        "raise judge.max_tokens=200",
+    ]
+    assert all(part in said for part, (_, said) in zip(expected, found[:-1], strict=True)), found
+    assert len(good["choices"]) == 3 and [params.max_new_tokens for _, _, params in asked] == [199]
+
+
+def test_a_judge_that_died_for_good_costs_the_sample_alone(monkeypatch):
+    async def main():
+        async with serving(monkeypatch, max_restarts=0):
+            judge = Judge(seconds=10.0, max_retries=1)
+            with pytest.raises(JudgeFailed, match="503"):
+                await asyncio.to_thread(judge.grade, "†", "4")
+
+    asyncio.run(main())
+
+
+def test_without_a_judge_a_judge_says_so(monkeypatch):
+    monkeypatch.delenv("RL_JUDGE_URL", raising=False)
+    with pytest.raises(JudgeFailed, match="set its base_url, or the run's judge.model"):
+        Judge().grade("a", "b")

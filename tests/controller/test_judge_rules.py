@@ -1,0 +1,61 @@
+"""A judge of the run's own: what keeps it, or an environment that asks for one, from starting."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.cluster.machine import this_machine
+from rl.controller.config import JudgeConfig
+from rl.controller.device_defaults import by_device
+from rl.controller.judge_rules import check_judge
+from rl.controller.memory_plan import processes
+from rl.controller.specs import actor_specs, roles
+from rl.envs.chat.env import ChatEnv
+from rl.envs.judge import Judge
+from rl.models.sources import ModelDir, TinyQwen3
+from tests.tiny import write_model
+
+
+@dataclass(frozen=True)
+class Judged(ChatEnv):
+    judge: Judge = Judge()
+
+
+CASES = [
+    ({}, [], []),
+    ({"env": Judged(judge=Judge("http://somewhere/v1"))}, [], []),
+    ({"env": Judged()}, [], ["env.judge.base_url is empty and the run has no judge"]),
+    (
+        {},
+        {"num_replicas": 2, "max_tokens": 7},
+        ["judge.num_replicas has no effect", "judge.max_tokens has no"],
+    ),
+    (
+        {"env": Judged(judge=Judge("http://somewhere/v1"))},
+        {"model": ModelDir("nowhere")},
+        ["env.judge.base_url is set, so nobody asks judge.model"],
+    ),
+    ({}, {"model": TinyQwen3("abc")}, ["judge.model has random weights"]),
+    ({}, {"model": ModelDir("nowhere")}, ["judge.model: "]),
+]
+
+
+@pytest.mark.parametrize(("run", "judge", "expected"), CASES)
+def test_what_is_wrong_with_a_judge(run, judge, expected):
+    config = replace(quickstart(), **run, judge=JudgeConfig(**dict(judge)))
+    found = check_judge(config)
+    assert len(found) == len(expected) and all(
+        f.startswith(e) for f, e in zip(found, expected, strict=True)
+    ), found
+
+
+def test_a_judge_is_a_role_with_weights_of_its_own(tmp_path):
+    write_model(tmp_path, "llama")
+    judge = JudgeConfig(model=ModelDir(str(tmp_path)), num_replicas=2)
+    config = by_device(replace(quickstart(), env=Judged(), judge=judge), this_machine())
+    assert roles(config)["judge"] == 2 and "judge" not in roles(quickstart())
+    specs = actor_specs(config, tmp_path, tmp_path)
+    assert specs.judge.model_dir == str(tmp_path) and specs.judge.weights == "directory"
+    assert specs.generator.weights == "published"
+    assert [p.role for p in processes(config, this_machine())].count("judge") == 2
