@@ -38,7 +38,7 @@ class Client:
         self._model = model
         self._sampler = sampler
         self._steps = steps
-        self._seq_id = 1000 + 10**9 * number  # as the SDK's clones number theirs
+        self._seq_id = 1000 + 10**7 * number  # protobuf takes 32 bits
         self.seconds: dict[str, list[float]] = {"forward_backward": [], "asample": [], "optim_step": []}
 
     async def work(self, until: float) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 from rl.models.cuda import expands_heads
+from rl.models.fan_attention import Fan, fan_attention
 
 from torchtitan.models.common.attention import FlexAttention
 
@@ -25,6 +26,8 @@ _LENGTH_STEP = 32
 """Documents are padded to the longest of their bucket; a bucket holds lengths of one multiple of this."""
 _BRANCH_STEP = 8
 """The same of branches' own tokens."""
+_FAN_PATH = 1024
+"""Branches of a path of at least so many tokens are a fan: docs/attention.md."""
 
 
 class Branches(NamedTuple):
@@ -43,9 +46,8 @@ class PackedDocuments(NamedTuple):
     queries: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]  # the same tokens as indices into L as it was gathered
     branches: tuple[Branches, ...]
-    restore: (
-        torch.Tensor
-    )  # [l] index into the tokens, with padding, of all that is above, one after the other
+    fans: tuple[Fan, ...]
+    restore: torch.Tensor  # [l] index into all that is above, one after the other, padding included
 
 
 def stretches(positions: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -73,9 +75,16 @@ def row_pieces(num_tokens: int, num_procs: int) -> list[np.ndarray]:
 
 
 def pack_documents(
-    positions: np.ndarray, device: torch.device, pieces: Sequence[np.ndarray] | None = None, rank: int = 0
+    positions: np.ndarray,
+    device: torch.device,
+    pieces: Sequence[np.ndarray] | None = None,
+    rank: int = 0,
+    fans: bool = False,
 ) -> PackedDocuments:
-    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the context-parallel group, if any."""
+    """positions: [L], of a MicroBatch. pieces: `row_pieces` of the context-parallel group, if any.
+
+    fans: branches of a long path may be computed together, which is faster on a CPU; not with a window.
+    """
     pieces = pieces or row_pieces(len(positions), 1)
     gathered_at = np.argsort(np.concatenate(pieces))  # where token t of the row lies in the gathered keys
     local_at = np.full(len(positions), -1)
@@ -104,16 +113,43 @@ def pack_documents(
         keys.append(indices(gathered_at[tokens]))
         restore[local_at[tokens[is_there]]] = num_computed + np.flatnonzero(is_there)
         num_computed += tokens.size
+    branches, of_fans = _without_fans(branches) if fans and device.type == "cpu" else (branches, [])
     for pairs in _buckets(branches, lambda b: (-(-len(b[0]) // _BRANCH_STEP), -(-len(b[1]) // _LENGTH_STEP))):
-        (own, is_there), (paths, _) = _padded([own for own, _ in pairs]), _padded([path for _, path in pairs])
+        (own, is_own), (paths, _) = _padded([own for own, _ in pairs]), _padded([path for _, path in pairs])
         if len(pairs) > 1:
             mask = indices(np.arange(paths.shape[1]) <= positions[own][:, None, :, None])
         else:
             mask = _lower_right_bias(own.shape[1], paths.shape[1])
         of_branches.append(Branches(indices(local_at[own]), indices(gathered_at[paths]), mask))
-        restore[local_at[own[is_there]]] = num_computed + np.flatnonzero(is_there)
+        restore[local_at[own[is_own]]] = num_computed + np.flatnonzero(is_own)
         num_computed += own.size
-    return PackedDocuments(tuple(queries), tuple(keys), tuple(of_branches), indices(restore))
+    made_fans = []
+    for path, siblings in of_fans:
+        tokens = np.concatenate(siblings)
+        starts = np.cumsum([0, *map(len, siblings)])
+        rows = [np.arange(start, start + len(own)) for start, own in zip(starts, siblings, strict=False)]
+        buckets = [_padded(those) for those in _buckets(rows, lambda row: -(-len(row) // _LENGTH_STEP))]
+        its_rows, no_padding = (tuple(map(indices, column)) for column in zip(*buckets, strict=True))
+        own_at, path_at = indices(gathered_at[tokens]), indices(gathered_at[path])
+        made_fans.append(Fan(indices(local_at[tokens]), own_at, path_at, its_rows, no_padding))
+        restore[local_at[tokens]] = num_computed + np.arange(len(tokens))
+        num_computed += len(tokens)
+    made = tuple(queries), tuple(keys), tuple(of_branches), tuple(made_fans)
+    return PackedDocuments(*made, indices(restore))
+
+
+def _without_fans(
+    branches: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[np.ndarray, list[np.ndarray]]]]:
+    """Branches of short paths; and long paths, each with the own tokens of all that goes on after it."""
+    left, fans = [], dict[int, tuple[np.ndarray, list[np.ndarray]]]()
+    for own, seen in branches:
+        path = seen[: len(seen) - len(own)]
+        if len(path) < _FAN_PATH:
+            left.append((own, seen))
+        else:
+            fans.setdefault(int(path[-1]), (path, []))[1].append(own)
+    return left, list(fans.values())
 
 
 def _lower_right_bias(num_queries: int, num_keys: int) -> CausalBias:
@@ -141,19 +177,6 @@ def _padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([row[np.minimum(offsets, len(row) - 1)] for row in rows]), offsets < lengths[:, None]
 
 
-def document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed [L] -> right-padded rows: tokens and positions [n, longest].
-
-    Third comes where each token went: [L] indices into n * longest. Padding follows a document and repeats
-    its last token: causal models never see it.
-    """
-    starts = np.flatnonzero(positions == 0)
-    lengths = np.diff([*starts, len(positions)])
-    offsets = np.minimum(np.arange(lengths.max())[None, :], lengths[:, None] - 1)
-    rows = np.repeat(np.arange(len(starts)), lengths)
-    return tokens[starts[:, None] + offsets], offsets, rows * lengths.max() + positions
-
-
 def packed_attention(
     q_lNH: torch.Tensor,
     k_LNH: torch.Tensor,
@@ -175,6 +198,7 @@ def packed_attention(
         if window is not None and k.shape[2] > window:
             mask = _windowed(None if isinstance(mask, CausalBias) else mask, q, k, window)
         outputs.append(_attend(q, k, v, mask, scale, dropout).transpose(1, 2).flatten(0, 1))
+    outputs += [fan_attention(q_lNH, k_LNH, v_LNH, fan, scale) for fan in documents.fans]
     return torch.cat(outputs).index_select(0, documents.restore)
 
 

@@ -25,7 +25,7 @@ from rl.errors import ConfigError, RunError
 from rl.micro_batch import MicroBatch
 from rl.models import hf, hf_checks
 from rl.models.activation_checkpointing import CHECKPOINTING
-from rl.models.attention import document_rows, pack_documents
+from rl.models.attention import pack_documents
 from rl.models.engine import Engine
 from rl.models.hf_model import HFModel
 from rl.models.lora import Site, freeze
@@ -181,7 +181,7 @@ class HFEngine(Engine):
             documents = pack_documents(positions, device)
             tokens, positions = tokens[None], positions[None]
         else:
-            tokens, positions, at = document_rows(tokens, positions)
+            tokens, positions, at = _document_rows(tokens, positions)
             predictors = at[predictors]
 
         def tensor(array: np.ndarray) -> torch.Tensor:
@@ -268,3 +268,16 @@ class HFEngine(Engine):
 
 def _named_linears(prefix: str, layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(f"{prefix}.{n}", m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]
+
+
+def _document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packed [L] -> right-padded rows: tokens and positions [n, longest].
+
+    Third comes where each token went: [L] indices into n * longest. Padding follows a document and repeats
+    its last token: causal models never see it.
+    """
+    starts = np.flatnonzero(positions == 0)
+    lengths = np.diff([*starts, len(positions)])
+    offsets = np.minimum(np.arange(lengths.max())[None, :], lengths[:, None] - 1)
+    rows = np.repeat(np.arange(len(starts)), lengths)
+    return tokens[starts[:, None] + offsets], offsets, rows * lengths.max() + positions

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.models import attention
-from rl.models.attention import pack_documents, packed_attention
+from rl.models.attention import pack_documents, packed_attention, row_pieces
 
 CPU = torch.device("cpu")
 
@@ -64,6 +64,28 @@ def test_matmuls_and_flash_and_repeated_heads_give_the_same(monkeypatch, positio
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             assert (a - b).abs().max() < limit * max(1.0, a.abs().max().item())
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1], ids=["whole", "first of two", "second of two"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_siblings_of_a_long_path_are_computed_together(monkeypatch, rank, dtype, limit, scale):
+    """Outputs and gradients are those of each branch alone, for the tokens of each process too."""
+    monkeypatch.setattr(attention, "_FAN_PATH", 1)
+    positions = TREES[: len(TREES) // 4 * 4]
+    pieces = row_pieces(len(positions), 1 if rank is None else 2)
+    mine = pieces[rank or 0]
+    q, k, v = inputs(len(positions), dtype)
+    order = np.concatenate(pieces)  # as keys and values are gathered
+    found = []
+    for fans in (False, True):
+        documents = pack_documents(positions, CPU, pieces, rank or 0, fans=fans)
+        assert bool(documents.fans) == fans
+        out = packed_attention(q[mine], k[order], v[order], documents, scale)
+        torch.manual_seed(1)
+        found.append([out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() < limit * max(1.0, a.abs().max().item())
 
 
 def test_short_rows_take_matmuls_and_a_document_alone_does_not():

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parent.parent.parent
 # (file of rl/, what stands there, the same without its device)
 SLIPS = [
     ("models/engine.py", "torch.from_numpy(array).to(self.device)", "torch.from_numpy(array)"),
-    ("models/engine.py", "with_targets=True)[0].cpu().numpy()", "with_targets=True)[0].numpy()"),
+    ("models/loss_metrics.py", "values.detach().cpu().numpy()", "values.detach().numpy()"),
     ("models/attention.py", "torch.from_numpy(array).to(device)", "torch.from_numpy(array)"),
     ("models/loss_metrics.py", "torch.from_numpy(column).to(device)", "torch.from_numpy(column)"),
     ("models/hf_engine.py", "torch.from_numpy(array).to(device)", "torch.from_numpy(array)"),
     ("models/hf_engine.py", "model.to(self.device)", "model.to('cpu')"),
     ("models/titan.py", "model.to_empty(device=self.device)", "model.to_empty(device='cpu')"),
     ("models/titan.py", "init_states(buffer_device=self.device)", "init_states(buffer_device='cpu')"),
-    ("models/titan.py", "pack_documents(micro.positions, self.device)", "pack_documents(micro.positions, torch.device('cpu'))"),
+    ("models/titan.py", "pack_documents(micro.positions, self.device, fans=True)", "pack_documents(micro.positions, torch.device('cpu'))"),
     ("models/export.py", ".to(dtype).cpu().contiguous()", ".to(dtype).contiguous()"),
     ("models/lora.py", "_parameter(tensor.to(device), placement", "_parameter(tensor, placement"),
     ("loss/base.py", "values.new_zeros(num)", "torch.zeros(num)"),
