@@ -6,8 +6,9 @@ logprobs of prompts are asked for. Here each adapter's matrix multiplies its own
 The head has none: ours never adapt it.
 """
 
-from collections.abc import Iterator
+from functools import lru_cache
 
+import numpy as np
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
@@ -30,10 +31,9 @@ def bgmv_shrink(
     scaling: float = 1.0,
 ) -> None:
     """inputs [T, I], weights [slots, (1,) r, I] -> output [T, r]; 0 for tokens without an adapter."""
-    size = lora_b_weights.shape[-2]
-    output_tensor[:, :size] = 0
-    for rows, product in _products(inputs, lora_b_weights, lora_indices_tensor, output_tensor.dtype):
-        output_tensor[rows, :size] = scaling * product
+    output = output_tensor[:, : lora_b_weights.shape[-2]]
+    output.zero_()
+    _add_products(output, inputs, lora_b_weights, lora_indices_tensor, scaling)
 
 
 def bgmv_expand(
@@ -58,22 +58,37 @@ def bgmv_expand_slice(
     add_inputs: bool = True,
 ) -> None:
     """As bgmv_expand, into some columns."""
-    columns = slice(slice_offset, slice_offset + slice_size)
+    output = output_tensor[:, slice_offset : slice_offset + slice_size]
     if not add_inputs:
-        output_tensor[:, columns] = 0
-    for rows, product in _products(inputs, lora_b_weights, lora_indices_tensor, output_tensor.dtype):
-        output_tensor[rows, columns] += product[:, :slice_size]
+        output.zero_()
+    weights = lora_b_weights[..., :slice_size, :]
+    _add_products(output, inputs, weights, lora_indices_tensor)
 
 
-def _products(
-    inputs: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype
-) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
-    """(rows, their product with their adapter's matrix) for each adapter that has some."""
-    indices = indices[: len(inputs)]
-    for index in indices.unique().tolist():
-        if index < 0:
-            continue
-        mine = indices == index
-        rows = slice(None) if bool(mine.all()) else mine
-        matrix = weights[index].reshape(weights.shape[-2:]).to(dtype)
-        yield rows, inputs[rows].to(dtype) @ matrix.T
+def _add_products(
+    output: torch.Tensor,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    """Add each row's product with its adapter's matrix."""
+    for index, rows in _rows_by_adapter(indices[: len(inputs)].numpy().tobytes()):
+        matrix = weights[index].reshape(weights.shape[-2:]).to(output.dtype)
+        mine = inputs[rows].to(output.dtype)
+        if isinstance(rows, slice):
+            output[rows].addmm_(mine, matrix.T, alpha=scaling)
+        else:
+            output.index_add_(0, rows, mine @ matrix.T, alpha=scaling)
+
+
+@lru_cache(maxsize=16)
+def _rows_by_adapter(indices: bytes) -> list[tuple[int, slice | torch.Tensor]]:
+    """Every layer of a step asks for the same. indices: [T] int64, each token's adapter, or -1."""
+    adapters = np.frombuffer(indices, np.int64)
+    found: list[tuple[int, slice | torch.Tensor]] = []
+    for index in np.unique(adapters[adapters >= 0]).tolist():
+        rows = np.flatnonzero(adapters == index)
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        found.append((index, slice(first, end) if len(rows) == end - first else torch.from_numpy(rows)))
+    return found
