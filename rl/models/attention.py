@@ -27,7 +27,7 @@ _LENGTH_STEP = 32
 _BRANCH_STEP = 8
 """The same of branches' own tokens."""
 _FAN_PATH = 1024
-"""Branches of a path of at least so many tokens are a fan: docs/attention.md."""
+"""Branches of a path of at least so many tokens are a fan: docs/prefix_trees.md."""
 
 
 class Branches(NamedTuple):
