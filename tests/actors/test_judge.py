@@ -82,6 +82,7 @@ def test_who_asks_badly_hears_why(monkeypatch):
         async with serving(monkeypatch) as (url, key, asked), httpx.AsyncClient() as client:
             for body, its_key in (
                 ({"messages": messages}, "another"),
+                ({"messages": messages}, "b\xf6se"),
                 ({"messages": messages, "logit_bias": {}}, key),
                 ({"messages": "a"}, key),
                 ({"messages": messages, "n": 0}, key),
@@ -89,13 +90,13 @@ def test_who_asks_badly_hears_why(monkeypatch):
                 ({"messages": [{"role": "user", "content": "a" * 300}]}, key),
                 ({"messages": messages, "n": 3, "max_tokens": 500}, key),
             ):
-                headers = {"Authorization": f"Bearer {its_key}"}
+                headers = {"Authorization": f"Bearer {its_key}".encode("latin-1")}
                 answer = await client.post(f"{url}/chat/completions", json=body, headers=headers)
                 found.append((answer.status_code, answer.json().get("error", {}).get("message", "")))
             return found, asked, answer.json()
 
     found, asked, good = asyncio.run(main())
-    assert [status for status, _ in found] == [401, 400, 400, 400, 400, 400, 200]
+    assert [status for status, _ in found] == [401, 401, 400, 400, 400, 400, 400, 200]
     expected = [
         "not this run's",
         "logit_bias",

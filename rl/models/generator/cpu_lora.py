@@ -2,11 +2,12 @@
 
 vLLM 0.32 copies an adapter's whole matrix for each token (vllm/lora/ops/torch_ops/lora_ops.py): the head's
 alone is vocabulary x rank numbers. It takes the last slot's for tokens without an adapter, and fails where
-logprobs of prompts are asked for. Here each adapter's matrix multiplies its own tokens; -1 means no adapter.
-The head has none: ours never adapt it.
+logprobs of prompts are asked for. Here the matrices of all adapters multiply their own tokens at once; -1
+means no adapter. The head has none: ours never adapt it.
 """
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,13 @@ def install() -> None:
         module.bgmv_expand = bgmv_expand
         module.bgmv_expand_slice = bgmv_expand_slice
     punica_cpu.PunicaWrapperCPU.add_lora_logits = lambda *_args, **_settings: None
+    punica_cpu.PunicaWrapperCPU.update_metadata = _update_metadata
+
+
+def _update_metadata(wrapper: Any, *metadata: Any, **_settings: Any) -> None:
+    """Prefill is as decoding: the adapter of each token is known."""
+    wrapper._update_base_metadata(*metadata)
+    wrapper.is_prefill = False
 
 
 def bgmv_shrink(
@@ -73,22 +81,46 @@ def _add_products(
     scaling: float = 1.0,
 ) -> None:
     """Add each row's product with its adapter's matrix."""
-    for index, rows in _rows_by_adapter(indices[: len(inputs)].numpy().tobytes()):
-        matrix = weights[index].reshape(weights.shape[-2:]).to(output.dtype)
-        mine = inputs[rows].to(output.dtype)
-        if isinstance(rows, slice):
-            output[rows].addmm_(mine, matrix.T, alpha=scaling)
-        else:
-            output.index_add_(0, rows, mine @ matrix.T, alpha=scaling)
+    dtype, shape = output.dtype, weights.shape[-2:]
+    batch = _batch(indices[: len(inputs)].numpy().tobytes())
+    if batch is None:
+        return
+    if len(batch.adapters) == 1 and batch.has_all_rows:
+        matrix = weights[int(batch.adapters)].reshape(shape).to(dtype)
+        output.addmm_(inputs.to(dtype), matrix.T, alpha=scaling)
+        return
+    matrices = weights.index_select(0, batch.adapters).reshape(-1, *shape).to(dtype)
+    padded = inputs.index_select(0, batch.padded.flatten()).to(dtype).unflatten(0, batch.padded.shape)
+    product = torch.bmm(padded, matrices.transpose(1, 2)).flatten(0, 1).index_select(0, batch.places)
+    if batch.has_all_rows:
+        output.add_(product, alpha=scaling)
+    else:
+        output.index_add_(0, batch.rows, product, alpha=scaling)
+
+
+class _Batch(NamedTuple):
+    """The rows of each adapter, filled up to as many as the one with the most has."""
+
+    adapters: torch.Tensor  # [S]
+    padded: torch.Tensor  # [S, n] rows
+    rows: torch.Tensor  # [R] those with an adapter, in order
+    places: torch.Tensor  # [R] where each stands in S * n
+    has_all_rows: bool
 
 
 @lru_cache(maxsize=16)
-def _rows_by_adapter(indices: bytes) -> list[tuple[int, slice | torch.Tensor]]:
-    """Every layer of a step asks for the same. indices: [T] int64, each token's adapter, or -1."""
-    adapters = np.frombuffer(indices, np.int64)
-    found: list[tuple[int, slice | torch.Tensor]] = []
-    for index in np.unique(adapters[adapters >= 0]).tolist():
-        rows = np.flatnonzero(adapters == index)
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        found.append((index, slice(first, end) if len(rows) == end - first else torch.from_numpy(rows)))
-    return found
+def _batch(indices: bytes) -> _Batch | None:
+    """Every layer of a step asks for the same. indices: [T] int64, each row's adapter, or -1."""
+    of_rows = np.frombuffer(indices, np.int64)
+    rows = np.flatnonzero(of_rows >= 0)
+    if not len(rows):
+        return None
+    adapters, numbers, counts = np.unique(of_rows[rows], return_inverse=True, return_counts=True)
+    order = np.argsort(numbers, kind="stable")
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    padded = np.zeros((len(adapters), counts.max()), np.int64)
+    padded[numbers[order], within] = rows[order]
+    places = np.empty(len(rows), np.int64)
+    places[order] = numbers[order] * counts.max() + within
+    tensors = map(torch.from_numpy, (adapters, padded, rows, places))
+    return _Batch(*tensors, has_all_rows=len(rows) == len(of_rows))
