@@ -122,5 +122,6 @@ def _batch(indices: bytes) -> _Batch | None:
     padded[numbers[order], within] = rows[order]
     places = np.empty(len(rows), np.int64)
     places[order] = numbers[order] * counts.max() + within
-    tensors = map(torch.from_numpy, (adapters, padded, rows, places))
-    return _Batch(*tensors, has_all_rows=len(rows) == len(of_rows))
+    tensor = torch.from_numpy
+    has_all_rows = len(rows) == len(of_rows)
+    return _Batch(tensor(adapters), tensor(padded), tensor(rows), tensor(places), has_all_rows)
