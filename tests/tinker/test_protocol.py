@@ -127,7 +127,10 @@ def test_named_tokens_are_scored_along_a_prompt(server):
     """The fake's logprob of a prompt's token is minus the token."""
     sampler = client(server[0]).create_sampling_client(base_model=NAME).result()
     wanted = torch.tensor([[7, -1], [-1, -1], [3, 9]])
-    for tensor in (types.TensorData.from_torch(wanted), types.TensorData.from_torch_sparse(wanted, pad_value=-1)):
+    for tensor in (
+        types.TensorData.from_torch(wanted),
+        types.TensorData.from_torch_sparse(wanted, pad_value=-1),
+    ):
         scored = sampled(sampler, [5, 6, 7, 8], target_prompt_logprobs=tensor).target_prompt_logprobs
         assert scored.sparse_crow_indices == tensor.sparse_crow_indices
         expected = [[-7.0, 0.0], [0.0, 0.0], [-3.0, -9.0]]
