@@ -8,12 +8,23 @@ from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.cpu_lora import bgmv_expand, bgmv_expand_slice, bgmv_shrink
 
 
-@pytest.mark.parametrize("indices", [[0, 0, 0, 0], [2, -1, 0, 2], [-1, -1, -1, -1], [1, 2, 0, -1]])
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [0, 0, 0, 0],
+        [2, -1, 0, 2],
+        [-1, -1, -1, -1],
+        [1, 2, 0, -1],
+        [0, 1, 0, 1],
+        [0, 1, *[2] * 9, 1, -1],  # one with many more rows than others
+    ],
+)
 def test_each_token_meets_its_own_adapters_matrices(indices):
     torch.manual_seed(0)
-    x, a, b = torch.randn(4, 6), torch.randn(3, 1, 2, 6), torch.randn(3, 1, 5, 2)
-    index, y = torch.tensor(indices), torch.randn(4, 9)
-    shrunk = torch.full((4, 2), 7.0)
+    size = len(indices)
+    x, a, b = torch.randn(size, 6), torch.randn(3, 1, 2, 6), torch.randn(3, 1, 5, 2)
+    index, y = torch.tensor(indices), torch.randn(size, 9)
+    shrunk = torch.full((size, 2), 7.0)
     bgmv_shrink(x, a, shrunk, index, 0.5)
     added, put = y.clone(), y.clone()
     bgmv_expand(shrunk, b, added, index)

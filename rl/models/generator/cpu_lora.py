@@ -82,20 +82,18 @@ def _add_products(
 ) -> None:
     """Add each row's product with its adapter's matrix."""
     dtype, shape = output.dtype, weights.shape[-2:]
-    batch = _batch(indices[: len(inputs)].numpy().tobytes())
-    if batch is None:
-        return
-    if len(batch.adapters) == 1 and batch.has_all_rows:
-        matrix = weights[int(batch.adapters)].reshape(shape).to(dtype)
-        output.addmm_(inputs.to(dtype), matrix.T, alpha=scaling)
-        return
-    matrices = weights.index_select(0, batch.adapters).reshape(-1, *shape).to(dtype)
-    padded = inputs.index_select(0, batch.padded.flatten()).to(dtype).unflatten(0, batch.padded.shape)
-    product = torch.bmm(padded, matrices.transpose(1, 2)).flatten(0, 1).index_select(0, batch.places)
-    if batch.has_all_rows:
-        output.add_(product, alpha=scaling)
-    else:
-        output.index_add_(0, batch.rows, product, alpha=scaling)
+    for batch in _batches(indices[: len(inputs)].numpy().tobytes()):
+        if len(batch.adapters) == 1 and batch.has_all_rows:
+            matrix = weights[int(batch.adapters)].reshape(shape).to(dtype)
+            output.addmm_(inputs.to(dtype), matrix.T, alpha=scaling)
+            continue
+        matrices = weights.index_select(0, batch.adapters).reshape(-1, *shape).to(dtype)
+        padded = inputs.index_select(0, batch.padded.flatten()).to(dtype).unflatten(0, batch.padded.shape)
+        product = torch.bmm(padded, matrices.transpose(1, 2)).flatten(0, 1).index_select(0, batch.places)
+        if batch.has_all_rows:
+            output.add_(product, alpha=scaling)
+        else:
+            output.index_add_(0, batch.rows, product, alpha=scaling)
 
 
 class _Batch(NamedTuple):
@@ -109,13 +107,20 @@ class _Batch(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _batch(indices: bytes) -> _Batch | None:
+def _batches(indices: bytes) -> list[_Batch]:
     """Every layer of a step asks for the same. indices: [T] int64, each row's adapter, or -1."""
     of_rows = np.frombuffer(indices, np.int64)
-    rows = np.flatnonzero(of_rows >= 0)
-    if not len(rows):
-        return None
-    adapters, numbers, counts = np.unique(of_rows[rows], return_inverse=True, return_counts=True)
+    adapters, counts = np.unique(of_rows[of_rows >= 0], return_counts=True)
+    if len(adapters) * counts.max(initial=0) <= 2 * len(of_rows):
+        return [_batch(of_rows, adapters)] if len(adapters) else []
+    sizes = np.frexp(counts)[1]  # of a prefill, say: none is filled up to more than twice its rows
+    return [_batch(of_rows, adapters[sizes == size]) for size in np.unique(sizes)]
+
+
+def _batch(of_rows: np.ndarray, adapters: np.ndarray) -> _Batch:
+    rows = np.flatnonzero(np.isin(of_rows, adapters))
+    numbers = np.searchsorted(adapters, of_rows[rows])
+    counts = np.bincount(numbers)
     order = np.argsort(numbers, kind="stable")
     within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     padded = np.zeros((len(adapters), counts.max()), np.int64)
