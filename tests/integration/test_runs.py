@@ -180,6 +180,7 @@ def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
         assert step["logprob_diff/max"] < limit("generator against trainer") and step["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_path):
     done = rl("train", "tests/recipes.py:lora_and_context_parallel", "--run_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr[-3000:]

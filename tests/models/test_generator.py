@@ -59,6 +59,7 @@ def test_each_token_is_of_the_version_that_its_completion_says(versions):
     assert answers["cached"] == [0] + [64] * 7
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_directory_are_there_from_the_start(versions):
     """A judge's, which nobody publishes."""
     directory, transport, _, logprobs = versions
