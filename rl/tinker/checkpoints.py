@@ -50,7 +50,7 @@ class Checkpoints:
         directory, ttl = path.directory(self._root), body.get("ttl_seconds")
         self._database.insert(
             checkpoints, path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
-            request=request, directory=str(directory), lora=lora, created=now(),
+            request=request, directory=self._relative(directory), lora=lora, created=now(),
             num_bytes=_size(directory), public=False, expires=now() + ttl if ttl else None,
             user_metadata=body.get("user_metadata"),
         )  # fmt: skip
@@ -66,7 +66,7 @@ class Checkpoints:
                 return path
             try:
                 async with _complete(directory) as partial:
-                    await asyncio.to_thread(shutil.copytree, source.directory, partial)
+                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
             except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
                 raise NotFound(f"there is no checkpoint {source.path}") from error
             copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
@@ -82,10 +82,10 @@ class Checkpoints:
             await self._write(model, directory, optimizer=False)
             if inflight:
                 newest = samplers.c.inflight_of == model.id
-                self._database.update(samplers, newest, directory=str(directory))
+                self._database.update(samplers, newest, directory=self._relative(directory))
             self._database.insert(
                 samplers, id=id, session=model.session, tenant=model.tenant, model_path=None,
-                directory=str(directory), inflight_of=model.id if inflight else None,
+                directory=self._relative(directory), inflight_of=model.id if inflight else None,
                 created=now(),
             )  # fmt: skip
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
@@ -117,12 +117,16 @@ class Checkpoints:
 
     def delete(self, checkpoint: Row) -> None:
         self._database.delete(checkpoints, checkpoints.c.path == checkpoint.path)
-        shutil.rmtree(checkpoint.directory, ignore_errors=True)
+        shutil.rmtree(self._root / checkpoint.directory, ignore_errors=True)
 
     def drop_samplers(self, session: str) -> None:
         """Of a session that is over, with the weights that were written for them alone."""
         self._database.delete(samplers, samplers.c.session == session)
         shutil.rmtree(self._of_samplers(session), ignore_errors=True)
+
+    def _relative(self, directory: Path) -> str:
+        """As rows name it: the server's directory may be moved."""
+        return str(directory.relative_to(self._root))
 
     def _of_samplers(self, session: str) -> Path:
         return self._root / "samplers" / session

@@ -31,6 +31,7 @@ class Sampling:
         database: Database,
         queue: Requests,
         backend: Backend,
+        root: Path,
         eos_ids: tuple[int, ...],
         max_samples: int,
     ):
@@ -38,6 +39,7 @@ class Sampling:
         self._database = database
         self._queue = queue
         self._backend = backend
+        self._root = root
         self._eos_ids = eos_ids
         self._max_samples = max_samples
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -53,15 +55,21 @@ class Sampling:
         self._running[request.id] = task
         task.add_done_callback(lambda _: self._running.pop(request.id, None))
 
-    async def sample(self, adapter: Path | None, body: Mapping[str, Any]) -> list[Completion]:
-        """body: as of asample. Raises UserError."""
+    async def sample(self, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
+        """body: as of asample. directory: of an adapter, as rows name it. Raises UserError."""
         prompt, params = self._read(body)
-        if adapter is not None and not adapter.is_dir():
-            raise UserError("these weights were deleted; create another sampling session")
+        adapter = self._adapter(directory)
         completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
         self.tokens.add(sum(len(completion.tokens) for completion in completions))
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
+
+    def _adapter(self, directory: str | None) -> Path | None:
+        if directory is None:
+            return None
+        if not (self._root / directory).is_dir():
+            raise UserError("these weights were deleted; create another sampling session")
+        return self._root / directory
 
     def cancel(self, request: Row) -> None:
         """One that nobody waits for any more."""
@@ -75,10 +83,10 @@ class Sampling:
             sampler = self._database.get(samplers, request.target)
             if sampler is None:
                 raise UserError("its sampling session is over; create another")
-            adapter = Path(sampler.directory) if sampler.directory else None
+            own = partial(self._backend.sample, self._adapter(sampler.directory))
             scores = self._scores(body, *self._read(body))
             completions, scored = await asyncio.gather(
-                self.sample(adapter, body), scores.compute(partial(self._backend.sample, adapter))
+                self.sample(sampler.directory, body), scores.compute(own)
             )
             top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
             written = wire.write_samples(completions, top, of_prompt, scored)

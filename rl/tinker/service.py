@@ -54,7 +54,7 @@ class Service:
             limits.snapshot_every,
             limits.max_models,
         )
-        self.sampling = Sampling(database, self.queue, backend, eos_ids, limits.max_samples)
+        self.sampling = Sampling(database, self.queue, backend, root, eos_ids, limits.max_samples)
         self._database = database
 
     async def run(self) -> None:
@@ -147,7 +147,7 @@ class Service:
         source, id = self.checkpoints.readable(tenant, path), f"{session}:train:{number}"
         copy = await self.checkpoints.copy(source, tenant, id, ttl_seconds)
         if self._database.get(models, id) is None:
-            there = str(self.checkpoints.own(tenant, id, copy.kind, copy.name).directory)
+            there = self.checkpoints.own(tenant, id, copy.kind, copy.name).directory
             self._insert_model(id, session, tenant, source.lora, 0, there, copy.kind == "weights", {})
         return str(copy)
 
@@ -256,7 +256,7 @@ class Service:
         """model: a name of the base model, or a checkpoint's path. Not kept: a restart loses it."""
         directory = None
         if model.startswith("tinker://"):
-            directory = Path(self.checkpoints.readable(tenant, model).directory)
+            directory = self.checkpoints.readable(tenant, model).directory
         else:
             self._check_base(model)
         return await self.sampling.sample(directory, body)

@@ -160,7 +160,7 @@ class Training:
             state.num_steps += 1
             metrics = await self._backend.optim_step(model.id, OptimParams(**body["params"]))
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}, JSON
-        await self._backend.load(model.id, Path(body["directory"]), body["optimizer"])
+        await self._backend.load(model.id, self._root / body["directory"], body["optimizer"])
         state.has_gradient = False
         return {"path": body["path"], "model_id": model.id, "type": "load_weights"}, JSON
 
@@ -181,9 +181,9 @@ class Training:
 
     async def _load(self, model: Row) -> None:
         if model.snapshot is not None:
-            await self._backend.load(model.id, Path(model.snapshot), True)
+            await self._backend.load(model.id, self._root / model.snapshot, True)
         elif model.source is not None:
-            await self._backend.load(model.id, Path(model.source), model.source_optimizer)
+            await self._backend.load(model.id, self._root / model.source, model.source_optimizer)
         else:
             await self._backend.create(model.id, LoRA.from_record(model.lora), model.seed)
 
@@ -239,16 +239,17 @@ class Training:
 
     async def _snapshot(self, model: Row, number: int, state: _Loaded) -> None:
         """After the request with this number, when there is no gradient."""
-        directory = self._root / "models" / directory_name(model.id) / str(number)
+        relative = Path("models", directory_name(model.id), str(number))
+        directory = self._root / relative
         shutil.rmtree(directory, ignore_errors=True)
         await self._backend.save(model.id, directory, True)
         before = self._database.get(models, model.id)
         self._database.update(
-            models, models.c.id == model.id, snapshot=str(directory), snapshot_number=number, seen=now()
+            models, models.c.id == model.id, snapshot=str(relative), snapshot_number=number, seen=now()
         )
         state.num_steps = 0
         if before is not None and before.snapshot:
-            shutil.rmtree(before.snapshot, ignore_errors=True)
+            shutil.rmtree(self._root / before.snapshot, ignore_errors=True)
         self._database.update(
             requests,
             requests.c.target == model.id,

@@ -277,3 +277,23 @@ def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
     else:
         raise AssertionError("it never lived")
     assert deaths > 20
+
+
+def test_a_servers_directory_may_be_moved(tmp_path):
+    with serving(tmp_path / "here", limits=Limits(snapshot_every=1)) as (url, _):
+        (training,) = seeded(url, 1)
+        training.forward_backward([datum()], "cross_entropy")
+        training.optim_step(ADAM).result()
+        path = training.save_state("kept").result().path
+        sampled = training.save_weights_for_sampler("sampled").result().path
+        value = value_of(training)
+    (tmp_path / "here").rename(tmp_path / "there")
+    with serving(tmp_path / "there") as (url, _):
+        sdk = client(url)
+        assert value_of(sdk.create_training_client_from_state_with_optimizer(path)) == pytest.approx(value)
+        prompt = tinker.ModelInput.from_ints([1, 2, 3])
+        params = tinker.SamplingParams(max_tokens=2)
+        sampling = sdk.create_sampling_client(model_path=sampled)
+        assert len(sampling.sample(prompt, 1, params).result().sequences) == 1
+        sdk.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    assert not list((tmp_path / "there").rglob("kept"))
