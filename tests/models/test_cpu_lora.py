@@ -37,6 +37,20 @@ def test_each_token_meets_its_own_adapters_matrices(indices):
         assert torch.allclose(put[t], torch.cat([y[t, :3], outer, y[t, 8:]]), atol=1e-6)
 
 
+@pytest.mark.parametrize("indices", [[0] * 64, [0, 1] * 32, [1, -1] * 32])
+def test_a_product_is_rounded_as_the_trainers(indices):
+    """rl/models/lora.py adds a product in bf16 to a sum in bf16."""
+    torch.manual_seed(0)
+    index, y = torch.tensor(indices), torch.randn(64, 48, dtype=torch.bfloat16)
+    inner, b = torch.randn(64, 16), torch.randn(2, 1, 48, 16, dtype=torch.bfloat16)
+    expected = y.clone()
+    for t, i in enumerate(indices):
+        if i >= 0:
+            expected[t] += torch.nn.functional.linear(inner.bfloat16(), b[i, 0])[t]
+    bgmv_expand(inner, b, y, index)
+    assert torch.equal(y, expected)
+
+
 class VLLM:
     def __init__(self, size):
         self.held = {}

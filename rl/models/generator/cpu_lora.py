@@ -80,12 +80,12 @@ def _add_products(
     indices: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """Add each row's product with its adapter's matrix."""
+    """Add each row's product with its adapter's matrix, rounded first, as the trainer's LoRA does."""
     dtype, shape = output.dtype, weights.shape[-2:]
     for batch in _batches(indices[: len(inputs)].numpy().tobytes()):
         if len(batch.adapters) == 1 and batch.has_all_rows:
             matrix = weights[int(batch.adapters)].reshape(shape).to(dtype)
-            output.addmm_(inputs.to(dtype), matrix.T, alpha=scaling)
+            output.add_(inputs.to(dtype) @ matrix.T, alpha=scaling)
             continue
         matrices = weights.index_select(0, batch.adapters).reshape(-1, *shape).to(dtype)
         padded = inputs.index_select(0, batch.padded.flatten()).to(dtype).unflatten(0, batch.padded.shape)
