@@ -144,6 +144,7 @@ asyncio.run(run_recipe("quickstart", recipe, directory))
 """
 
 
+@pytest.mark.slow
 def test_a_log_disk_that_fills_costs_the_logs_and_nothing_else(tmp_path):
     """Real processes, each of which cannot write a byte to its log."""
     root = Path(__file__).parents[2]
