@@ -239,13 +239,13 @@ class Training:
 
     async def _snapshot(self, model: Row, number: int, state: _Loaded) -> None:
         """After the request with this number, when there is no gradient."""
-        relative = Path("models", directory_name(model.id), str(number))
-        directory = self._root / relative
+        directory = self._root / "models" / directory_name(model.id) / str(number)
         shutil.rmtree(directory, ignore_errors=True)
         await self._backend.save(model.id, directory, True)
         before = self._database.get(models, model.id)
+        snapshot = str(directory.relative_to(self._root))
         self._database.update(
-            models, models.c.id == model.id, snapshot=str(relative), snapshot_number=number, seen=now()
+            models, models.c.id == model.id, snapshot=snapshot, snapshot_number=number, seen=now()
         )
         state.num_steps = 0
         if before is not None and before.snapshot:
