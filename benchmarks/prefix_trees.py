@@ -1,8 +1,9 @@
 """Rows as trees against plain packing and padded rows: a step's seconds, the ideal by FLOPs, and peak memory.
 
 `python -m benchmarks.prefix_trees` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in bf16; what
-responses there are is trained on; one update. Plain and trees take steps in turns; a ratio is the median of the rounds'
-ratios. Peak memory is that of a process of each way's own.
+responses there are is trained on; one update. A round is a step of trees, one of plain packing, and one of trees; its
+ratio is that of plain packing's seconds to the mean of the other two, and a case's the median of its rounds'. Peak
+memory is that of a process of each way's own.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> 
 
 PROMPTS, RESPONSES, SIZES = (48, 512, 2048), (20, 128, 512), (8, 16)
 COMPUTED = 1024  # tokens of a step's trees at least: an update alone takes as long as 150
-SMALL = 7000  # tokens of plain packing: a case that is measured three times, and with padded rows
+SMALL = 7000  # tokens of plain packing: a case that is measured in ROUNDS, and with padded rows
+ROUNDS = 5
 
 
 def cases() -> dict[str, Callable[[], list[Any]]]:
@@ -96,10 +98,13 @@ def main() -> None:
             plain, trees, padded = steps(Path(directory), case(), *WAYS)
             is_small = sum(len(sample.tokens) for sample in case()) <= SMALL
             trees()
-            seconds = [(timed(plain), timed(trees)) for _ in range(3 if is_small else 1)]
-            ratio = statistics.median(a / b for a, b in seconds)
+            rounds = [
+                [timed(step) for step in (trees, plain, trees)] for _ in range(ROUNDS if is_small else 1)
+            ]
+            ratio = statistics.median(2 * middle / (first + last) for first, middle, last in rounds)
             ideal = flops(case(), share=False) / flops(case(), share=True)
-            best_plain, best_trees = (min(column) for column in zip(*seconds, strict=True))
+            best_plain = min(middle for _, middle, _ in rounds)
+            best_trees = min(seconds for first, _, last in rounds for seconds in (first, last))
             with_padding = timed(padded) if is_small else None
             memory = [f"{peak(name, way):.1f}" for way in WAYS[:2]] if name in MEASURES_MEMORY else ["", ""]
             rows.append([
@@ -110,8 +115,8 @@ def main() -> None:
             print(rows[-1], flush=True)
     notes = (
         "Samples: groups x samples of each, prompt + response; turns: tasks x rollouts, prompt + turns x response, each turn a\n"
-        "sample. Seconds of a step: the least of three in turns, or one where plain packing has over "
-        f"{SMALL:,} tokens. `ideal`:\n"
+        f"sample. Seconds of a step: the least of {ROUNDS} rounds of trees, plain, trees; of one round where plain packing has\n"
+        f"over {SMALL:,} tokens. `plain / trees`: the median of the rounds' ratios. `ideal`:\n"
         "FLOPs of plain packing to those of trees, the head's and attention's included. padded: transformers' model on rows\n"
         "padded to the longest, bf16 under autocast, once.\n"
         f"Each way computes at most {MAX_TOKENS} tokens at a time."
