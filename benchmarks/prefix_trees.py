@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine import SMOLLM2, padded_step
-from benchmarks.runs import write_table
+from benchmarks.runs import as_trainer, write_table
 
 MAX_TOKENS = 4096  # of a micro-batch, each way
 WAYS = ("plain", "trees", "padded")
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="", choices=["", *WAYS], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    as_trainer()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
         if options.case:

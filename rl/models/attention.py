@@ -26,8 +26,9 @@ _LENGTH_STEP = 32
 """Documents are padded to the longest of their bucket; a bucket holds lengths of one multiple of this."""
 _BRANCH_STEP = 8
 """The same of branches' own tokens."""
-_FAN_PATH = 1024
-"""Branches of a path of at least so many tokens are a fan: docs/prefix_trees.md."""
+_FAN_PATH = 512
+"""Branches of a path of at least so many tokens are a fan. Of 512 tokens and 8 or 16 branches, forward and backward
+take 0.86 of the time with 128 tokens each; with 20 or 512 each, within 4% of it."""
 
 
 class Branches(NamedTuple):
