@@ -83,12 +83,13 @@ def median(steps: Iterable[Mapping[str, float]], name: str) -> float:
 
 
 def write_table(path: Path, title: str, command: str, rows: list[list[str]], notes: str = "") -> None:
-    """rows: the first is the header."""
-    header, *body = rows
-    lines = [f"# {title}", "", f"Made by `{command}`.", "", _row(header), _row(["---"] * len(header))]
-    path.write_text("\n".join([*lines, *map(_row, body), "", notes]).rstrip() + "\n")
+    lines = [f"# {title}", "", f"Made by `{command}`.", "", table(rows), "", notes]
+    path.write_text("\n".join(lines).rstrip() + "\n")
     print(path.read_text())
 
 
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def table(rows: list[list[str]]) -> str:
+    """rows: the first is the header."""
+    header, *body = rows
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

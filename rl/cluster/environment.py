@@ -18,8 +18,9 @@ _GNU_OPENMP = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000"}
 _OTHER_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-# A step frees and takes the same large blocks again and again. By default glibc gives each back to the kernel, and
-# the page faults of new ones are a sixth of a step on a CPU. What one thread freed is there for every other.
+# A step frees and takes the same large blocks again and again. By default glibc gives each back to the
+# kernel, and the page faults of new ones are a sixth of a step on a CPU. What one thread freed is there
+# for every other.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),

@@ -26,9 +26,10 @@ _LENGTH_STEP = 32
 """Documents are padded to the longest of their bucket; a bucket holds lengths of one multiple of this."""
 _BRANCH_STEP = 8
 """The same of branches' own tokens."""
-_FAN_PATH = 512
-"""Branches of a path of at least so many tokens are a fan. Of 512 tokens and 8 or 16 branches, forward and backward
-take 0.86 of the time with 128 tokens each; with 20 or 512 each, within 4% of it."""
+_MATMUL_QUERIES = 64
+"""Branches of at most so many own tokens are fastest by matmuls."""
+_FAN_PATHS = 512, 2048
+"""Siblings are a fan if their path has so many tokens: the second if their mean is at most _MATMUL_QUERIES."""
 
 
 class Branches(NamedTuple):
@@ -143,14 +144,16 @@ def _without_fans(
     branches: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[np.ndarray, list[np.ndarray]]]]:
     """Branches of short paths; and long paths, each with the own tokens of all that goes on after it."""
-    left, fans = [], dict[int, tuple[np.ndarray, list[np.ndarray]]]()
+    left, fans, siblings = [], [], dict[int, list[tuple[np.ndarray, np.ndarray]]]()
     for own, seen in branches:
-        path = seen[: len(seen) - len(own)]
-        if len(path) < _FAN_PATH:
-            left.append((own, seen))
+        siblings.setdefault(int(seen[-len(own) - 1]), []).append((own, seen))
+    for those in siblings.values():
+        path, owns = those[0][1][: -len(those[0][0])], [own for own, _ in those]
+        if len(path) >= _FAN_PATHS[sum(map(len, owns)) <= _MATMUL_QUERIES * len(owns)]:
+            fans.append((path, owns))
         else:
-            fans.setdefault(int(path[-1]), (path, []))[1].append(own)
-    return left, list(fans.values())
+            left += those
+    return left, fans
 
 
 def _lower_right_bias(num_queries: int, num_keys: int) -> CausalBias:
@@ -245,7 +248,7 @@ def matmul_is_faster(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
         return False
     if causal:
         return q.dtype == torch.bfloat16 and k.shape[2] <= 128
-    return q.shape[2] <= 64
+    return q.shape[2] <= _MATMUL_QUERIES
 
 
 def _by_matmul(

@@ -71,7 +71,7 @@ def test_matmuls_and_flash_and_repeated_heads_give_the_same(monkeypatch, positio
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_siblings_of_a_long_path_are_computed_together(monkeypatch, rank, dtype, limit, scale):
     """Outputs and gradients are those of each branch alone, for the tokens of each process too."""
-    monkeypatch.setattr(attention, "_FAN_PATH", 1)
+    monkeypatch.setattr(attention, "_FAN_PATHS", (1, 1))
     positions = TREES[: len(TREES) // 4 * 4]
     pieces = row_pieces(len(positions), 1 if rank is None else 2)
     mine = pieces[rank or 0]
@@ -86,6 +86,16 @@ def test_siblings_of_a_long_path_are_computed_together(monkeypatch, rank, dtype,
         found.append([out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out))])
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() < limit * max(1.0, a.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "path, own, together",
+    [(511, 80, False), (512, 80, True), (512, 64, False), (2047, 8, False), (2048, 8, True)],
+)
+def test_a_fan_has_a_long_path_and_siblings_too_long_for_matmuls(path, own, together):
+    siblings = np.concatenate([np.arange(path + own), *[np.arange(path, path + own)] * 3])
+    documents = pack_documents(siblings, CPU, fans=True)
+    assert bool(documents.fans) == together != bool(documents.branches)
 
 
 def test_short_rows_take_matmuls_and_a_document_alone_does_not():
