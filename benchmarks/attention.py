@@ -1,123 +1,74 @@
-"""Attention of packed rows on a CPU: which way is the fastest, forward and backward.
+"""Attention of packed rows on a CPU: torch's flash kernel against `blockwise_attention.py`, forward and backward.
 
 `python -m benchmarks.attention` writes docs/attention.md. One layer of SmolLM2 (9 heads, 3 key heads, size 64).
-`attention.matmul_is_faster` and `attention._FAN_PATHS` hold what the tables say.
 """
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.runs import as_trainer, table
+from benchmarks.runs import as_trainer, write_table
 from rl.models import attention
 
-SIZES = [
-    (256, 4, 44), (128, 20, 68), (64, 24, 96), (32, 20, 148), (16, 20, 532), (16, 128, 640), (8, 128, 2176),
-    (128, 66, 66), (32, 64, 64), (16, 128, 128), (8, 256, 256), (4, 512, 512), (1, 2048, 2048),
-]  # fmt: skip
-SIBLINGS = [
-    (16, 20, 512), (16, 48, 512), (16, 80, 512), (8, 128, 512), (16, 128, 512), (8, 512, 512), (16, 512, 512),
-    (16, 20, 1024), (16, 48, 1024), (8, 20, 2048), (16, 48, 2048), (8, 512, 2048),
+SEQUENCES = [(128, 66), (32, 64), (8, 256), (4, 512), (4, 1024), (1, 2048), (1, 4096)]
+GROUPS = [
+    (5, 8, 48, 20), (1, 8, 48, 512), (1, 16, 512, 20), (1, 16, 512, 128), (1, 8, 512, 512), (1, 16, 2048, 20),
+    (1, 8, 2048, 128), (1, 8, 2048, 512),
 ]  # fmt: skip
 HEADS, KEY_HEADS, SIZE = 9, 3, 64
-TITLE = "Attention of short rows, and of siblings"
 
 
 def main() -> None:
-    import os; os.environ.get("NOAS") or as_trainer()
+    as_trainer(MALLOC_ARENA_MAX="8")
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    rows = [["dtype", "n x q of k", "flash, ms", "matmuls, ms", "ratio", "taken"]]
-    fans = [["dtype", "n x own after path", "each, ms", "fan, ms", "ratio", "taken"]]
+    of = {f"{n} of {length}": packed(n, length) for n, length in SEQUENCES}
+    of |= {
+        f"{groups} x {n}, {prompt} + {own}": trees(groups, n, prompt, own)
+        for groups, n, prompt, own in GROUPS
+    }
+    rows = [["dtype", "sequences", "flash, ms", "blocks, ms", "ratio"]]
     for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        for n, num_queries, num_keys in SIZES:
-            flash, matmuls, taken = of_rows(n, num_queries, num_keys, dtype, rounds)
-            rows.append(line(name, f"{n} x {num_queries} of {num_keys}", flash, matmuls, taken))
-        for n, own, path in SIBLINGS:
-            each, fan, taken = of_siblings(n, own, path, dtype, rounds)
-            fans.append(line(name, f"{n} x {own} after {path}", each, fan, taken))
-    text = f"""# {TITLE}
+        for name, positions in of.items():
+            flash, blocks = milliseconds(positions, dtype, rounds)
+            what = str(dtype).removeprefix("torch.")
+            rows.append([what, name, f"{flash:.1f}", f"{blocks:.1f}", f"{flash / blocks:.2f}"])
+            print(rows[-1], flush=True)
+    notes = f"""On two cores of an AMD EPYC (Zen 4). Medians of {rounds} rounds in turns, forward and backward; the first is
+left out. `n of l`: sequences that share nothing. `groups x samples, prompt + response`: trees.
 
-Made by `python -m benchmarks.attention` on two cores of an AMD EPYC (Zen 4).
-
-n rows of q queries, the last of which sees k keys:
-
-{table(rows)}
-
-n samples whose own tokens follow a shared path: attention of each by itself, over the path and its own tokens,
-or of all of them over keys that stand in memory once (`rl/models/fan_attention.py`):
-
-{table(fans)}
-
-Medians of {rounds} rounds, forward and backward; the first is left out. `taken`: what such rows are computed with.
-"""
-    Path("docs/attention.md").write_text(text)
+With bf16, flash's threads take memory for each small matmul. A process that trains has one arena for all of its threads
+(`rl/cluster/environment.py`), for which flash's would wait: up to 2.5 times the time. So this table is made with more."""
+    title = "Attention on a CPU"
+    write_table(Path("docs/attention.md"), title, "python -m benchmarks.attention", rows, notes)
 
 
-def of_rows(
-    n: int, num_queries: int, num_keys: int, dtype: torch.dtype, rounds: int
-) -> tuple[float, float, str]:
-    q, k, v = inputs((n, HEADS, num_queries), (n, KEY_HEADS, num_keys), dtype)
-    last = torch.arange(num_keys - num_queries, num_keys)
-    mask = (torch.arange(num_keys) <= last[:, None]).expand(n, 1, num_queries, num_keys)
-    given = None if num_queries == num_keys else mask
-    taken = "matmuls" if attention.matmul_is_faster(q, k, given is None) else "flash"
-
-    def by(matmul: bool) -> torch.Tensor:
-        with patch.object(attention, "matmul_is_faster", lambda *_: matmul):
-            return attention._attend(q, k, v, given, None, dropout=0.0)
-
-    return *seconds([lambda: by(False), lambda: by(True)], (q, k, v), rounds), taken
+def packed(n: int, length: int) -> np.ndarray:
+    return np.concatenate([np.arange(length)] * n)
 
 
-def of_siblings(n: int, own: int, path: int, dtype: torch.dtype, rounds: int) -> tuple[float, float, str]:
-    positions = np.concatenate([np.arange(path + own), *[np.arange(path, path + own)] * (n - 1)])
-    of = inputs((len(positions), HEADS), (len(positions), KEY_HEADS), dtype)
-    cpu = torch.device("cpu")
-    taken = "fan" if attention.pack_documents(positions, cpu, fans=True).fans else "each"
-    each = attention.pack_documents(positions, cpu)
-    with patch.object(attention, "_FAN_PATHS", (1, 1)):
-        fan = attention.pack_documents(positions, cpu, fans=True)
-
-    def by(documents: attention.PackedDocuments) -> torch.Tensor:
-        return attention.packed_attention(*of, documents, None)
-
-    return *seconds([lambda: by(each), lambda: by(fan)], of, rounds), taken
+def trees(groups: int, n: int, prompt: int, own: int) -> np.ndarray:
+    branch = np.arange(prompt, prompt + own)
+    return np.concatenate([np.arange(prompt + own), *[branch] * (n - 1)] * groups)
 
 
-def inputs(queries: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        torch.randn(*shape, SIZE, dtype=dtype, requires_grad=True) for shape in (queries, keys, keys)
-    )
-
-
-def seconds(
-    ways: list[Callable[[], torch.Tensor]], of: tuple[torch.Tensor, ...], rounds: int
-) -> tuple[float, float]:
-    """The median of some rounds, in turns."""
-    found: list[list[float]] = []
-    for _ in range(rounds + 1):
-        found.append([])
-        for way in ways:
+def milliseconds(positions: np.ndarray, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+    shapes = ((len(positions), heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    of = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    documents = attention.pack_documents(positions, torch.device("cpu"))
+    found = np.zeros((rounds + 1, 2))
+    for times in found:
+        for way, attend in enumerate((attention._by_sdpa, attention.packed_attention)):
             began = time.monotonic()
-            out = way()
+            out = attend(*of, documents, scale=None, window=None, dropout=0.0)
             torch.autograd.grad(out, of, torch.ones_like(out))
-            found[-1].append(time.monotonic() - began)
-    first, second = np.median(found[1:], axis=0).tolist()
-    return first, second
-
-
-def line(dtype: str, what: str, first: float, second: float, taken: str) -> list[str]:
-    made = [dtype, what, f"{1e3 * first:.1f}", f"{1e3 * second:.1f}", f"{first / second:.2f}", taken]
-    print(made, flush=True)
-    return made
+            times[way] = 1e3 * (time.monotonic() - began)
+    flash, blocks = np.median(found[1:], axis=0).tolist()
+    return flash, blocks
 
 
 if __name__ == "__main__":

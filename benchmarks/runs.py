@@ -71,9 +71,9 @@ def _pin(pid: int, run_dir: Path, cores: Mapping[str, int]) -> None:
         pass
 
 
-def as_trainer() -> None:
+def as_trainer(**changes: str) -> None:
     """Start this benchmark again with the environment of a process that trains, unless it has it."""
-    environment = engine_environment(os.cpu_count() or 1)
+    environment = engine_environment(os.cpu_count() or 1) | changes
     if not environment.items() <= os.environ.items():
         os.execve(sys.executable, sys.orig_argv, os.environ | environment)
 

@@ -139,7 +139,7 @@ class TitanEngine(Engine):
         targets = self._tensor(micro.targets) if with_targets else None
         documents: Any
         if self._packed_sdpa:
-            documents = pack_documents(micro.positions, self.device, fans=True)
+            documents = pack_documents(micro.positions, self.device)
         else:
             documents = gpu_documents(micro.positions, self.device)
         return self._model(tokens[None], positions[None], documents, self._tensor(micro.predictors), targets)
@@ -156,7 +156,7 @@ class TitanEngine(Engine):
         mine = np.flatnonzero(np.isin(micro.predictors, here))  # which of the target tokens
         predictors = np.searchsorted(here, micro.predictors[mine])
         targets = self._tensor(micro.targets[mine]) if with_targets else None
-        documents = pack_documents(micro.positions, self.device, pieces, self._context_rank, fans=True)
+        documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
         tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]
         outputs = self._model(tokens, positions, documents, self._tensor(predictors), targets)
         index, total = self._tensor(mine), len(micro.targets)

@@ -16,12 +16,6 @@ def inputs(num_tokens, dtype=torch.float32):
     return [torch.randn(num_tokens, heads, 16, dtype=dtype, requires_grad=True) for heads in (6, 2, 2)]
 
 
-def results(positions, of):
-    """Outputs and gradients."""
-    out = packed_attention(*of, pack_documents(positions, CPU), None)
-    return [out, *torch.autograd.grad(out.float().square().sum(), of)]
-
-
 def paths(positions):
     """Where the tokens of each sequence of a row lie."""
     found, path = [], []
@@ -54,63 +48,63 @@ def test_each_token_attends_to_its_own_sequence_up_to_itself(positions):
 
 
 @pytest.mark.parametrize("positions", [PACKED, TREES], ids=["packed", "trees"])
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
-def test_matmuls_and_flash_and_repeated_heads_give_the_same(monkeypatch, positions, dtype, limit):
-    of, found = inputs(len(positions), dtype), []
-    for matmuls, expand in ((False, False), (True, False), (False, True)):
-        monkeypatch.setattr(attention, "matmul_is_faster", lambda *_, chosen=matmuls: chosen)
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("scale, window", [(None, None), (0.3, None), (None, 9), (0.3, 70)])
+def test_blocks_and_sdpa_and_repeated_heads_give_the_same(
+    monkeypatch, positions, dtype, limit, scale, window
+):
+    """Outputs and gradients; values may be of another size than keys."""
+    of = inputs(len(positions), dtype)
+    of[2] = torch.randn(len(positions), 2, 24, dtype=dtype, requires_grad=True)
+    documents = pack_documents(positions, CPU)
+    ways = [packed_attention(*of, documents, scale, window)]
+    for expand in (False, True):
         monkeypatch.setattr(attention, "expands_heads", lambda *_, chosen=expand: chosen)
-        found.append(results(positions, of))
+        ways.append(attention._by_sdpa(*of, documents, scale, window, dropout=0.0))
+    upstream = torch.randn(ways[0].shape, dtype=dtype)
+    found = [[out, *torch.autograd.grad(out, of, upstream)] for out in ways]
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             assert (a - b).abs().max() < limit * max(1.0, a.abs().max().item())
 
 
-@pytest.mark.parametrize("rank", [None, 0, 1], ids=["whole", "first of two", "second of two"])
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_siblings_of_a_long_path_are_computed_together(monkeypatch, rank, dtype, limit, scale):
-    """Outputs and gradients are those of each branch alone, for the tokens of each process too."""
-    monkeypatch.setattr(attention, "_FAN_PATHS", (1, 1))
-    positions = TREES[: len(TREES) // 4 * 4]
-    pieces = row_pieces(len(positions), 1 if rank is None else 2)
-    mine = pieces[rank or 0]
-    q, k, v = inputs(len(positions), dtype)
+@pytest.mark.parametrize("positions", [PACKED, TREES], ids=["packed", "trees"])
+def test_each_process_of_a_context_parallel_group_computes_its_pieces(positions):
+    positions = positions[: len(positions) // 4 * 4]
+    pieces = row_pieces(len(positions), 2)
+    q, k, v = of = inputs(len(positions))
+    expected = packed_attention(*of, pack_documents(positions, CPU), None)
+    upstream = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, of, upstream)
     order = np.concatenate(pieces)  # as keys and values are gathered
-    found = []
-    for fans in (False, True):
-        documents = pack_documents(positions, CPU, pieces, rank or 0, fans=fans)
-        assert bool(documents.fans) == fans
-        out = packed_attention(q[mine], k[order], v[order], documents, scale)
-        torch.manual_seed(1)
-        found.append([out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out))])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() < limit * max(1.0, a.abs().max().item())
+    found = [torch.zeros_like(t) for t in of]
+    for rank, mine in enumerate(pieces):
+        out = packed_attention(
+            q[mine], k[order], v[order], pack_documents(positions, CPU, pieces, rank), None
+        )
+        assert torch.allclose(out, expected[mine], atol=1e-5)
+        for whole, part in zip(found, torch.autograd.grad(out, of, upstream[mine]), strict=True):
+            whole += part
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected_grads, strict=True))
 
 
-@pytest.mark.parametrize(
-    "path, own, together",
-    [(511, 80, False), (512, 80, True), (512, 64, False), (2047, 8, False), (2048, 8, True)],
-)
-def test_a_fan_has_a_long_path_and_siblings_too_long_for_matmuls(path, own, together):
-    siblings = np.concatenate([np.arange(path + own), *[np.arange(path, path + own)] * 3])
-    documents = pack_documents(siblings, CPU, fans=True)
-    assert bool(documents.fans) == together != bool(documents.branches)
-
-
-def test_short_rows_take_matmuls_and_a_document_alone_does_not():
-    def of(n, keys, dtype):
-        return torch.zeros(n, 1, 4, 16, dtype=dtype), torch.zeros(n, 1, keys, 16, dtype=dtype)
-
-    faster = attention.matmul_is_faster
-    assert faster(*of(8, 64, torch.bfloat16), True) and faster(*of(8, 64, torch.bfloat16), False)
-    assert faster(*of(8, 64, torch.float32), False) and not faster(*of(8, 64, torch.float32), True)
-    assert not faster(*of(8, 2048, torch.bfloat16), True)
-    assert not faster(*of(1, 64, torch.bfloat16), True)
-    assert not faster(*(t.to("meta") for t in of(8, 64, torch.bfloat16)), True)  # another device
+def test_a_sequence_is_computed_bit_for_bit_the_same_whatever_its_padding():
+    """Padding is neither an output nor a gradient."""
+    q, k, v = of = inputs(40)
+    alone = packed_attention(q[:20], k[:20], v[:20], pack_documents(np.arange(20), CPU), None)
+    both = packed_attention(*of, pack_documents(np.concatenate([np.arange(20), np.arange(20)]), CPU), None)
+    assert torch.equal(alone, both[:20])
+    ragged = np.concatenate([np.arange(5), np.arange(31), np.arange(4)])
+    (grads,) = torch.autograd.grad(packed_attention(*of, pack_documents(ragged, CPU), None)[:5].sum(), k)
+    assert grads[:5].abs().sum() > 0 and not grads[5:].any()
 
 
 def test_the_tokens_of_a_shared_prefix_are_queries_once():
     documents = pack_documents(TREES, CPU)
-    asked = sum(q.numel() for q in documents.queries) + sum(b.queries.numel() for b in documents.branches)
-    assert asked < len(TREES) + 8 * len(documents.branches) + 32 < sum(map(len, paths(TREES)))
+    asked = sum(bucket.queries.numel() for bucket in documents.buckets)
+    assert asked < len(TREES) + 8 * len(documents.buckets) + 32 < sum(map(len, paths(TREES)))
+
+
+def test_a_block_holds_64_queries_at_most_and_no_keys_that_none_of_them_sees():
+    (bucket,) = pack_documents(np.arange(130), CPU).buckets
+    assert [tuple(block) for block in bucket.blocks] == [(0, 44, 1, 44), (44, 88, 45, 88), (88, 130, 89, 130)]

@@ -22,7 +22,7 @@ SLIPS = [
     ("models/hf_engine.py", "model.to(self.device)", "model.to('cpu')"),
     ("models/titan.py", "model.to_empty(device=self.device)", "model.to_empty(device='cpu')"),
     ("models/titan.py", "init_states(buffer_device=self.device)", "init_states(buffer_device='cpu')"),
-    ("models/titan.py", "pack_documents(micro.positions, self.device, fans=True)", "pack_documents(micro.positions, torch.device('cpu'))"),
+    ("models/titan.py", "pack_documents(micro.positions, self.device)", "pack_documents(micro.positions, torch.device('cpu'))"),
     ("models/export.py", ".to(dtype).cpu().contiguous()", ".to(dtype).contiguous()"),
     ("models/lora.py", "_parameter(tensor.to(device), placement", "_parameter(tensor, placement"),
     ("loss/base.py", "values.new_zeros(num)", "torch.zeros(num)"),
