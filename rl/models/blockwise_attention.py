@@ -62,7 +62,7 @@ class PackedDocuments:
                 found.append(_Heads(queries.flatten(), keys.flatten(), padding.reshape(-1, 1)))
             order = torch.cat([heads.queries for heads in found])
             at, restore = torch.arange(len(order)), order.new_empty(len(self.restore) * num_heads)
-            # Padding repeats a token after it.
+            # A token's padding comes after it.
             restore.scatter_reduce_(0, order, at, "amin", include_self=False)
             self._of_heads[num_heads] = found, restore
         return self._of_heads[num_heads]
