@@ -6,12 +6,12 @@ import pytest
 
 from rl.cluster.environment import engine_environment
 
-_PAGES = 64 * 2**20 // 4096
+_PAGES = 16 * 2**20 // 4096
 _FAULTS_OF_A_BLOCK = """
 import resource, threading
 
 def take():
-    return len(b"x" * (64 * 2**20))
+    return len(b"x" * (16 * 2**20))
 
 def freed_by_another_thread():
     thread = threading.Thread(target=take)
