@@ -18,10 +18,10 @@ _GNU_OPENMP = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000"}
 _OTHER_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-# A step frees and takes the same blocks again and again. By default glibc gives large ones back to the kernel,
-# and the page faults of new ones are a sixth of a step on a CPU. What one thread freed is there for every other.
-# Blocks of over 32 MiB still go back: with them memory falls into pieces (after 20 steps of random shapes
-# a trainer of SmolLM2 had taken 8.7 GiB in place of 6.1, and was no faster).
+# A step frees and takes the same blocks again and again. By default glibc gives large ones back to the
+# kernel, and the page faults of new ones are a sixth of a step on a CPU. What one thread freed is there for
+# every other. Blocks of over 32 MiB still go back: kept, they leave memory in pieces (after 20 steps of
+# random shapes a trainer of SmolLM2 had taken 8.7 GiB in place of 6.1, and was no faster).
 _KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
