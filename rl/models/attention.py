@@ -1,6 +1,6 @@
 """Causal attention over the trees of a packed row (see MicroBatch).
 
-On a CPU by `blockwise_attention.py`; in fp32 on a GPU and under context parallelism by torch's SDPA.
+On a CPU by `blockwise_attention.py`; on a GPU by torch's SDPA, in fp32 or under context parallelism.
 `gpu_attention.py` has the rest.
 B batch (1), L tokens of a row, l tokens of this process, N heads, H head size, n sequences of a bucket.
 """
