@@ -85,7 +85,7 @@ def bare_loop_step(model_dir: Path) -> Callable[[], float]:
     from rl.models.hf import read_config
 
     torch.manual_seed(0)
-    model = model_spec(read_config(model_dir), packed_sdpa=True).model.build()
+    model = model_spec(read_config(model_dir), packed_attention=True).model.build()
     with torch.no_grad():
         model.init_states(buffer_device=torch.device("cpu"))
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]

@@ -179,7 +179,7 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
-class PackedSDPA(FlexAttention):
+class PackedAttention(FlexAttention):
     """A FlexAttention: under context parallelism torchtitan gathers the keys and values of those."""
 
     @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import nn
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
-from rl.models.attention import PackedSDPA
+from rl.models.attention import PackedAttention
 from rl.models.decoder import Experts, Llama3Policy, Llama3RoPE, LogprobHead, Qwen3Policy, ValueHead
 from rl.models.gpu_attention import VarlenOrFlex
 from rl.models.hf import rope_parameters
@@ -31,15 +31,15 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 
 def model_spec(
-    hf: dict[str, Any], *, packed_sdpa: bool, head: Literal["tokens", "value"] = "tokens"
+    hf: dict[str, Any], *, packed_attention: bool, head: Literal["tokens", "value"] = "tokens"
 ) -> ModelSpec:
-    """hf: the contents of config.json. `packed_sdpa` chooses PackedSDPA over VarlenOrFlex.
+    """hf: the contents of config.json. `packed_attention` chooses PackedAttention over VarlenOrFlex.
 
     Raises ConfigError as `check_supported` does.
     """
     check_supported(hf)
     is_llama = hf["architectures"][0] == "LlamaForCausalLM"
-    attention = PackedSDPA.Config() if packed_sdpa else VarlenOrFlex.Config()
+    attention = PackedAttention.Config() if packed_attention else VarlenOrFlex.Config()
     return ModelSpec(
         name="llama3" if is_llama else "qwen3",
         flavor="from_hf",

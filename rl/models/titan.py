@@ -35,9 +35,11 @@ class TitanEngine(Engine):
         # Each layer keeps a RoPE table of this length.
         self._hf_config["max_position_embeddings"] = self.max_seq_len
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
-        self._packed_sdpa = DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
+        self._packed_attention = (
+            DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1
+        )
         self._shares_prefixes = config.share_prefixes
-        if config.compile and self._packed_sdpa:
+        if config.compile and self._packed_attention:
             raise ConfigError(
                 "compile=True needs a GPU, dtype=bfloat16 and no context parallelism; set it to False"
             )
@@ -52,7 +54,7 @@ class TitanEngine(Engine):
             fsdp_reshard_after_forward="never" if layout.shard * layout.context_parallel == 1 else "default",
             spmd_backend="partial_dtensor",
         )
-        spec = model_spec(self._hf_config, packed_sdpa=self._packed_sdpa, head=config.head)
+        spec = model_spec(self._hf_config, packed_attention=self._packed_attention, head=config.head)
         for converter in self._converters():
             spec.model = converter.convert(spec.model)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -115,7 +117,7 @@ class TitanEngine(Engine):
 
     def _random_weights(self, seed: int) -> Any:
         """Drawn unsharded: torch's sharded random numbers are wrong on a CPU, and depend on the layout."""
-        spec = model_spec(self._hf_config, packed_sdpa=True).model
+        spec = model_spec(self._hf_config, packed_attention=True).model
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             model = spec.build()
@@ -138,7 +140,7 @@ class TitanEngine(Engine):
         tokens, positions = self._tensor(micro.tokens), self._tensor(micro.positions)
         targets = self._tensor(micro.targets) if with_targets else None
         documents: Any
-        if self._packed_sdpa:
+        if self._packed_attention:
             documents = pack_documents(micro.positions, self.device)
         else:
             documents = gpu_documents(micro.positions, self.device)

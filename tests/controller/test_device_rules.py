@@ -104,7 +104,7 @@ def test_the_parameters_counted_are_those_that_torchtitan_makes(tmp_path):
     for name in ("qwen3-0.6b", "qwen3-30b-a3b", "llama-3.1-70b"):
         hf = CONFIGS[name] | ({"rope_scaling": None} if "llama" in name else {})
         with torch.device("meta"):
-            built = model_spec(dict(hf), packed_sdpa=True).model.build()
+            built = model_spec(dict(hf), packed_attention=True).model.build()
         count = sum(p.numel() for p in built.parameters())
         assert ModelShape.of(hf).num_parameters == count == NUM_PARAMETERS[name]
 
