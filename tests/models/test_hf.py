@@ -119,7 +119,7 @@ def test_hf_engine_refuses_what_it_cannot_compute(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers_in_fp32(tmp_path, name):
-    """Within 1e-5, or its own error from fp64 where that is larger; and no more than twice as far from fp64."""
+    """As near to transformers in fp64 as transformers' own fp32 is on this machine, with a margin of four."""
     reference = write_model(tmp_path, MODELS[name][0], **MODELS[name][1])
     engine = TitanEngine(tmp_path)
     rng = np.random.default_rng(0)
@@ -129,8 +129,8 @@ def test_logits_equal_transformers_in_fp32(tmp_path, name):
     (logits,) = engine.logits(batch)
     (micro,) = batch.ranks[0]
     ours = [logits[torch.from_numpy(micro.sample_ids == i)] for i in range(len(rows))]
-    theirs = [logits_of(reference, row) for row in rows]
-    reference.set_experts_implementation("eager")  # others are not there in fp64
+    in_fp32 = [logits_of(reference, row) for row in rows]
+    reference.set_experts_implementation("eager")  # the other implementations lack fp64
     exact = [logits_of(reference.double(), row) for row in rows]
 
     def logprobs(logits):
@@ -138,12 +138,15 @@ def test_logits_equal_transformers_in_fp32(tmp_path, name):
         return [of.log_softmax(-1).gather(1, at)[:, 0] for of, at in zip(logits, targets, strict=True)]
 
     values = engine.forward(batch)
-    found = [torch.from_numpy(values[i]) for i in range(len(rows))]
-    for got, expected, in_fp64 in (ours, theirs, exact), (found, logprobs(theirs), logprobs(exact)):
+    our_logprobs = [torch.from_numpy(values[i]) for i in range(len(rows))]
+    one_ulp = torch.finfo(torch.float32).eps * max(row.abs().max().item() for row in exact)
+    for got, expected, in_fp64 in (
+        (ours, in_fp32, exact),
+        (our_logprobs, logprobs(in_fp32), logprobs(exact)),
+    ):
         own_error = largest_error(expected, in_fp64)
-        assert own_error < 5e-5
-        assert largest_error(got, expected) < max(1e-5, own_error)
-        assert largest_error(got, in_fp64) < 2 * own_error
+        assert own_error < 1e4 * one_ulp  # in fp64 the reference is still the same model
+        assert largest_error(got, in_fp64) < 4 * max(own_error, one_ulp)
 
 
 @torch.no_grad()
