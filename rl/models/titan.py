@@ -167,6 +167,9 @@ class TitanEngine(Engine):
         logprobs, entropy = outputs
         return self._join(logprobs, index, total), self._join(entropy, index, total)
 
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
     def _join(self, mine: torch.Tensor, index: torch.Tensor, total: int) -> torch.Tensor:
         """[m, ...] of each rank -> [M, ...] on all of them; the gradient flows into this rank's."""
         everyone = mine.new_zeros(total, *mine.shape[1:]).index_copy(0, index, mine.detach())
