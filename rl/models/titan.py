@@ -19,6 +19,7 @@ from rl.models.attention import pack_documents, row_pieces
 from rl.models.decoder_config import model_spec
 from rl.models.engine import Engine
 from rl.models.gpu_attention import gpu_documents
+from rl.models.hf_checks import check_expert_width
 from rl.models.load_weights import VALUE_HEAD, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
@@ -32,6 +33,7 @@ class TitanEngine(Engine):
 
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
+        check_expert_width(self._hf_config, config.dtype, layout.tensor_parallel)
         # Each layer keeps a RoPE table of this length.
         self._hf_config["max_position_embeddings"] = self.max_seq_len
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.

@@ -48,6 +48,7 @@ _LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has as many 
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
     **dict.fromkeys(("longcat_flash", "minicpm3", "kimi_linear"), _LATENT),
+    **{name: {"logit_scale": 1.0} for name in ("cohere", "cohere2", "cohere2_moe")},  # else logits are tiny
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
@@ -59,6 +60,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": 16,
     },
+    "falcon": {"ffn_hidden_size": 512},
+    "glm4_moe": {"head_dim": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 64, "interleave_moe_layer_step": 2},
     "mamba2": {"num_heads": 8, "head_dim": 32},

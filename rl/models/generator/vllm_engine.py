@@ -19,7 +19,7 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from rl.errors import RunError
+from rl.errors import ConfigError, RunError, one_line
 from rl.interfaces import Transport
 from rl.models.generator import cpu_lora
 from rl.models.generator.adapter_slots import AdapterSlots
@@ -59,7 +59,12 @@ class VLLM:
                 cpu_lora.install()
         take_own_device()
         register_backend(transport)
-        self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
+        try:
+            self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
+        except Exception as error:  # many kinds: of a config, an architecture, memory
+            raise ConfigError(
+                f"vLLM cannot start with the model of {config.model_dir} ({one_line(error):.400})"
+            ) from error
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._transport = transport
         self._max_model_len = config.max_model_len
