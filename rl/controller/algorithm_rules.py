@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from rl.controller.config import RunConfig
-from rl.fields import shown
+from rl.fields import conflicts, shown
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
@@ -34,8 +34,6 @@ def check_algorithm(config: RunConfig) -> list[str]:
             )
         elif why := _does_not_suit(chosen, parameters):
             found.append(f"{part}={shown(chosen)} {why}")
-    if 0 < getattr(config.loss, "dual", 0) <= 1:
-        found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
     if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
         found.append(
             f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; "
@@ -70,15 +68,8 @@ def check_algorithm(config: RunConfig) -> list[str]:
                 )
     if config.stream_groups:
         found += _streaming(config)
-    if config.correction.tis_clip and config.correction.old_logprobs == "generator":
-        found.append(
-            f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it"
-        )
-    if 0 < config.correction.mask_high < config.correction.mask_low:
-        found.append(
-            f"correction.mask_high={config.correction.mask_high} is under "
-            f"correction.mask_low={config.correction.mask_low}; swap them"
-        )
+    for field in dataclasses.fields(config):
+        found += conflicts(getattr(config, field.name), f"{field.name}.")
     if config.shaping.overlong_tokens > config.env.max_new_tokens:
         found.append(
             f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over "

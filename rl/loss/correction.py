@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.base import TokenInputs, log_ratio, per_sequence, sequence_sums
 
 
@@ -40,6 +41,19 @@ class Correction:
 
     level: Literal["token", "sequence"] = "token"
     """Weights and masks for each token, or for whole sequences."""
+
+    __post_init__ = refuse
+
+    def conflicts(self, prefix: str) -> list[str]:
+        """A line for each pair of fields that exclude each other, with the prefix before their names."""
+        lines = []
+        if self.tis_clip and self.old_logprobs == "generator":
+            lines.append(f"{prefix}tis_clip={self.tis_clip} needs {prefix}old_logprobs=trainer; set it")
+        if 0 < self.mask_high < self.mask_low:
+            lines.append(
+                f"{prefix}mask_high={self.mask_high} is under {prefix}mask_low={self.mask_low}; swap them"
+            )
+        return lines
 
     @property
     def reads_the_trainers(self) -> bool:

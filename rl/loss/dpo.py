@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.bounds import HalfShare, NonNegativeFloat
+from rl.fields import refuse
 from rl.errors import RunError
 from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
 
@@ -34,6 +35,8 @@ class DPO:
     it keeps the chosen from becoming less likely together with the rejected."""
 
     needs_reference: ClassVar[bool] = True
+
+    __post_init__ = refuse
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         num, index = per_sequence(inputs.sample_ids)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class EntropyBonus:
 
     adapt: NonNegativeFloat = 0.005
     """By how much the coefficient changes after a step, with a target."""
+
+    __post_init__ = refuse
 
     @property
     def used(self) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from rl.bounds import NonNegativeFloat, Share
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio, sequence_means
 
 
@@ -31,6 +32,8 @@ class GSPO:
     within a sequence)."""
 
     drops_zero_advantages: ClassVar[bool] = True
+
+    __post_init__ = refuse
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         mask = inputs.loss_inputs.get("sequence_ratio_mask")

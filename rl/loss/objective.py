@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.errors import RunError
 from rl.interfaces import Loss
 from rl.loss.base import LossOutput, TokenInputs
@@ -22,7 +24,9 @@ class Objective:
     loss: Loss
     correction: Correction = Correction()
     kl: KL = KL()
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
+
+    __post_init__ = refuse
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         corrected, of_correction = self.correction(logprobs, inputs)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.bounds import NonNegativeFloat, NonNegativeInt
+from rl.fields import refuse
 from rl.types import StopReason
 
 
@@ -25,6 +26,8 @@ class Shaping:
     drop_truncated: bool = False
     """Responses that were cut off do not learn (DAPO's overlong filtering); their rewards still count in
     their group's mean."""
+
+    __post_init__ = refuse
 
     def __call__(self, rewards: Sequence[float], lengths: Sequence[int], max_new_tokens: int) -> list[float]:
         """A group's rewards [G] and lengths [G], in tokens -> what is added to each reward [G]."""

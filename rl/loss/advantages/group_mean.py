@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.advantages.base import Groups, each_group
 
 
@@ -26,6 +27,8 @@ class GroupMean:
 
     eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
+
+    __post_init__ = refuse
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         return each_group(groups, self._advantages)

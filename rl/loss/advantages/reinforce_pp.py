@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from rl.bounds import NonNegativeFloat, Share
+from rl.fields import refuse
 from rl.loss.advantages.base import Groups, Trajectory, discounted_sums, whiten
 
 
@@ -26,6 +27,8 @@ class ReinforcePP:
 
     eps: NonNegativeFloat = 1e-8
     """Added to the variance."""
+
+    __post_init__ = refuse
 
     @property
     def compares_in_groups(self) -> bool:
