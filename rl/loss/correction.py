@@ -18,7 +18,9 @@ class Correction:
     The papers: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
     IcePop, Ling Team, 2025.
 
-    gap_t = exp(trainer_t - generator_t); of a sequence: the product over its tokens
+    gap_t = exp(trainer_t - generator_t); of a sequence: the product over its sampled tokens
+
+    A sequence is a Sample: a rollout, or each branch of a rollout that forks (see GSPO).
 
     trainer_t is the trainer's logprob before the first update on the batch: the loss input `old_logprobs`, or
     without that the logprob in this update. A token's weight is multiplied by min(gap_t, tis_clip), and is 0
@@ -40,7 +42,8 @@ class Correction:
     """Tokens (sequences) with a larger gap do not learn; 0 is no bound."""
 
     level: Literal["token", "sequence"] = "token"
-    """Weights and masks for each token, or for whole sequences."""
+    """Weights and masks for each token, or for whole sequences. Each branch of a rollout that forks is a
+    sequence."""
 
     __post_init__ = refuse
 
