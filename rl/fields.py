@@ -68,7 +68,7 @@ def check_fields(config: T, prefix: str = "") -> tuple[T, list[str]]:
 
 
 def refuse(part: Any) -> None:
-    """`__post_init__ = refuse` makes a dataclass refuse impossible values when it is built.
+    """The `__post_init__` of a part of the config: impossible values are refused when it is built.
 
     Raises ConfigError with one line for each field of a wrong type or out of its bounds, and for each pair
     of fields that exclude each other (`conflicts`). Runs again in `dataclasses.replace`, not in unpickling.
@@ -85,12 +85,16 @@ def refuse(part: Any) -> None:
 
 
 def conflicts(part: Any, prefix: str) -> list[str]:
-    """One line for each pair of a part's fields that exclude each other.
+    """One line for each pair of a part's fields that exclude each other: its method `conflicts`, if any."""
+    return list(part.conflicts(prefix)) if _is_instance(part) and hasattr(part, "conflicts") else []
 
-    The rules are the method `conflicts` of a part that refuses; one without the method has none.
+
+def unread(part: Any, prefix: str) -> list[str]:
+    """One line for each field that was changed and that the part does not read: its method `unread`, if any.
+
+    These keep a run from starting. They are not refused before, since fields may be changed one by one.
     """
-    refuses = getattr(type(part), "__post_init__", None) is refuse
-    return list(part.conflicts(prefix)) if refuses and hasattr(part, "conflicts") else []
+    return list(part.unread(prefix)) if _is_instance(part) and hasattr(part, "unread") else []
 
 
 @contextlib.contextmanager
@@ -109,10 +113,15 @@ def postpone_refusals() -> Iterator[list[tuple[Any, list[str]]]]:
 
 def parts_of(config: Any) -> Iterator[Any]:
     """The dataclass and all that are nested in its fields."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+    if _is_instance(config):
         yield config
         for field in dataclasses.fields(config):
             yield from parts_of(getattr(config, field.name))
+
+
+def _is_instance(value: Any) -> bool:
+    """Whether it is a dataclass's instance, and not the class."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str]) -> Any:

@@ -26,7 +26,8 @@ class CISPO:
 
     drops_zero_advantages: ClassVar[bool] = True
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         ratio = log_ratio(logprobs.detach(), inputs.old_logprobs).exp()

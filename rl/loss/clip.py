@@ -32,7 +32,8 @@ class Clip:
 
     drops_zero_advantages: ClassVar[bool] = True
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         ratio, advantages = log_ratio(logprobs, inputs.old_logprobs).exp(), inputs.advantages

@@ -45,7 +45,8 @@ class Correction:
     """Weights and masks for each token, or for whole sequences. Each branch of a rollout that forks is a
     sequence."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def conflicts(self, prefix: str) -> list[str]:
         """A line for each pair of fields that exclude each other, with the prefix before their names."""
@@ -57,6 +58,14 @@ class Correction:
                 f"{prefix}mask_high={self.mask_high} is under {prefix}mask_low={self.mask_low}; swap them"
             )
         return lines
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.level == "token" or self.tis_clip or self.mask_low or self.mask_high:
+            return []
+        return [
+            f"{prefix}level=sequence has no effect without {prefix}tis_clip, mask_low or mask_high; set one"
+        ]
 
     @property
     def reads_the_trainers(self) -> bool:

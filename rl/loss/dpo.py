@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from rl.bounds import HalfShare, NonNegativeFloat
-from rl.fields import refuse
 from rl.errors import RunError
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
 
 
@@ -36,7 +36,8 @@ class DPO:
 
     needs_reference: ClassVar[bool] = True
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         num, index = per_sequence(inputs.sample_ids)

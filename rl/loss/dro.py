@@ -19,7 +19,8 @@ class DRO:
     beta: NonNegativeFloat = 0.05
     """Strength of the pull towards the policy that sampled."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         apart = logprobs - inputs.old_logprobs

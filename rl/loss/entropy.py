@@ -24,7 +24,14 @@ class EntropyBonus:
     adapt: NonNegativeFloat = 0.005
     """By how much the coefficient changes after a step, with a target."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.target or self.adapt == EntropyBonus.adapt:
+            return []
+        return [f"{prefix}adapt={self.adapt} has no effect with {prefix}target=0; set a target"]
 
     @property
     def used(self) -> bool:

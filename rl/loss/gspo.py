@@ -18,8 +18,8 @@ class GSPO:
     loss = -sum_t w_t * min(s_i * A_t, clip(s_i, 1 - low, 1 + high) * A_t)
 
     A sequence is a Sample: a rollout, or each branch of a rollout that forks. A likelihood is of one context
-    and of what was sampled in it. A later branch has an earlier branch's tokens as its context, so each sampled
-    token is in one mean.
+    and of what was sampled in it. A later branch has an earlier branch's tokens as its context, so each
+    sampled token is in one mean.
 
     In the token form s_i carries no gradient, and each token's own exp(logp_t - stop_gradient(logp_t)) = 1
     does. The loss input `sequence_ratio_mask`, where samples have it, says over which tokens the mean is (1).
@@ -37,7 +37,8 @@ class GSPO:
 
     drops_zero_advantages: ClassVar[bool] = True
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         mask = inputs.loss_inputs.get("sequence_ratio_mask")

@@ -33,7 +33,8 @@ class KL:
     """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before advantages
     are estimated (PPO)."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     @property
     def in_loss(self) -> bool:

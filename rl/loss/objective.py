@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from rl.bounds import NonNegativeFloat
-from rl.fields import refuse
 from rl.errors import RunError
+from rl.fields import refuse
 from rl.interfaces import Loss
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.correction import Correction
@@ -26,7 +26,8 @@ class Objective:
     kl: KL = KL()
     entropy_coef: NonNegativeFloat = 0.0
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         corrected, of_correction = self.correction(logprobs, inputs)

@@ -24,7 +24,8 @@ class ClippedValue:
     clip: NonNegativeFloat = 0.2
     """How far values may move from those the advantages were computed with; 0 is no clip."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, values: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         old, returns = inputs.loss_input("values"), inputs.loss_input("returns")

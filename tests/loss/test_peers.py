@@ -46,7 +46,11 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def inputs_of(
-    generator: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor | None = None, ids=None, **columns
+    generator: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    ids=None,
+    **columns,
 ) -> TokenInputs:
     ids = torch.zeros(len(generator), dtype=torch.long) if ids is None else torch.tensor(ids)
     weights = torch.ones_like(generator) if weights is None else weights
@@ -196,7 +200,9 @@ def test_a_group_of_one_in_verl_keeps_its_reward():
     # SkyRL's compute_rloo_outcome_advantage and NeMo-RL's GRPOAdvantageEstimator give 0.
     for estimator in (GroupMean(), GroupMean(adv_norm="none"), RLOO()):
         assert estimator([rollouts(1.0)]) == [[0.0]]
-    documented("has advantage 0, as in NeMo-RL (verl, SkyRL: its reward)", "verl's group of one keeps its reward")
+    documented(
+        "has advantage 0, as in NeMo-RL (verl, SkyRL: its reward)", "verl's group of one keeps its reward"
+    )
 
 
 def test_whitening_one_token_leaves_nothing():
@@ -221,7 +227,9 @@ def test_the_entropy_under_seq_mean_is_each_rollouts_mean():
     # its mean over tokens always.
     assert ours == pytest.approx((1.0 + (2.0 + 2.0 + 2.0) / 3) / 2) == pytest.approx(1.5)
     assert entropy.mean().item() == 1.75
-    documented("TRL, SkyRL and OpenRLHF: its mean over tokens whatever the loss's, 1.75 where `seq_mean` gives 1.5")
+    documented(
+        "TRL, SkyRL and OpenRLHF: its mean over tokens whatever the loss's, 1.75 where `seq_mean` gives 1.5"
+    )
 
 
 def test_dr_grpo_in_verl_is_divided_by_rollouts_and_width_as_here():
@@ -279,5 +287,11 @@ def test_wsd_goes_down_linearly_here_and_by_a_cosine_in_verl_and_transformers():
     recorded = [1.0, 0.853553, 0.5, 0.146447]
     assert [(1 + math.cos(math.pi * done / 4)) / 2 for done in range(4)] == pytest.approx(recorded, abs=1e-6)
     ours = [LRSchedule("wsd", num_steps=10, decay_ratio=0.4)(step) for step in range(6, 11)]
-    assert ours == [1.0, 1.0, 0.75, 0.5, 0.25]  # prime-rl trainer/scheduler.py:setup_linear_scheduler is linear
+    assert ours == [
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    ]  # prime-rl trainer/scheduler.py:setup_linear_scheduler is linear
     documented("a quarter of the way down it has 0.75 here and 0.854 there")

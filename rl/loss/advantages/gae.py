@@ -32,7 +32,8 @@ class GAE:
 
     needs_critic: ClassVar[bool] = True
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
         advantages = [[self._advantages(t) for t in group] for group in groups]

@@ -28,7 +28,14 @@ class GroupMean:
     eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.adv_norm == "group_std" or self.eps == GroupMean.eps:
+            return []
+        return [f"{prefix}eps={self.eps} has no effect with {prefix}adv_norm=none; leave it"]
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         return each_group(groups, self._advantages)

@@ -28,7 +28,17 @@ class ReinforcePP:
     eps: NonNegativeFloat = 1e-8
     """Added to the variance."""
 
-    __post_init__ = refuse
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.baseline == "none" or self.discount == ReinforcePP.discount:
+            return []
+        return [
+            f"{prefix}discount={self.discount} has no effect with {prefix}baseline=group_mean; "
+            f"set one of them"
+        ]
 
     @property
     def compares_in_groups(self) -> bool:
