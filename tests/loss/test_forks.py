@@ -9,6 +9,7 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.batching import pack
+from rl.controller.settings import override
 from rl.controller.training_batch import build_training_batch
 from rl.loss.correction import Correction
 from rl.loss.gspo import GSPO
@@ -86,6 +87,16 @@ def test_the_corrections_product_is_over_a_branch():
     masked = Correction(level="sequence", mask_low=0.5, mask_high=2.0)(logprobs, inputs)[0].weights
     kept = [masked[inputs.sample_ids == branch].tolist() for branch in range(4)]
     assert kept == [[0.0] * 3, [0.0] * 3, [1.0] * 3, [1.0] * 3]  # of the rollouts: all
+
+
+def test_the_settings_help_says_so(capsys):
+    recipe = replace(quickstart(), loss=GSPO())
+    with pytest.raises(SystemExit):
+        override(recipe, ["--help"], "rl")
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in ("--loss.low", "--loss.level", "--correction.level"):
+        _, _, own = words.partition(flag)
+        assert "Each branch of a rollout that forks is a sequence" in own[: own.find(" --")], flag
 
 
 def test_each_sampled_token_is_in_one_branch():
