@@ -9,6 +9,7 @@ OpenRLHF 0.11.0 (3c3be623), slime 0.3.1 (624b824a8), TuFT (102eefd), TRL 1.16.0,
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,7 @@ def test_verls_rejection_of_sequences_is_of_the_product_of_generator_over_traine
         assert weights_left(converted, list(gaps), [0, 0]) == [recorded] * 2
     copied = Correction(mask_low=0.5, mask_high=3.0, level="sequence")
     assert weights_left(copied, [0.4, 0.4], [0, 0]) == [1.0, 1.0]
+    documented("`rollout_rs` with `token_k1`, `seq_sum_k1` bounds 1/g")
 
 
 def test_icepop_keeps_the_ratio_within_its_bounds_and_our_masks_alone_keep_1():
@@ -151,17 +153,10 @@ def test_nemos_supervised_term_of_dpo_is_a_sum_by_default_and_ours_a_mean():
 
 
 def test_the_answer_to_nemos_name_says_the_difference():
-    (line,) = override(quickstart(), ["--sft_loss_weight", "0.1"], "rl")[1]
     assert FOREIGN_NAMES["sft_loss_weight"] == "loss.nll_coef"
-    (line,) = override(_with_dpo(), ["--sft_loss_weight", "0.1"], "rl")[1]
+    (line,) = override(replace(quickstart(), loss=DPO()), ["--sft_loss_weight", "0.1"], "rl")[1]
     assert "it is called --loss.nll_coef here" in line
     assert "weighs the mean over the chosen's tokens; NeMo-RL's weighs their sum, by default" in line
-
-
-def _with_dpo():
-    from dataclasses import replace
-
-    return replace(quickstart(), loss=DPO())
 
 
 # Advantages
@@ -236,13 +231,11 @@ def test_dr_grpo_in_verl_is_divided_by_rollouts_and_width_as_here():
     # verl core_algos.py:agg_loss, seq-mean-token-sum-norm, two rollouts of 2 and 3 tokens in a width of 4.
     losses, width, recorded = [[1.0, 2.0], [3.0, 4.0, 5.0]], 4, 1.875
     assert sum(map(sum, losses)) / len(losses) / width == recorded
-    from dataclasses import replace
-
     algorithm = replace(quickstart(), loss_agg="constant").algorithm
     algorithm = replace(algorithm, max_new_tokens=width)
     groups = [TrainingGroup([], num_tokens=5, num_sequences=2)]
     assert sum(map(sum, losses)) / denominator(groups, algorithm) == recorded
-    documented("by the rollouts and by the padded width", "0.7 and earlier did not divide by the rollouts")
+    documented("by the rollouts and by the padded width", "0.7.0 did not divide by the rollouts")
 
 
 def test_dro_is_verls_and_tufts():
@@ -257,7 +250,9 @@ def test_dro_is_verls_and_tufts():
     assert output.loss.item() / 4 == pytest.approx(recorded, rel=1e-9)
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
     assert (gradient / 4).tolist() == pytest.approx(slopes, rel=1e-9)
-    documented("verl `dro` (`dro_beta`, which has no default) and TuFT `dro` (0.01): the same formula")
+    documented(
+        "verl `dro` since 0.9 (`dro_beta`, which has no default) and TuFT `dro` (0.01): the same formula"
+    )
 
 
 def test_k3_is_cut_at_10_in_verl_nemo_and_skyrl():

@@ -5,6 +5,7 @@ The cases are made from the annotations of every dataclass in rl/loss, so that a
 
 import dataclasses
 import importlib
+import json
 import math
 import pickle
 import pkgutil
@@ -275,8 +276,6 @@ def test_a_part_that_a_recipes_function_holds_is_refused_too(tmp_path):
 
 
 def test_an_old_config_json_with_several_mistakes_is_answered_with_all(tmp_path):
-    import json
-
     data = to_json(quickstart())
     data["loss"]["low"], data["advantages"]["adv_norm"], data["steps"] = 2.0, "batch", 0
     (tmp_path / "config.json").write_text(json.dumps({"recipe": "quickstart", **data}))
