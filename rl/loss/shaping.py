@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.bounds import NonNegativeFloat, NonNegativeInt
+from rl.fields import refuse
 from rl.types import StopReason
 
 
@@ -25,6 +26,18 @@ class Shaping:
     drop_truncated: bool = False
     """Responses that were cut off do not learn (DAPO's overlong filtering); their rewards still count in
     their group's mean."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        penalty, tokens = f"{prefix}overlong_penalty", f"{prefix}overlong_tokens"
+        if self.overlong_penalty != Shaping.overlong_penalty and not self.overlong_tokens:
+            return [f"{penalty}={self.overlong_penalty} has no effect with {tokens}=0; set it"]
+        if self.overlong_tokens and not self.overlong_penalty:
+            return [f"{tokens}={self.overlong_tokens} has no effect with {penalty}=0; set it"]
+        return []
 
     def __call__(self, rewards: Sequence[float], lengths: Sequence[int], max_new_tokens: int) -> list[float]:
         """A group's rewards [G] and lengths [G], in tokens -> what is added to each reward [G]."""

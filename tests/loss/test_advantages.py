@@ -72,7 +72,7 @@ def expected_rloo(groups):
 def expected_whitening(groups, eps):
     tokens = [x for g in groups for t in g for x in t]
     if len(tokens) < 2:
-        return groups
+        return [[[0.0 for _ in t] for t in g] for g in groups]
     mean, variance = statistics.fmean(tokens), statistics.variance(tokens)
     return [[[(x - mean) / math.sqrt(variance + eps) for x in t] for t in g] for g in groups]
 

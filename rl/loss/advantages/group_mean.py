@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.advantages.base import Groups, each_group
 
 
@@ -26,6 +27,15 @@ class GroupMean:
 
     eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.adv_norm == "group_std" or self.eps == GroupMean.eps:
+            return []
+        return [f"{prefix}eps={self.eps} has no effect with {prefix}adv_norm=none; leave it"]
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         return each_group(groups, self._advantages)
