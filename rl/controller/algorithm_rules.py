@@ -164,6 +164,7 @@ def without_effect(config: RunConfig) -> list[str]:
         ("correction", not rollouts, f"data={config.data}"),
         ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
         ("max_offpolicy_steps", not rollouts, f"data={config.data}"),
+        ("max_logprob_diff", not rollouts, f"data={config.data}"),
         ("stream_groups", not rollouts, f"data={config.data}"),
         (
             "stream_groups",

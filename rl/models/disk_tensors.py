@@ -28,6 +28,9 @@ class DiskTensors:
     names: frozenset[str]
     """All names on disk."""
 
+    names_converted: frozenset[str]
+    """Those of the converted tensors."""
+
 
 def disk_tensors(lm: transformers.PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> DiskTensors:
     """Found by converting tensors of these shapes without data.
@@ -53,7 +56,7 @@ def disk_tensors(lm: transformers.PreTrainedModel, tensors: Mapping[str, torch.T
                 )
         renamed |= same
         names |= on_disk.keys()
-    return DiskTensors(renamed, tuple(converted), frozenset(names))
+    return DiskTensors(renamed, tuple(converted), frozenset(names), frozenset(names - set(renamed.values())))
 
 
 def convert(lm: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

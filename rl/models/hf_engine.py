@@ -56,7 +56,11 @@ class HFEngine(Engine):
         if config.adapters:
             freeze(model, self._dtype)
             layers = [(n, m) for n, layer in model.layers().items() for n, m in _named_linears(n, layer)]
-            self._sites = [Site(n.removeprefix("lm."), m) for n, m in layers]
+            # PEFT reads an adapter of one as an adapter of the stacked experts too.
+            stacked = {name.split(".")[-2] for name in self._disk.names_converted}
+            self._sites = [
+                Site(n.removeprefix("lm."), m) for n, m in layers if n.rpartition(".")[2] not in stacked
+            ]
         if (policy := CHECKPOINTING[config.activation_checkpointing]()) is not None:
             model.checkpoint_layers(policy.build(dump_folder=""))
         sizes = (layout.replicate, layout.shard)

@@ -70,7 +70,8 @@ class TitanEngine(Engine):
         if config.adapters:
             freeze(model, self._dtype)
             linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-            self._sites = [Site(name, m) for n, m in linears if (name := _layer_name(n))]
+            has_experts = any(hf.expert_names(n, 1) for n, _ in model.named_parameters())
+            self._sites = [Site(name, m) for n, m in linears if (name := _layer_name(n, has_experts))]
         model = spec.parallelize_fn(
             model,
             parallel_dims=dims,
@@ -179,7 +180,11 @@ class TitanEngine(Engine):
         return everyone.index_copy(0, index, mine)
 
 
-def _layer_name(module: str) -> str | None:
-    """The Hugging Face name of a linear layer that adapters may target."""
+def _layer_name(module: str, has_experts: bool) -> str | None:
+    """The Hugging Face name of a linear layer that adapters may target.
+
+    Beside experts no dense MLP: PEFT reads an adapter of it as one of the experts too.
+    """
     name = hf.hf_name(f"{module}.weight").removesuffix(".weight")
-    return name if name.startswith("model.layers.") and not name.endswith("mlp.gate") else None
+    is_left_out = name.endswith("mlp.gate") or (has_experts and ".mlp." in name)
+    return name if name.startswith("model.layers.") and not is_left_out else None

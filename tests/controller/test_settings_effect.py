@@ -223,6 +223,7 @@ ELSEWHERE = {
     "env.prompt_prefix": "tests/envs/test_envs.py",
     "env.stop": "tests/envs/test_envs.py",
     "placement": "tests/controller/test_device_rules.py",
+    "max_logprob_diff": "tests/controller/test_parity.py",
     "generator.cuda_graphs": "tests/models/test_cuda.py",
     "judge.model": "tests/controller/test_judge_rules.py",
     "reference.model": "test_a_teacher_is_another_model, below",

@@ -163,7 +163,7 @@ def test_the_answer_to_nemos_name_says_the_difference():
 
 
 def rollouts(*rewards: float, num_tokens: int = 2) -> list[Trajectory]:
-    return [Trajectory(np.array([0.0] * (num_tokens - 1) + [reward])) for reward in rewards]
+    return [Trajectory(np.array([0.0] * (num_tokens - 1) + [reward]), reward) for reward in rewards]
 
 
 def flat(advantages) -> list[float]:

@@ -15,12 +15,11 @@ class Trajectory:
     rewards: np.ndarray
     """[M] float64: the verdict on the last token, a turn's on its last, penalties on their own tokens."""
 
+    reward: float
+    """The whole of it: their sum, or what a rollout without a token was rewarded with."""
+
     values: np.ndarray = field(default_factory=lambda: _NO_VALUES)
     """[M] the critic's value before each token; empty without a critic."""
-
-    @property
-    def reward(self) -> float:
-        return float(self.rewards.sum())
 
 
 Groups = Sequence[Sequence[Trajectory]]

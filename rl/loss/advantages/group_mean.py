@@ -8,6 +8,7 @@ import numpy as np
 from rl.bounds import NonNegativeFloat
 from rl.fields import refuse
 from rl.loss.advantages.base import Groups, each_group
+from rl.rewards import all_equal
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GroupMean:
         return each_group(groups, self._advantages)
 
     def _advantages(self, rewards_G: np.ndarray) -> np.ndarray:
-        if rewards_G.max() == rewards_G.min():
+        if all_equal(rewards_G.tolist()):
             return np.zeros(len(rewards_G))
         centred = rewards_G - rewards_G.mean()
         return centred if self.adv_norm == "none" else centred / (rewards_G.std(ddof=1) + self.eps)
