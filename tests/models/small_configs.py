@@ -65,7 +65,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 64, "interleave_moe_layer_step": 2},
     "mamba2": {"num_heads": 8, "head_dim": 32},
-    "minimax_m2": {"rotary_dim": 32},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
 }
 """What the sizes above do not fit."""
 

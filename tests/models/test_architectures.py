@@ -16,9 +16,13 @@ from rl.loss.cross_entropy import CrossEntropy
 from rl.models.disk_tensors import convert, disk_tensors
 from rl.models.engine_config import EngineConfig
 from rl.models.export import named_state
+from rl.models.hf_checks import check_expert_width
 from rl.models.hf_engine import HFEngine
+from rl.models.titan import TitanEngine
+from rl.types import LoRA
 from tests.models.architectures import LIMIT, MODEL_TYPES, audit, audit_engine, logits_of
 from tests.models.small_configs import random_model, small_config
+from tests.tiny import write_config
 
 # One for each mistake that was once made: buffers of parameters and of routers, dropout and noise under five
 # names, windows, attention of its own, shared parameters, tensors that transformers renames, joins and stacks.
@@ -202,3 +206,68 @@ def test_packed_rows_need_attention_that_is_told_of_them(tmp_path, capfd):
     rows = [np.random.default_rng(i).integers(2, 128, 50) for i in range(4)]
     batch = pack([supervised_sample(row[:1], row[1:]) for row in rows], max_tokens=256)
     assert len(engine.forward(batch)) == 4  # of 200 tokens in a row
+
+
+# ---- adapters and experts
+
+
+def test_an_adapter_that_peft_would_read_otherwise_is_refused(tmp_path):
+    """PEFT reads an adapter of a dense or shared MLP as one of the stacked experts too."""
+    import peft
+
+    random_model("deepseek_v3").save_pretrained(tmp_path / "model")
+    engine = HFEngine(tmp_path / "model", EngineConfig(adapters=True))
+    for targets in (("gate_proj",), ("gate_proj", "up_proj"), ("down_proj", "o_proj")):
+        with pytest.raises(
+            ConfigError, match=r"which adapters of this model cannot have; use some of \['kv_a"
+        ):
+            engine.adapters.add("policy", LoRA(4, 8.0, targets))
+    engine.adapters.add("policy", LoRA(4, 8.0, ("o_proj", "q_b_proj", "kv_b_proj")))
+    with torch.no_grad():
+        for parameter in engine.adapters["policy"].parameters.values():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    engine.save_adapter("policy", tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    before = logits_of(base, ROW)
+    theirs = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), ROW)
+    assert (theirs - before).abs().max() > 0.1
+    assert (engine.logits(BATCH, "policy")[0] - theirs).abs().max() < LIMIT * theirs.std()
+
+
+def test_the_dense_layers_of_titans_moe_have_no_adapter_of_their_mlp(tmp_path):
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+    write_config(tmp_path, "qwen3_moe", **config)
+    engine = TitanEngine(tmp_path, EngineConfig(seed=0, adapters=True))
+    with pytest.raises(ConfigError, match=r"names \['gate_proj'\], which adapters of this model cannot have"):
+        engine.adapters.add("policy", LoRA(4, 8.0, ("q_proj", "gate_proj")))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "is_computed"),
+    [(33, "float32", True), (33, "bfloat16", False), (40, "bfloat16", True)],
+)
+def test_experts_of_a_width_that_bfloat16_cannot_have_are_refused_when_built(
+    tmp_path, width, dtype, is_computed
+):
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+    write_config(tmp_path, "qwen3_moe", **config)
+    if not is_computed:
+        with pytest.raises(ConfigError, match=f"moe_intermediate_size={width}, which is no multiple of 8"):
+            TitanEngine(tmp_path, EngineConfig(seed=0, dtype=dtype))
+        return
+    engine = TitanEngine(tmp_path, EngineConfig(seed=0, dtype=dtype))
+    engine.forward_backward(pack([supervised_sample(ROW[:1], ROW[1:])], **engine.packing), CrossEntropy())
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks", "fits"), [(40, 1, True), (40, 2, False), (48, 2, True), (64, 8, True), (64, 16, False)]
+)
+def test_each_tensor_parallel_rank_has_whole_rows_of_16_bytes(width, ranks, fits):
+    config = {"num_experts": 4, "moe_intermediate_size": width}
+    check_expert_width(config, "float32", ranks)
+    check_expert_width({"moe_intermediate_size": width}, "bfloat16", ranks)  # of a model without experts
+    if fits:
+        check_expert_width(config, "bfloat16", ranks)
+    else:
+        with pytest.raises(ConfigError, match=f"over tensor_parallel={ranks} is no multiple of 8"):
+            check_expert_width(config, "bfloat16", ranks)
