@@ -94,7 +94,4 @@ lint: setup
 
 lock:
 	$(PIP) install -qq uv
-	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --extra serve --override requirements/overrides.txt \
-	  --no-emit-package torch --only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
-	  --no-annotate --no-header -o requirements/cpu.txt
-	sed -i '/^nvidia-/d; /^cuda-/d' requirements/cpu.txt  # what an index without CPU builds of torch brings
+	$(BIN)/python requirements/lock.py
