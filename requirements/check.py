@@ -5,7 +5,7 @@
 This file keeps to Python 3.6: a Python that is too old has to be able to say so.
 """
 
-import importlib
+import importlib.util
 import os
 import platform
 import re
@@ -95,21 +95,13 @@ def this_machine() -> Machine:
     python = sys.version_info[:2]
     gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
     standard = platform.python_implementation() == "CPython" and gil
-    missing = tuple(module for module in ("venv", "ensurepip", "ssl") if not can_import(module))
+    missing = tuple(name for name in ("venv", "ensurepip", "_ssl") if not importlib.util.find_spec(name))
     return Machine(platform.system(), platform.machine(), glibc, python, standard, missing)
-
-
-def can_import(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 def space_needs(environment: str, kind: str) -> List[Need]:
     needs = []
-    for folder, needed in zip((environment, tempfile.gettempdir()), GIGABYTES[kind]):
+    for folder, needed in zip((environment, os.environ.get("TMPDIR", "/tmp")), GIGABYTES[kind]):
         folder = os.path.realpath(folder)
         while not os.path.exists(folder):
             folder = os.path.dirname(folder)
@@ -119,31 +111,31 @@ def space_needs(environment: str, kind: str) -> List[Need]:
 
 def ask_index(python: str, package: str) -> str:
     command = [python, "-m", "pip", "index", "versions", package, "--timeout", "10", "--retries", "1"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=INDEX_SECONDS
-        ).stdout.decode()
+        return subprocess.run(command, timeout=INDEX_SECONDS, **output).stdout.decode()
     except subprocess.TimeoutExpired:
         return ""
 
 
-def install_problem(environment: str, device: str) -> str:
-    """Asks the index by the pip of a virtual environment that does not stay."""
+def install_problem(environment: str, kind: str) -> str:
+    """Asks the index by the pip of a virtual environment that does not stay. `kind`: cpu or gpu."""
     with open(PYPROJECT) as file:
-        pins = dict(re.findall(r'"(torch|torchmonarch)==([\d.]+)"', file.read()))
-    problem = space_problem(space_needs(environment, device))
+        pins = re.findall(r'"(torch|torchmonarch)==([\d.]+)"', file.read())
+    problem = space_problem(space_needs(environment, kind))
     if problem:
         return problem
     with tempfile.TemporaryDirectory() as folder:
         if subprocess.call([sys.executable, "-m", "venv", folder]):
             return f"{sys.executable} cannot make a virtual environment in {folder}; {ANOTHER}."
-        python = os.path.join(folder, "bin", "python")
-        answers = {package: ask_index(python, package) for package in pins}
-    for package, version in pins.items():
-        problem = problem or index_problem(package, version, answers[package])
-    if not problem and device == "cpu" and pins["torch"] + "+cpu" not in answers["torch"]:
-        problem = space_problem(space_needs(environment, "cpu, CUDA torch"))
-    return problem
+        for package, version in pins:
+            answer = ask_index(os.path.join(folder, "bin", "python"), package)
+            problem = index_problem(package, version, answer)
+            if problem:
+                return problem
+            if kind == "cpu" and package == "torch" and version + "+cpu" not in answer:
+                kind = "cpu, CUDA torch"
+    return space_problem(space_needs(environment, kind))
 
 
 def main(arguments: List[str]) -> int:
