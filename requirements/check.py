@@ -21,7 +21,7 @@ GLIBC = (2, 31)  # lock.py resolves for it
 ANOTHER = "install Python 3.13, 3.12 or 3.11, or name one: make setup PYTHON=/path/to/python3.12"
 INDEX_SECONDS = 60  # one answer takes half a second; on a machine that is busy, many times that
 # What the environment and pip's cache take, and what pip has in its temporary directory at most.
-GIGABYTES = {"cpu": (5.0, 1.0), "cpu, CUDA torch": (12.0, 3.0), "gpu": (16.0, 4.0)}
+GIGABYTES = {"cpu": (6.0, 1.0), "cpu, CUDA torch": (12.0, 3.0), "gpu": (16.0, 4.0)}
 PYPROJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "pyproject.toml")
 
 
