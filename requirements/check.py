@@ -20,7 +20,8 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 GLIBC = (2, 31)  # lock.py resolves for it
 ANOTHER = "install Python 3.13, 3.12 or 3.11, or name one: make setup PYTHON=/path/to/python3.12"
 INDEX_SECONDS = 60  # one answer takes half a second; on a machine that is busy, many times that
-# What the environment and pip's cache take, and what pip has in its temporary directory at most.
+# What the environment (4.5 and 7.7) and pip's cache take, and what pip holds in its temporary directory.
+# For a GPU it is an estimate.
 GIGABYTES = {"cpu": (6.0, 1.0), "cpu, CUDA torch": (12.0, 3.0), "gpu": (16.0, 4.0)}
 PYPROJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "pyproject.toml")
 
