@@ -38,7 +38,9 @@ def main() -> int:
         if version != own and works(f"python{version}"):
             folder = environments[version] = ROOT / f".venv-{version}"
             command = ["make", "setup", f"VENV={folder.name}", f"PYTHON=python{version}"]
-            subprocess.run(command, cwd=ROOT, check=True)
+            if subprocess.run(command, cwd=ROOT).returncode:
+                print(f"Python {version} works here, and {folder.name} could not be set up")
+                return 1
     failed = []
     for version, folder in sorted(environments.items()):
         print(f"unit tests under Python {version}", flush=True)
