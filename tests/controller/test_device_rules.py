@@ -176,20 +176,14 @@ def test_what_does_not_fit_on_a_host_without_gpus_is_refused(model):
 def test_experts_that_bfloat16_cannot_split_are_told_before_anything_starts(model):
     """768 over 8 ranks is 96; over 64, 12."""
 
-    def problems(tensor_parallel, dtype):
+    def of_experts(tensor_parallel, dtype):
         trainer = TrainerConfig(layout=Layout(tensor_parallel=tensor_parallel))
-        config = RunConfig(model("qwen3-30b-a3b"), env=smollm2().env, trainer=trainer, dtype=dtype)
-        return [
-            line
-            for line in check_devices(config, parse_machine("64xH100-80"))
-            if "moe_intermediate_size" in line
-        ]
+        config = qwen(model, model=model("qwen3-30b-a3b"), trainer=trainer, dtype=dtype)
+        return [line for line in problems(config, "128xH100-80") if "moe_intermediate_size" in line]
 
-    assert not problems(8, "bfloat16") and not problems(64, "float32")
-    assert (
-        "moe_intermediate_size=768, which over tensor_parallel=64 is no multiple of 8"
-        in problems(64, "bfloat16")[0]
-    )
+    assert not of_experts(8, "bfloat16") and not of_experts(64, "float32")
+    (line,) = of_experts(64, "bfloat16")
+    assert "moe_intermediate_size=768, which over tensor_parallel=64 is no multiple of 8, as bfloat16" in line
 
 
 def test_an_adapter_beside_experts_needs_a_gpu(model):
