@@ -79,7 +79,8 @@ async def explain(engine: EngineHandle, adapter: str | None, samples: Sequence[S
             f"there: from there on generator and trainer attend differently (a sliding window, a RoPE "
             f"scaling); keep sequences shorter with trainer.max_tokens, or use another model"
         )
+    lowest = int(position.min(initial=2**31))
     return (
-        "they differ from the first tokens on: vLLM computes this architecture otherwise, or ignores some of "
-        "its weights; use another model, or raise max_logprob_diff if the difference is known and wanted"
+        f"they differ wherever tokens were sampled, from position {lowest} on: vLLM computes this architecture otherwise, or lacks some of its weights; use another model, or raise "
+        f"max_logprob_diff if the difference is known and wanted"
     )

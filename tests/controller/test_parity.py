@@ -145,7 +145,7 @@ def fakes_cross_entropy():
 
 @pytest.mark.parametrize(
     ("wrong_from", "expected"),
-    [(0, "from the first tokens on"), (20, "tokens at positions below 2[0-9] agree")],
+    [(0, "wherever tokens were sampled, from position 2 on"), (20, "tokens at positions below 2[0-9] agree")],
 )
 def test_the_error_says_where_the_two_begin_to_differ(wrong_from, expected):
     import asyncio

@@ -300,7 +300,9 @@ def write_table(path: Path) -> None:
     for row in rows:
         numbers = (row.logits, row.gradient, row.reload, row.gap)
         cells = ["" if number is None else f"{number:.0e}" for number in numbers]
-        outcome = " ".join(row.outcome.replace("|", "/").replace(f"{directory}/{row.model_type}", "...").split())
+        outcome = " ".join(
+            row.outcome.replace("|", "/").replace(f"{directory}/{row.model_type}", "...").split()
+        )
         lines.append(f"| {row.model_type} | {row.rows} | {' | '.join(cells)} | {outcome:.200} |")
     path.write_text("\n".join(lines) + "\n")
 
