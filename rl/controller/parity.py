@@ -81,6 +81,7 @@ async def explain(engine: EngineHandle, adapter: str | None, samples: Sequence[S
         )
     lowest = int(position.min(initial=2**31))
     return (
-        f"they differ wherever tokens were sampled, from position {lowest} on: vLLM computes this architecture otherwise, or lacks some of its weights; use another model, or raise "
+        f"they differ wherever tokens were sampled, from position {lowest} on: vLLM computes this "
+        f"architecture otherwise, or lacks some of its weights; use another model, or raise "
         f"max_logprob_diff if the difference is known and wanted"
     )
