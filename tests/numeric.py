@@ -29,6 +29,7 @@ def assert_close_as(
     Of a few numbers alone a reference may be right by luck. `least` is its error where it computes many more.
     """
     error, limit = error_of(ours, exact, mean), limit_by(reference, exact, mean, least)
+    # holds: reference
     assert error <= limit, (
         f"{what}: {error:.3g} from float64; a reference of the same dtype allows {limit:.3g}"
     )

@@ -1,5 +1,7 @@
 """Logprobs and entropy from logits, against float64."""
 
+# holds: exact, fp32 against float64 on a few small numbers
+
 import torch
 
 from rl.loss.logprobs import logprobs_and_entropy

@@ -94,6 +94,7 @@ def test_architectures_whose_layers_mix_dtypes_compute_in_bf16(tmp_path, model_t
     in_bf16 = logprobs(reference.bfloat16())
     assert_close_as(in_bf16, engine.forward(batch)[0], exact, mean=True)
     engine.forward_backward(batch, CrossEntropy())
+    # holds: meaning, a gradient of bf16 is finite and of the size of fp32's
     assert 0 < engine.optim_step(OptimParams(lr=1e-3))["grad_norm"] < 1e3
 
 
@@ -149,6 +150,7 @@ def test_logits_equal_transformers_in_fp32(tmp_path, name):
         (our_logprobs, logprobs(in_fp32), logprobs(exact)),
     ):
         own_error = largest_error(expected, in_fp64)
+        # holds: meaning, in float64 the reference is still the same model
         assert own_error < 1e4 * one_ulp  # in fp64 the reference is still the same model
         assert largest_error(got, in_fp64) < 4 * max(own_error, one_ulp)
 
@@ -266,7 +268,7 @@ def test_a_models_own_dropout_is_off_unless_asked_for(tmp_path):
         engine = HFEngine(tmp_path, EngineConfig(dropout=dropout))
         expected = engine.forward(batch)[0].sum()
         gaps.append(abs(engine.forward_backward(batch, CrossEntropy())["loss:sum"] + expected))
-    assert gaps[0] < 1e-3 < 0.1 < gaps[1]
+    assert gaps[0] < 1e-3 < 0.1 < gaps[1]  # holds: meaning, dropout moves the loss by 1.1, rounding by 2e-5
     with pytest.raises(ConfigError, match="TitanEngine has no dropout"):
         write_model(tmp_path / "qwen3")
         TitanEngine(tmp_path / "qwen3", EngineConfig(dropout=True))
