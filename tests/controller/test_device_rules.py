@@ -1,5 +1,7 @@
 """Stand-in machines: which settings follow from them, what fits on them, and what is refused with which figures."""
 
+# holds: exact, sums of whole bytes in float64
+
 import dataclasses
 import json
 
@@ -204,6 +206,7 @@ def test_one_gpu_is_shared_and_the_cache_is_what_is_left(model):
     assert alone.placement == "separate" and alone.generator.kv_cache_gib == 0.0  # vLLM looks for itself
     planned = processes(config, machine)
     assert {p.role: p.device for p in planned} == {"trainer": 0, "generator": 0}
+    # holds: meaning, most of the memory is planned and no more than there is
     assert 0.8 * 72.5 < sum(p.memory.total for p in planned) / GIB < 72.5
 
 

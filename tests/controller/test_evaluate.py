@@ -1,5 +1,7 @@
 """What `rl eval` says of answers."""
 
+# holds: exact
+
 from itertools import combinations, product
 from statistics import fmean, pstdev
 

@@ -1,5 +1,7 @@
 """Learning-rate schedules against torch's own, and by hand."""
 
+# holds: exact
+
 import pytest
 import torch
 

@@ -1,3 +1,7 @@
+# holds: exact
+
+# holds: exact
+
 import asyncio
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """Minibatches, epochs, denominators, and what happens to a loss or gradient that is not finite."""
 
+# holds: exact
+
 import asyncio
 import json
 import re

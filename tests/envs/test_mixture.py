@@ -1,5 +1,7 @@
 """Several tasks in one run."""
 
+# holds: exact
+
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """Environments of other libraries, unmodified: each trains two steps with real processes and SmolLM2."""
 
+# holds: meaning, tokens that were not sampled move logprobs by nats
+
 import json
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """Two turns with a tool, learned by a tiny model: whole runs as a user starts them."""
 
+# holds: meaning, tokens that were not sampled move logprobs by nats
+
 import json
 
 import pytest
@@ -26,9 +28,11 @@ def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
     assert done.returncode == 0, done.stderr
     lines = read_metrics(tmp_path / "run")
     accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    # holds: meaning, the policy learns the task
     assert accuracies[0] < 0.3 and accuracies[-1] > 0.8, accuracies
     steps = [line for line in lines if "loss" in line]
     assert max(line["logprob_diff/max"] for line in steps) < 1e-4  # over whole episodes of several turns
+    # holds: meaning, episodes have two turns
     assert steps[-1]["episode/turns"] > 1.8 and steps[-1]["reward/errors"] == 0
 
 

@@ -1,5 +1,7 @@
 """What `rl plan` says of SmolLM2 against what its processes take."""
 
+# holds: meaning, bytes that the plan leaves out are a larger share
+
 import os
 import time
 

@@ -14,5 +14,6 @@ def test_quickstart_learns(tmp_path, seed, max_offpolicy_steps):
     done = rl("train", "quickstart", "--run_dir", run_dir, *settings, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     accuracy = {m["step"]: m["eval/accuracy"] for m in read_metrics(run_dir) if "eval/accuracy" in m}
-    assert accuracy[0] <= 0.65
+    assert accuracy[0] <= 0.65  # holds: meaning, the accuracy before training
+    # holds: meaning, the README promises it; seeds reach 0.95 and more
     assert accuracy[max(accuracy)] >= 0.90

@@ -37,6 +37,7 @@ def test_fsdp2_with_two_generators_trains_and_measures_parity_on_every_step(fsdp
     assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
     for step in metrics[1:]:
         assert step["tokens/trained"] > 0
+        # holds: meaning, a missed weight sync moves the mean by over 3e-2
         assert max(step["logprob_diff/mean"], step["logprob_diff/max"]) < limit("generator against trainer")
         assert step["logprob_diff/ratio_outside"] == 0
         assert {
@@ -114,6 +115,7 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
     assert logits.argmax(-1).tolist() == tokens
+    # holds: meaning, other weights move logprobs by over 1e-2
     assert (expected - torch.tensor(logprobs)).abs().max() < 1e-4
 
 
@@ -146,6 +148,7 @@ def test_streamed_groups_give_the_same_run(fsdp_run, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for streamed, whole in zip(read_metrics(tmp_path / "run"), read_metrics(run_dir), strict=True):
         for name in ("reward/mean", "loss", "grad_norm", "entropy", "eval/accuracy"):
+            # holds: exact, REORDERED
             assert streamed.get(name) == pytest.approx(whole.get(name), abs=1e-5), name
 
 
@@ -168,6 +171,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers(fsdp_run, tmp_pat
     assert set(after) == {2, 3, 4}
     for step in (3, 4):
         for name in ("reward/mean", "loss", "grad_norm", "entropy", "tokens/trained"):
+            # holds: exact, the same steps twice on one machine
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
 
@@ -177,6 +181,7 @@ def test_tp2_with_torchstore_trains_and_holds_parity(tmp_path):
     done = rl("train", "tests/recipes.py:tp2_and_torchstore", "--run_dir", run_dir)
     assert done.returncode == 0, done.stderr[-3000:]
     for step in read_metrics(run_dir)[1:]:
+        # holds: meaning, a missed weight sync moves the mean by over 3e-2
         assert step["logprob_diff/max"] < limit("generator against trainer") and step["grad_norm"] > 0
 
 
@@ -189,10 +194,12 @@ def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_pa
     )  # the reference is a second adapter in the trainer
     metrics = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
+        # holds: meaning, a missed weight sync moves the mean by over 3e-2
         assert (
             metrics[step]["logprob_diff/max"] < limit("generator against trainer")
             and metrics[step]["grad_norm"] > 0
         )
+        # holds: exact, the same logprobs twice: a KL of a few roundings squared
         assert metrics[step]["kl"] == pytest.approx(0, abs=1e-6)  # it follows the policy after every step
     assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-4"}
     assert (tmp_path / "run" / "hf-adapter" / "adapter_config.json").exists()
@@ -207,14 +214,18 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
     assert "starting processes: 1 trainer, 1 generator, 1 critic, 1 reference, 1 reward" in done.stdout
     before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
     for step in (1, 2, 3, 4):
+        # holds: meaning, a missed weight sync moves the mean by over 3e-2
         assert (
             before[step]["logprob_diff/max"] < limit("generator against trainer")
             and before[step]["updates"] == 4
         )
+        # holds: meaning, a generator with other weights is further off
         assert before[step]["critic/grad_norm"] > 0 and before[step]["tis/weight"] == pytest.approx(
             1, abs=1e-3
         )
+    # holds: meaning, KL is zero before the first update and not after
     assert abs(before[1]["kl"]) < 1e-4 < abs(before[2]["kl"])  # it began where the policy was
+    # holds: meaning, KL is zero before the first update and not after
     assert abs(before[3]["kl"]) < 1e-4 < abs(before[4]["kl"])  # and was refreshed after step 2
     assert {p.name for p in (tmp_path / "run" / "critic_checkpoints").iterdir()} == {"step-2", "step-4"}
     done = rl(
@@ -238,6 +249,7 @@ def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbe
             "critic/explained",
             "tokens/trained",
         ):
+            # holds: exact, the same steps twice on one machine
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
 
@@ -250,19 +262,22 @@ def learn(tmp_path, recipe, *settings):
 @pytest.mark.slow
 def test_supervised_learning_then_distillation_by_the_transformers_engine(tmp_path):
     first, *_, last = learn(tmp_path, "teacher")
-    assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last
+    assert last["loss"] < 0.8 * first["loss"] and "reward/mean" not in last  # holds: meaning, it learns
     steps = learn(tmp_path, "student", "--reference.model.path", tmp_path / "teacher" / "hf")
+    # holds: meaning, a missed weight sync moves the mean by over 3e-2
     assert all(
         m["logprob_diff/max"] < limit("generator against trainer") and m["grad_norm"] > 0 for m in steps
     )
+    # holds: meaning, it learns
     assert fmean(m["reverse_kl"] for m in steps[-10:]) < 0.8 * fmean(m["reverse_kl"] for m in steps[:3])
 
 
 @pytest.mark.slow
 def test_preferences(tmp_path):
     first, *_, last = learn(tmp_path, "pairs")
+    # holds: meaning, log 2 is where policy and reference are the same
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: policy and reference are the same
-    assert last["loss"] < 0.9 * first["loss"] and last["dpo/margin"] > 0.1
+    assert last["loss"] < 0.9 * first["loss"] and last["dpo/margin"] > 0.1  # holds: meaning, it learns
 
 
 def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a_checkpoint(tmp_path):
@@ -309,7 +324,9 @@ def test_parity_after_each_sync_and_a_control_with_an_update_left_out(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
+    # holds: meaning, a missed weight sync moves the mean by over 3e-2
     assert all(largest < limit("generator against trainer") for _, largest in result["synced"]), result
+    # holds: meaning, thirty times the bound above
     assert result["left_out"][0] > 0.03, result  # thirty times the bound, in the mean
     assert result["versions"] == [[[0, 0]], [[1, 1]], [[2, 2]], [[2, 2]]]
     assert result["reproducible"] and result["distinct"] > 1

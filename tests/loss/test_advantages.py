@@ -3,6 +3,8 @@
 That is Python's statistics and plain loops, token by token.
 """
 
+# holds: exact
+
 import math
 import random
 import statistics

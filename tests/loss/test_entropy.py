@@ -1,5 +1,7 @@
 """The entropy bonus and its control, worked by hand; a policy under it, against the same without."""
 
+# holds: exact
+
 import math
 
 import pytest
@@ -64,5 +66,6 @@ def test_a_policy_that_is_rewarded_for_one_token_keeps_its_entropy():
             control.observe(entropy.item())
         return entropy.item()
 
-    assert train(EntropyBonus()) < 0.05
+    assert train(EntropyBonus()) < 0.05  # holds: meaning, without a target the entropy collapses
+    # holds: meaning, with one it stays near
     assert train(EntropyBonus(target=0.5, adapt=0.02)) == pytest.approx(0.5, abs=0.15)

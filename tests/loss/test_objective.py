@@ -1,5 +1,7 @@
 """KL, correction, shaping and their composition, against plain Python in float64."""
 
+# holds: exact
+
 import math
 
 import numpy as np
@@ -65,7 +67,7 @@ def test_kl_estimators_agree_in_the_mean_with_the_divergence():
     exact = (policy.exp() * (policy - reference)).sum().item()
     means = {e: (policy.exp() * estimate(policy, reference, e)).sum().item() for e in ("k1", "k2", "k3")}
     assert means["k1"] == pytest.approx(exact) and means["k3"] == pytest.approx(exact)
-    assert means["k2"] == pytest.approx(exact, rel=0.2)
+    assert means["k2"] == pytest.approx(exact, rel=0.2)  # holds: meaning, k2 is biased by a few percent here
 
 
 def test_correction_weights_masks_and_ratios():

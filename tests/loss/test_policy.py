@@ -5,6 +5,8 @@ gradient worked out by hand. Random inputs have rows of all lengths, extreme rat
 advantages; and there are numbers worked by hand.
 """
 
+# holds: exact
+
 import math
 from dataclasses import dataclass
 

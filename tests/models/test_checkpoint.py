@@ -19,6 +19,7 @@ from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams
+from tests.numeric import assert_close_as, exact_twin
 from tests.tiny import write_config
 
 BATCH = pack([supervised_sample([1, 2], np.arange(30)), supervised_sample([7], np.arange(9))])
@@ -61,6 +62,7 @@ def test_killed_ranks_leave_the_last_complete_checkpoint_and_any_layout_goes_on_
         got = work("resume", model_dir, tmp_path, shard, tensor_parallel)
         for kind in ("full", "lora"):
             assert got[kind]["first"] == expected[kind]["first"] == 3
+            # holds: exact, PENDING
             assert np.abs(np.subtract(got[kind]["losses"], expected[kind]["losses"])).max() < 1e-6
 
 
@@ -94,11 +96,13 @@ def test_the_random_state_comes_back(tmp_path):
 
 def test_what_an_engine_of_one_kind_saved_the_other_goes_on_from(model_dir, tmp_path):
     engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    with exact_twin(engine, tmp_path / "exact") as twin:
+        exact = learn(twin, 5)[2:]
     learn(engine, 2)
     engine.save(tmp_path / "step-2")
     other = HFEngine(model_dir, EngineConfig(seed=2))
     other.load(tmp_path / "step-2")
-    assert learn(other, 3) == pytest.approx(learn(engine, 3), abs=1e-4)
+    assert_close_as(learn(engine, 3), learn(other, 3), exact)
 
 
 def test_a_failure_in_the_background_is_raised_and_the_previous_checkpoint_stays(

@@ -6,6 +6,7 @@ import torch
 from rl.errors import RunError
 from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.cpu_lora import bgmv_expand, bgmv_expand_slice, bgmv_shrink
+from tests.numeric import assert_close_as
 
 
 @pytest.mark.parametrize(
@@ -29,12 +30,20 @@ def test_each_token_meets_its_own_adapters_matrices(indices):
     added, put = y.clone(), y.clone()
     bgmv_expand(shrunk, b, added, index)
     bgmv_expand_slice(shrunk, b, put, index, 3, 5, add_inputs=False)
-    for t, i in enumerate(indices):
-        inner = 0.5 * a[i, 0] @ x[t] if i >= 0 else torch.zeros(2)
-        outer = b[i, 0] @ inner if i >= 0 else torch.zeros(5)
-        assert torch.allclose(shrunk[t], inner)
-        assert torch.allclose(added[t], y[t] + torch.cat([outer, torch.zeros(4)]), atol=1e-6)
-        assert torch.allclose(put[t], torch.cat([y[t, :3], outer, y[t, 8:]]), atol=1e-6)
+
+    def by_hand(x, a, b, y):
+        """What each of the three makes of each token."""
+        rows = []
+        for t, i in enumerate(indices):
+            inner = 0.5 * a[i, 0] @ x[t] if i >= 0 else torch.zeros(2, dtype=x.dtype)
+            outer = b[i, 0] @ inner if i >= 0 else torch.zeros(5, dtype=x.dtype)
+            sum_ = y[t] + torch.cat([outer, torch.zeros(4, dtype=x.dtype)])
+            rows.append([inner, sum_, torch.cat([y[t, :3], outer, y[t, 8:]])])
+        return [torch.stack(of) for of in zip(*rows, strict=True)]
+
+    reference, exact = by_hand(x, a, b, y), by_hand(*(t.double() for t in (x, a, b, y)))
+    for place, ours in enumerate((shrunk, added, put)):
+        assert_close_as(reference[place], ours, exact[place], place)
 
 
 @pytest.mark.parametrize("indices", [[0] * 64, [0, 1] * 32, [1, -1] * 32])

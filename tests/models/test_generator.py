@@ -1,5 +1,7 @@
 """Real vLLM: weights that change while it samples, prefixes computed once, and two ranks that are one generator."""
 
+# holds: meaning, a generator that lacks an update is 1e-3 off or more
+
 import os
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The learner's weight decay: of all weights, or of matrices alone."""
 
+# holds: exact
+
 import torch
 from torch import nn
 

@@ -1,5 +1,6 @@
 """Adapters against PEFT: the same weights, in PEFT's format, give the same outputs and gradients."""
 
+import copy
 import json
 
 import numpy as np
@@ -17,6 +18,7 @@ from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.lora import read_adapter
 from rl.types import LoRA, OptimParams
+from tests.numeric import assert_close_as, error_of
 from tests.tiny import write_model
 
 ROW = np.random.default_rng(3).integers(0, 128, 40)
@@ -54,6 +56,12 @@ def peft_dir(model_dir, tmp_path, request):
     return tmp_path / "peft", model
 
 
+def answer_logprobs(model):
+    """Of ROW from its token 5 on."""
+    logits = model(torch.from_numpy(ROW)[None]).logits[0, 4:-1]
+    return logits.log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
+
+
 def adapter_gradients(engine, name):
     return {n: p.grad for n, p in engine.adapters[name].parameters.items()}
 
@@ -63,17 +71,16 @@ def test_outputs_and_gradients_equal_pefts(make, peft_dir):
     path, reference = peft_dir
     engine = make()
     engine.adapters.load("a", path)
-    logits = reference(torch.from_numpy(ROW)[None]).logits[0]
-    logp = logits[4:-1].log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
-    assert np.abs(engine.forward(BATCH, "a")[0] - logp.detach().numpy()).max() < 1e-5
-    (-logp.sum()).backward()
+    logprobs, gradients = [], []
+    for model in (reference, copy.deepcopy(reference).double()):
+        logprobs.append(answer_logprobs(model))
+        (-logprobs[-1].sum()).backward()
+        named = model.named_parameters()
+        gradients.append({n.replace(".default", ""): p.grad for n, p in named if "lora_" in n})
+    assert_close_as(logprobs[0], engine.forward(BATCH, "a")[0], logprobs[1])
     engine.forward_backward(pack([supervised_sample(ROW[:5], ROW[5:])]), CrossEntropy(), "a")
-    expected = {n.replace(".default", ""): p.grad for n, p in reference.named_parameters() if "lora_" in n}
-    ours = adapter_gradients(engine, "a")
-    assert ours.keys() == expected.keys()
-    largest = max(g.abs().max() for g in expected.values())
-    assert largest > 0.1
-    assert max((ours[n] - expected[n]).abs().max() for n in ours) < 1e-5 * largest
+    assert_close_as(gradients[0], adapter_gradients(engine, "a"), gradients[1])
+    assert max(g.abs().max() for g in gradients[0].values()) > 0.1  # holds: meaning, they are not all near 0
 
 
 @pytest.mark.parametrize("peft_dir", ["all"], indirect=True)
@@ -82,12 +89,10 @@ def test_the_base_and_a_fresh_adapter_compute_what_the_model_computes(make, mode
     engine.adapters.add("fresh", LoRA(4))
     engine.adapters.load("other", peft_dir[0])
     plain = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with torch.no_grad():
-        logits = plain(torch.from_numpy(ROW)[None]).logits[0, 4:-1]
-    logp = logits.log_softmax(-1)[torch.arange(35), torch.from_numpy(ROW[5:])]
+    in_fp32, exact = answer_logprobs(plain), answer_logprobs(copy.deepcopy(plain).double())
     for adapter in (None, "fresh"):
-        assert np.abs(engine.forward(BATCH, adapter)[0] - logp.numpy()).max() < 1e-5
-    assert np.abs(engine.forward(BATCH, "other")[0] - logp.numpy()).max() > 0.1
+        assert_close_as(in_fp32, engine.forward(BATCH, adapter)[0], exact)
+    assert error_of(engine.forward(BATCH, "other")[0], exact) > 0.1  # holds: meaning, another model
 
 
 def test_adapters_learn_apart_and_the_base_stays(make):
@@ -128,12 +133,13 @@ def test_peft_reads_what_is_saved_and_the_merged_model_equals_base_plus_adapter(
     base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    with torch.no_grad():
-        row = torch.from_numpy(ROW)[None]
-        logits = [m(row).logits[0, 4:-1] for m in (with_adapter, merged)]
-    ours = engine.logits(pack([supervised_sample(ROW[:5], ROW[5:])]), "a")[0]
-    assert max((ours - other).abs().max() for other in logits) < 1e-4
+    ours = engine.forward(pack([supervised_sample(ROW[:5], ROW[5:])]), "a")[0]
+    in_fp32 = answer_logprobs(with_adapter)
+    exact = answer_logprobs(copy.deepcopy(with_adapter).double())
+    for name, logprobs in (("ours", ours), ("merged", answer_logprobs(merged))):
+        assert_close_as(in_fp32, logprobs, exact, name)
     exported = {s.name: s.data for s in engine.export("a", merged=True)}
+    # holds: exact, one product of rank 4 added to a weight
     assert all(torch.allclose(p, exported[n], atol=1e-6) for n, p in merged.named_parameters())
 
 
@@ -160,7 +166,7 @@ def test_bf16_keeps_the_base_in_bf16_and_what_learns_in_fp32(make):
     engine = make(dtype="bfloat16")
     engine.adapters.add("a", LoRA(4))
     engine.forward_backward(BATCH, CrossEntropy(), "a")
-    assert engine.optim_step(OptimParams(1e-2), "a")["grad_norm"] > 0
+    assert engine.optim_step(OptimParams(1e-2), "a")["grad_norm"] > 0  # holds: exact
     assert {p.dtype for p in engine._model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in engine.adapters["a"].parameters.values()} == {torch.float32}
     assert all(s.dtype == torch.bfloat16 for s in engine.export("a"))
@@ -175,6 +181,7 @@ def test_rank_alpha_and_targets_act(make):
     norms = {name: engine.optim_step(OptimParams(1e-3), name)["grad_norm"] for name in engine.adapters}
     assert {p.shape[0] for n, p in engine.adapters["r8"].parameters.items() if "lora_A" in n} == {8}
     assert all("q_proj" in n for n in engine.adapters["q"].parameters)
+    # holds: exact, B is 0 at first: the gradient scales with alpha alone
     assert norms["loud"] == pytest.approx(2 * norms["r4"], rel=1e-4)
     assert norms["q"] < norms["r4"]
 

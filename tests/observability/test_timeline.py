@@ -1,5 +1,7 @@
 """Where a step's wall time went, on a clock that is set by hand."""
 
+# holds: exact
+
 import json
 
 import pytest

@@ -1,5 +1,7 @@
 """What the official client asks for only when it is told to: copies of weights, and one poll for a whole sampling session."""
 
+# holds: exact, the fake backend counts in float64
+
 import pytest
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")

@@ -1,5 +1,7 @@
 """The official SDK, unmodified, against a server whose backend computes nothing: order, retries, limits, tenants."""
 
+# holds: exact, the fake backend counts in float64
+
 import json
 import os
 

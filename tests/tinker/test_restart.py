@@ -1,5 +1,7 @@
 """A server that is killed, or whose engine dies: clients go on, and no optim_step is lost or done twice."""
 
+# holds: exact, the fake backend counts in float64
+
 import asyncio
 import contextlib
 import math

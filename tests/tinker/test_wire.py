@@ -1,5 +1,7 @@
 """Protobuf to records and back, against the SDK's own conversions."""
 
+# holds: exact
+
 import numpy as np
 import pytest
 
