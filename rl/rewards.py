@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
-_RELATIVE, _ABSOLUTE = 1e-6, 1e-9
-"""0.7 + 0.2 + 0.1 is 1 - 1e-16, and in float32 1 + 1e-7."""
+_RELATIVE, _ABSOLUTE = 1e-7, 1e-12
+"""Sums of parts differ by 1e-16 of their size, in float32 by 6e-8; around 0 by 1e-16 of their parts' size."""
+
+_SHORT_OF_ONE = 1e-6
+"""0.7 + 0.2 + 0.1 is 1 - 1e-16."""
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
@@ -14,4 +17,4 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 def is_success(reward: float) -> bool:
     """Whether it is 1 or more, but for rounding."""
-    return reward >= 1 - _RELATIVE
+    return reward >= 1 - _SHORT_OF_ONE

@@ -80,6 +80,7 @@ def float64() -> Iterator[None]:
         for name in ("float32", "float"):
             patch.setattr(torch, name, torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch.nn.functional, "grouped_mm", _grouped_mm)
         torch.set_default_dtype(torch.float64)
         try:
             yield
@@ -88,6 +89,12 @@ def float64() -> Iterator[None]:
 
 
 _FLOAT32 = torch.float32
+
+
+def _grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """torch's, which has no float64: rows up to offs[i] by matrices[i]."""
+    parts = rows.tensor_split(offs.tolist()[:-1])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
 
 
 @contextlib.contextmanager

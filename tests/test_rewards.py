@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rl.controller.evaluate import measures
+from rl.envs.chat.loop import _sum
 from rl.envs.verifier import score_of
 from rl.loss.advantages.base import Trajectory
 from rl.loss.advantages.group_mean import GroupMean
@@ -56,6 +57,8 @@ def test_an_environment_has_the_last_word_on_success(reward, correct):
 
 def test_what_failed_is_never_right():
     assert not Score(1.0, "it raised").correct and not Score(0.0, "it raised", verdict=True).correct
+    for nonsense in (Verdict(1.0, None), Verdict(Verdict(0.1, False), True)):
+        assert "correct=True or False" in score_of(nonsense).error
     assert score_of(Verdict("one", True)).error and not score_of(Verdict(math.nan, True)).correct
 
 
@@ -64,6 +67,7 @@ def test_rewards_that_differ_by_rounding_are_no_signal():
     assert not group(*map(Score, THIRDS)).has_signal
     assert group(Score(0.6), Score(0.601)).has_signal
     assert group(Score(1e-8), Score(3e-8)).has_signal  # small rewards are compared by their size
+    assert group(Score(1e6), Score(1e6 + 0.5)).has_signal
     assert not group(Score(0.1 + 0.2 - 0.3), Score(0.0)).has_signal
     assert all_equal([]) and all_equal([2.0]) and not all_equal([-1.0, 1.0])
 
@@ -81,3 +85,9 @@ def test_short_right_answers_are_told_by_the_verdict_and_not_by_the_reward():
     shaping = Shaping(length_coef=1.0)
     assert shaping([True, True], [2, 4], 8) == [0.5, -0.5]
     assert shaping([False, True], [2, 4], 8) == [0.0, -0.5]  # a short wrong answer earns nothing
+
+
+def test_a_groups_verdict_is_the_last():
+    assert _sum(score_of(0.3), score_of(Verdict(0.2, True))).correct
+    assert not _sum(score_of(Verdict(1.0, False)), score_of(0.5)).correct
+    assert _sum(score_of(0.5), score_of(0.5)).correct

@@ -69,6 +69,10 @@ class Replica(Generic[M]):
                 if not self._has_lived and (self.num_restarts or isinstance(error, ProcessSilent)):
                     raise RunError(f"{error}; it did not even start") from error
                 death = error
+            except RunError as error:
+                if not self._has_lived:
+                    raise
+                death = ProcessDied(str(error))  # it has run before, so what keeps it from starting may pass
             else:
                 self._has_lived = True
                 death = await self._live(member)

@@ -44,7 +44,10 @@ def read_prompts(checkpoint: str, prompts: Mapping[str, Any], is_own: bool) -> B
         content = path.read_bytes()
         if _checksum(content) != prompts["held"]:
             raise ValueError("its content has changed")
-        state.held.extend(pickle.loads(content))
+        held = pickle.loads(content)
+        # A pickle of other code may lack fields.
+        all(score.correct for finished in held for score in finished.group.scores)
+        state.held.extend(held)
     except Exception as error:  # a pickle of other code may raise anything
         _log.warning("%s cannot be used (%s); what it has is generated again", path, error)
     return state

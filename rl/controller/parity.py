@@ -18,8 +18,15 @@ STEPS = 10
 """In a row over the limit, after which a run ends."""
 
 
+_CERTAIN = 0.05  # nats: a token that is likelier says little of what a model computes
+_FEWEST = 8  # tokens on each side of a position, to say that the two differ from there on
+
+
 class PolicyMismatch(RunError):
-    """The generator samples from another policy than the one that learns; no update was applied."""
+    """The generator samples from another policy than the one that learns.
+
+    Raised before the policy's first update of a step. A critic may have learned beside.
+    """
 
 
 def default_limit(config: EngineConfig) -> float:
@@ -67,21 +74,37 @@ async def explain(engine: EngineHandle, adapter: str | None, samples: Sequence[S
     logprobs = await engine.forward_samples(samples, adapter)
     positions, apart = [np.zeros(0, int)], [np.zeros(0)]
     for sample, ours in zip(samples, logprobs, strict=True):
-        at = np.flatnonzero(sample.target_mask)
-        positions.append(at)
-        apart.append(np.abs(ours - sample.generator_logprobs)[at])
+        tells = sample.target_mask & (np.minimum(ours, sample.generator_logprobs) < -_CERTAIN)
+        positions.append(np.flatnonzero(tells))
+        apart.append(np.abs(ours - sample.generator_logprobs)[tells])
     position, difference = np.concatenate(positions), np.concatenate(apart)
-    first = int(position[difference > limit].min(initial=2**31))
-    before = int((position < first).sum())
-    if before * 10 >= len(position):
+    if not len(position) or difference.mean() <= limit:
         return (
-            f"tokens at positions below {first} agree ({before} of {len(position)}), so the weights are "
-            f"there: from there on generator and trainer attend differently (a sliding window, a RoPE "
+            "computed again without a gradient they agree, so look at what the trainer does only while it "
+            "learns: trainer.dropout, or a loss or module of your own"
+        )
+    if begin := _begins_to_differ(position, difference, limit):
+        agree = (position < begin).sum()
+        return (
+            f"tokens at positions below {begin} agree ({agree} of {len(position)}), so the weights are "
+            f"there: from about there on generator and trainer attend differently (a sliding window, a RoPE "
             f"scaling); keep sequences shorter with trainer.max_tokens, or use another model"
         )
-    lowest = int(position.min(initial=2**31))
     return (
-        f"they differ wherever tokens were sampled, from position {lowest} on: vLLM computes this "
-        f"architecture otherwise, or lacks some of its weights; use another model, or raise "
-        f"max_logprob_diff if the difference is known and wanted"
+        f"they differ wherever tokens were sampled, from position {position.min()} on: vLLM computes this "
+        f"architecture otherwise, or lacks some of its weights; use another model, or raise max_logprob_diff "
+        f"if the difference is known and wanted"
     )
+
+
+def _begins_to_differ(position: np.ndarray, difference: np.ndarray, limit: float) -> int | None:
+    """The position before which the mean is within the limit, and from which it is most clearly over it."""
+    best, begin = 0.0, None
+    for candidate in np.unique(position):
+        before, after = difference[position < candidate], difference[position >= candidate]
+        if min(len(before), len(after)) < _FEWEST or before.mean() > limit or after.mean() <= limit:
+            continue
+        clear = (after.mean() - before.mean()) * (len(before) * len(after) / len(position)) ** 0.5
+        if clear > best:
+            best, begin = clear, int(candidate)
+    return begin

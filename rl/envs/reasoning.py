@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.envs.base import Env
+from rl.rewards import is_success
 from rl.types import Problem, StopReason
 
 _HALF, _HALVED_AT = 0.5, 5.0
@@ -39,8 +40,8 @@ class ReasoningGym(Env):
             return 0.0
         entry = self._entry(int(problem.id))
         score = float(self._dataset(int(problem.id)).score_answer(given, entry))
-        if score >= 1 or self.partial_credit == "none":
-            return float(score >= 1)
+        if is_success(score) or self.partial_credit == "none":
+            return float(is_success(score))
         if self.partial_credit == "dataset":
             return score
         return _HALF / (1 + abs(float(given) - float(problem.answer)) / _HALVED_AT)

@@ -92,7 +92,10 @@ def _pipes(child: subprocess.Popen) -> tuple[int, int]:
 def score_of(reward: float | Rewards | Mapping[str, float] | Verdict) -> Score:
     """Of what a reward function returned; a failure where that is no reward."""
     if isinstance(reward, Verdict):
-        return replace(score_of(reward.reward), verdict=bool(reward.correct))
+        if isinstance(reward.reward, Verdict) or not isinstance(reward.correct, bool):
+            what = f"{reward!r:.60} has to have a reward, and correct=True or False"
+            return Score(0.0, what, cause="type")
+        return replace(score_of(reward.reward), verdict=reward.correct)
     if isinstance(reward, Mapping):
         return _sum_of(reward)
     if not isinstance(reward, Rewards) and not _is_number(reward):

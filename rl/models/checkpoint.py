@@ -163,7 +163,8 @@ class Checkpoints:
             dcp.load(tensors, checkpoint_id=str(path), process_group=self._group)
         except CheckpointException as error:
             raise RunError(
-                f"{path} does not fit this model ({_cause(error)}); load it with the model it was saved from"
+                f"{path} does not fit this model ({_cause(error)}); load it with the model, and the version "
+                f"of rl, that it was saved from"
             ) from error
 
 

@@ -159,9 +159,23 @@ def test_one_that_does_not_answer_as_it_starts_is_not_waited_for_twice():
     asyncio.run(asyncio.wait_for(main(), 2))
 
 
-def test_one_that_dies_as_it_starts_again_is_started_once_more():
+def test_one_that_says_why_it_cannot_start_ends_the_run_at_once():
     async def main():
-        async with running(World(1, fails_at_start={1})) as world:
+        world = World(1, fails_at_start={0}, death=RunError)
+        with pytest.raises(RunError, match="process 0 died in start$"):
+            async with running(world):
+                await asyncio.sleep(1)
+        assert len(world.processes) == 1
+
+    asyncio.run(asyncio.wait_for(main(), 2))
+
+
+@pytest.mark.parametrize(
+    "death", [ProcessDied, RunError]
+)  # one that says why it cannot, as memory that is not free
+def test_one_that_dies_as_it_starts_again_is_started_once_more(death):
+    async def main():
+        async with running(World(1, fails_at_start={1}, death=death)) as world:
             world.processes[0].dead = True
             await world.serving(0)
             await world.serving(1)

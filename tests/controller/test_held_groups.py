@@ -1,13 +1,15 @@
 """Finished groups beside a checkpoint: what comes back, and when nothing does."""
 
+import dataclasses
 import logging
+import operator
 from dataclasses import replace
 
 import pytest
 
 from rl.controller.buffer import BufferState, Finished
 from rl.controller.held_groups import read_prompts, write_prompts
-from rl.types import Problem
+from rl.types import Problem, Score
 from tests.controller.test_buffer import group
 
 STATE = BufferState(9, [7, 8], [Finished(7, 2, group(7, 2, "differ"))])
@@ -35,6 +37,16 @@ def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
     prompts = write_prompts(checkpoint, BufferState(9, [7], held))
     (read,) = read_prompts(str(checkpoint), prompts, is_own=True).held
     assert read.group.rollouts[0].problem.metadata["shelf"].books == 3
+
+
+def test_what_lacks_a_field_of_today_is_generated_again(checkpoint, caplog, monkeypatch):
+    """A pickle of a class with slots that had fewer of them loads without an error."""
+    with monkeypatch.context() as earlier:
+        without_verdict = operator.attrgetter(*(field.name for field in dataclasses.fields(Score)[:-1]))
+        earlier.setattr(Score, "__getstate__", without_verdict)
+        prompts = write_prompts(checkpoint, STATE)
+    assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+    assert "verdict" in caplog.text and "is generated again" in caplog.text
 
 
 def test_without_a_file_or_for_another_run_prompts_are_started_again(checkpoint):

@@ -78,7 +78,8 @@ def _sum(own: Score | None, added: Score) -> Score:
         (*tokens[:-1], tokens[-1] + added.reward) if tokens else (),
     )
     components = {**(own.components or {"episode": own.reward}), "group": added.reward}
-    return replace(own, reward=own.reward + added.reward, parts=parts, components=components)
+    verdict = own.verdict if added.verdict is None else added.verdict
+    return replace(own, reward=own.reward + added.reward, parts=parts, components=components, verdict=verdict)
 
 
 async def _play(

@@ -20,6 +20,8 @@ from rl.interfaces import Transport
 from rl.weight_sync.manifest import assemble
 
 BACKEND = "rl_shards"
+_REFUSALS = (KeyError, ValueError, AssertionError, AttributeError, TypeError)
+"""What the loaders of vLLM's models raise where tensors are not theirs. It is the same on every rank."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
         name = type(self.model).__name__
         try:
             self.model.load_weights(self._tensors(fetched))
-        except Exception as error:  # each model of vLLM has a loader of its own
+        except _REFUSALS as error:
             raise RunError(
                 f"vLLM's {name} cannot load the weights that were published ({one_line(error):.300}); "
                 f"use another model"
