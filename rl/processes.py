@@ -10,11 +10,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
-
-from rl.types import ProcessInfo
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,6 +30,15 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent has ended, so that they can be found and ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """Where an actor lives, for people who look for it."""
+
+    pid: int
+    host: str
+    device: str
 
 
 def process_info(device: str = "cpu") -> ProcessInfo:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl.bounds import NonNegativeFloat, NonNegativeInt
+from rl.rewards import all_equal, is_success
 
 PolicyVersion = int
 """0 for the weights before the first RL step, then one more for each optimizer step that was published."""
@@ -25,15 +26,6 @@ class VersionRange:
 
     oldest: PolicyVersion
     newest: PolicyVersion
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessInfo:
-    """Where an actor lives, for people who look for it."""
-
-    pid: int
-    host: str
-    device: str
 
 
 class StopReason(StrEnum):
@@ -164,8 +156,16 @@ class Rewards:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a reward function may return where success is something else than a reward of 1."""
+
+    reward: "float | Rewards | Mapping[str, float]"
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's verdict. `error`: why there is none, where the reward function, or the episode, failed."""
+    """What a verifier says. `error`: why it could not, where the reward function, or the episode, failed."""
 
     reward: float  # in all
     error: str | None = None
@@ -173,6 +173,12 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)  # what it is the sum of, by name
     notes: Mapping[str, Any] = field(default_factory=dict)  # what the episode wrote down for people: JSON
     cause: str = ""  # of an error, in a word, for metrics: raised, timeout, crashed, type, too_long, ...
+    verdict: bool | None = None  # the environment's own; None: a reward of 1 is success
+
+    @property
+    def correct(self) -> bool:
+        """Success: what accuracy and pass@k count. Never of one that failed."""
+        return self.error is None and (is_success(self.reward) if self.verdict is None else self.verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +192,7 @@ class Group:
     @property
     def has_signal(self) -> bool:
         """Whether its rewards differ."""
-        return len({score.reward for score in self.scores if score.error is None}) > 1
+        return not all_equal([score.reward for score in self.scores if score.error is None])
 
     @property
     def oldest_version(self) -> PolicyVersion:

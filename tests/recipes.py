@@ -262,3 +262,17 @@ def tiny_qwen3_30b_a3b_lora() -> RunConfig:
     if not NUM_GPUS:
         recipe = dataclasses.replace(recipe, trainer=dataclasses.replace(recipe.trainer, lora=LoRA()))
     return _tiny(recipe, shard=2)
+
+
+def of_transformers() -> RunConfig:
+    """Another architecture in the quickstart's setting: give --model.path."""
+    return dataclasses.replace(
+        quickstart(),
+        model=ModelDir("a directory"),
+        env=SortLetters(num_eval=4),
+        warmup=WarmupConfig(),
+        trainer=TrainerConfig(engine="hf", max_tokens=256, lr_warmup_steps=0),
+        steps=2,
+        prompts_per_step=4,
+        group_size=4,
+    )

@@ -47,5 +47,5 @@ def test_the_estimator_of_the_example_worked_by_hand():
     from examples.own_algorithm import only_the_best
     from rl.loss.advantages.base import Trajectory
 
-    group = [Trajectory(np.array([0.0, r])) for r in (0.0, 1.0, 1.0, 0.5)]
+    group = [Trajectory(np.array([0.0, r]), r) for r in (0.0, 1.0, 1.0, 0.5)]
     assert only_the_best([group, group[:1], []]) == [[0, 1, 1, 0], [0], []]

@@ -17,6 +17,7 @@ LAYERS = [
         "rl.waiting",
         "rl.micro_batch",
         "rl.http_server",
+        "rl.rewards",
         "rl.types",
         "rl.processes",
     },

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from rl.processes import is_gone, is_stopped
-from rl.types import ProcessInfo
+from rl.processes import ProcessInfo, is_gone, is_stopped
 
 
 def test_a_process_that_stands_still_is_told_from_one_that_runs_waits_or_is_gone():

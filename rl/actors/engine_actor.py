@@ -12,8 +12,8 @@ from monarch.actor import Actor, endpoint
 from rl.interfaces import Loss
 from rl.micro_batch import Batch
 from rl.models.engine_config import EngineConfig
-from rl.processes import freeze_heap, process_info
-from rl.types import LoRA, OptimParams, ProcessInfo
+from rl.processes import ProcessInfo, freeze_heap, process_info
+from rl.types import LoRA, OptimParams
 
 
 class EngineActor(Actor):

@@ -16,8 +16,8 @@ from rl.models.generator.commands import Progress
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.wave import Wave
 from rl.observability.timeline import Timeline
-from rl.processes import kill_processes, process_info
-from rl.types import Completion, ProcessInfo, SamplingParams
+from rl.processes import ProcessInfo, kill_processes, process_info
+from rl.types import Completion, SamplingParams
 from rl.waiting import Deadlines
 from rl.weight_sync.manifest import Manifest
 

@@ -10,7 +10,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from rl.errors import ConfigError, RunError
-from rl.types import ProcessInfo
+from rl.processes import ProcessInfo
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0

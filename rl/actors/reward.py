@@ -18,8 +18,8 @@ from rl.envs.chat.host import EpisodeHost, HostedEpisode
 from rl.envs.verifier import START_SECONDS, Verifier
 from rl.errors import EpisodeFailed, EpisodeLost
 from rl.observability.timeline import Timeline
-from rl.processes import kill_processes, process_info
-from rl.types import Message, Problem, ProcessInfo, Rollout, Score, StopReason
+from rl.processes import ProcessInfo, kill_processes, process_info
+from rl.types import Message, Problem, Rollout, Score, StopReason
 from rl.waiting import Deadlines, Signal
 
 T = TypeVar("T")

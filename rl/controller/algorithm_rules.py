@@ -10,13 +10,14 @@ from typing import Any
 import cloudpickle
 
 from rl.controller.config import RunConfig
-from rl.fields import shown
-from rl.loss.advantages.group_mean import GroupMean
+from rl.fields import conflicts, shown, unread
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
 from rl.models.sources import ModelSource
 from rl.models.tokenizer import HFTokenizer
+
+_PARTS = ("loss", "advantages", "correction", "kl", "entropy", "shaping")
 
 
 def check_algorithm(config: RunConfig) -> list[str]:
@@ -34,8 +35,6 @@ def check_algorithm(config: RunConfig) -> list[str]:
             )
         elif why := _does_not_suit(chosen, parameters):
             found.append(f"{part}={shown(chosen)} {why}")
-    if 0 < getattr(config.loss, "dual", 0) <= 1:
-        found.append(f"loss.dual={config.loss.dual} must be over 1, or 0 for none")
     if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
         found.append(
             f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; "
@@ -70,15 +69,8 @@ def check_algorithm(config: RunConfig) -> list[str]:
                 )
     if config.stream_groups:
         found += _streaming(config)
-    if config.correction.tis_clip and config.correction.old_logprobs == "generator":
-        found.append(
-            f"correction.tis_clip={config.correction.tis_clip} needs correction.old_logprobs=trainer; set it"
-        )
-    if 0 < config.correction.mask_high < config.correction.mask_low:
-        found.append(
-            f"correction.mask_high={config.correction.mask_high} is under "
-            f"correction.mask_low={config.correction.mask_low}; swap them"
-        )
+    for part in _PARTS:
+        found += conflicts(getattr(config, part), f"{part}.")
     if config.shaping.overlong_tokens > config.env.max_new_tokens:
         found.append(
             f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over "
@@ -154,7 +146,7 @@ def _tokenizers(config: RunConfig, teacher: ModelSource) -> list[str]:
 def without_effect(config: RunConfig) -> list[str]:
     """Settings that were changed and that nothing reads."""
     rollouts, reads_rewards = config.data == "rollouts", config.algorithm.reads_rewards
-    unread = [
+    unread_sections = [
         ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
         ("kl", not rollouts, f"data={config.data}"),
         ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
@@ -172,6 +164,7 @@ def without_effect(config: RunConfig) -> list[str]:
         ("correction", not rollouts, f"data={config.data}"),
         ("loss_agg", config.data == "preferences", "pairs, of which the loss is a mean"),
         ("max_offpolicy_steps", not rollouts, f"data={config.data}"),
+        ("max_logprob_diff", not rollouts, f"data={config.data}"),
         ("stream_groups", not rollouts, f"data={config.data}"),
         (
             "stream_groups",
@@ -186,7 +179,7 @@ def without_effect(config: RunConfig) -> list[str]:
     ]
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     found = []
-    for name, ineffective, reason in unread:
+    for name, ineffective, reason in unread_sections:
         section, _, leaf = name.partition(".")
         default, value = defaults[section], getattr(config, section)
         if leaf:
@@ -195,7 +188,7 @@ def without_effect(config: RunConfig) -> list[str]:
             remedy = "" if ";" in reason else "; leave it out"
             changes = _changes(name, default, value)
             found += [f"{changed} has no effect with {reason}{remedy}" for changed in changes]
-    correction, shaping, trainer = config.correction, config.shaping, config.trainer
+    shaping, trainer = config.shaping, config.trainer
     if trainer.lr_min_ratio and trainer.lr_schedule == "constant":
         found.append(
             f"trainer.lr_min_ratio={trainer.lr_min_ratio} has no effect with trainer.lr_schedule=constant; "
@@ -208,47 +201,12 @@ def without_effect(config: RunConfig) -> list[str]:
         )
     if not trainer.decay_all and not trainer.weight_decay:
         found.append("trainer.decay_all=False has no effect with trainer.weight_decay=0; set a decay")
-    if config.entropy.adapt != type(config.entropy).adapt and not config.entropy.target:
-        found.append(
-            f"entropy.adapt={config.entropy.adapt} has no effect with entropy.target=0; set a target"
-        )
-    if correction.level == "sequence" and not (
-        correction.tis_clip or correction.mask_low or correction.mask_high
-    ):
-        found.append(
-            "correction.level=sequence has no effect without correction.tis_clip, mask_low or mask_high; "
-            "set one"
-        )
-    if shaping.overlong_penalty != 1.0 and not shaping.overlong_tokens:
-        found.append(
-            f"shaping.overlong_penalty={shaping.overlong_penalty} has no effect with "
-            f"shaping.overlong_tokens=0; set it"
-        )
-    if shaping.overlong_tokens and not shaping.overlong_penalty:
-        found.append(
-            f"shaping.overlong_tokens={shaping.overlong_tokens} has no effect with "
-            f"shaping.overlong_penalty=0; set it"
-        )
+    for part in _PARTS:
+        found += unread(getattr(config, part), f"{part}.")
     if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
         found.append(
             "shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards; "
             "leave them out"
-        )
-    if (
-        getattr(config.advantages, "baseline", "none") == "group_mean"
-        and getattr(config.advantages, "discount", 1.0) != 1.0
-    ):
-        found.append(
-            f"advantages.discount={config.advantages.discount} has no effect with "
-            f"advantages.baseline=group_mean; set one of them"
-        )
-    if (
-        isinstance(config.advantages, GroupMean)
-        and config.advantages.adv_norm == "none"
-        and config.advantages.eps != GroupMean().eps
-    ):
-        found.append(
-            f"advantages.eps={config.advantages.eps} has no effect with advantages.adv_norm=none; leave it"
         )
     return found
 

@@ -226,6 +226,10 @@ class RunConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """In which trainer and generator compute. auto: float32 on a CPU, bfloat16 on GPUs. Master weights,
     gradient reduction and optimizer state are always fp32."""
+    max_logprob_diff: NonNegativeFloat = 0.0
+    """Most nats by which generator and trainer may differ, on average over the tokens of a step that the
+    learning policy sampled. Over it at the first step, or for ten steps in a row, the run ends. 0: 3e-3 in
+    float32 and 0.1 in bfloat16, where rounding alone makes 0.01 to 0.03; no limit with float8 or dropout."""
     placement: Literal["auto", "separate", "shared"] = "auto"
     """GPUs of the processes of trainer, generators, critic and reference. separate: one for each. shared:
     dealt out in turn, so that roles share them. auto: shared where there are too few."""

@@ -9,6 +9,7 @@ from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import USABLE, Process, num_device_procs, on_devices, processes
 from rl.controller.specs import generator_config, judge_config, roles
 from rl.errors import ConfigError
+from rl.models.hf_checks import check_expert_width
 from rl.models.memory import GIB, ModelShape, longest_sequence_bytes
 
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
@@ -26,7 +27,8 @@ def check_devices(config: RunConfig, machine: Machine, model_known: bool = True)
     if found or not model_known:
         return found
     try:
-        return _adapter_of_experts(config, machine) or _sequence(config) or _too_large(config, machine)
+        before = _adapter_of_experts(config, machine) or _expert_width(config) or _sequence(config)
+        return before or _too_large(config, machine)
     except ConfigError:  # no decoder of attention layers: its sizes are not known, and nothing is claimed
         return []
 
@@ -103,6 +105,16 @@ def _adapter_of_experts(config: RunConfig, machine: Machine) -> list[str]:
         f"trainer.lora.rank={config.trainer.lora.rank} of a model with experts needs a GPU, because vLLM's "
         f"kernels do; set it to 0"
     ]
+
+
+def _expert_width(config: RunConfig) -> list[str]:
+    try:
+        if config.trainer.engine == "titan":
+            tensor_parallel = config.trainer.layout.tensor_parallel
+            check_expert_width(config.model.config(), config.dtype, tensor_parallel)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _sequence(config: RunConfig) -> list[str]:

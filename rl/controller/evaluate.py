@@ -81,7 +81,7 @@ def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, flo
     skipped = ("reward/mean", "reward/std", "reward/errors", "group/with_signal")
     found |= {n: v for n, v in group_metrics(greedy).items() if n not in skipped and math.isfinite(v)}
     if sampled:
-        rights = [[score.reward >= 1 for score in group.scores] for group in sampled]
+        rights = [[score.correct for score in group.scores] for group in sampled]
         n = len(rights[0])
         rewards = [score.reward for group in sampled for score in group.scores]
         found[f"mean reward of {n}"] = statistics.fmean(rewards)

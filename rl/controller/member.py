@@ -1,7 +1,7 @@
 """Member: a rollout on its way to what a step learns from, with its rewards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +15,10 @@ class Member:
     rollout: Rollout
     score: Score
     samples: tuple[Sample, ...]  # one for each branch
-    rewards: np.ndarray  # [M] float64, of each target token, branch after branch
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """[M] float64, of each target token, branch after branch: shaped, less the KL penalty."""
+    reward: float = 0.0
+    """The whole of it; of a rollout without a token, what it would have been."""
 
     @property
     def num_targets(self) -> int:

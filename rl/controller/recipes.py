@@ -19,15 +19,25 @@ import cloudpickle
 from rl.controller.config import RunConfig
 from rl.controller.config_json import from_json, is_config, read_config
 from rl.errors import ConfigError, one_line
-from rl.fields import kind, short
+from rl.fields import kind, parts_of, postpone_refusals, short
 
 
 def load_recipe(name: str) -> tuple[str, RunConfig]:
     """name: a recipe in configs/; path/to/file.py:function, without the function where there is one; or the
     directory of an earlier run, or its config.json.
 
-    Returns its short name and its config.
+    Returns its short name and its config, whose values may be out of bounds: `check_fields` reports them all.
     """
+    with postpone_refusals() as refused:
+        recipe, config = _load(name)
+    in_config = {id(part) for part in parts_of(config)}
+    unseen = [line for part, lines in refused if id(part) not in in_config for line in lines]
+    if unseen:  # of a part that a function of the user's holds, and nothing else would check
+        raise ConfigError("\n".join(unseen))
+    return recipe, config
+
+
+def _load(name: str) -> tuple[str, RunConfig]:
     _configs()  # which a file's recipes may import
     if is_config(name):
         return _from_config(name)

@@ -13,7 +13,7 @@ import tyro
 
 from rl.controller.config import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
-from rl.fields import expand_paths, expectation, short, shown
+from rl.fields import expand_paths, expectation, postpone_refusals, short, shown
 from rl.loss.kl import KL
 
 # What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
@@ -144,6 +144,14 @@ FOREIGN_NAMES = {
 }
 
 
+# Of foreign names whose value means something else there: what to change in it.
+FOREIGN_VALUES = {
+    "mini_batch_size": "is a number of them, not their size",
+    "ppo_mini_batch_size": "is a number of them, not their size",
+    "sft_loss_weight": "weighs the mean over the chosen's tokens; NeMo-RL's weighs their sum, by default",
+}
+
+
 def setting_names(config: Any, prefix: str = "") -> list[str]:
     """Every leaf of the nested config: "steps", "trainer.lr", ..."""
     names = []
@@ -157,10 +165,15 @@ def setting_names(config: Any, prefix: str = "") -> list[str]:
 def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
     """Apply flags. Returns the changed config, and one line for each flag or value that makes no sense.
 
-    Prints and exits for --help.
+    Values out of bounds are left for `check_fields`, which reports them all. Prints and exits for --help.
     """
     if {"-h", "--help"} & set(arguments):
         _parse(config, ["--help"], prog)
+    with postpone_refusals():  # a flag alone may conflict with one that follows
+        return _overridden(config, arguments, prog)
+
+
+def _overridden(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
     flags, found = _flags(config, arguments)
     try:
         changed = _parse(config, [word for flag in flags for word in flag], prog) if flags else config
@@ -263,8 +276,7 @@ def _unknown(config: RunConfig, name: str, known: Sequence[str]) -> str:
         here = here or (sibling if sibling in known else None)
     ours = here or theirs
     if ours in known:
-        a_number = ours == "minibatches" and "size" in name
-        note = ", and is a number of them, not their size" if a_number else ""
+        note = f", and {FOREIGN_VALUES[leaf]}" if leaf in FOREIGN_VALUES else ""
         return f"unknown setting --{name}; it is called --{ours} here{note}"
     in_section = [k for k in known if section and k.startswith(f"{section}.")]
     near = difflib.get_close_matches(leaf, [k.removeprefix(f"{section}.") for k in in_section], n=1)

@@ -15,6 +15,7 @@ from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_che
 from rl.controller.config import RunConfig
 from rl.controller.held_groups import read_prompts, write_prompts
 from rl.controller.loop import train
+from rl.controller.parity import Parity, default_limit
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import Schedule
 from rl.controller.supervised import SupervisedData, warm_up
@@ -52,6 +53,7 @@ class RunStages:
         self._rollouts = rollouts(config, tokenizer, actors)
         self._updaters = updaters(config, actors)
         self._entropy = EntropyControl(config.entropy)
+        self._parity = Parity(config.max_logprob_diff or default_limit(actors.trainer.config))
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
         self._schedule = Schedule(1, config.steps, config.eval_every)
@@ -165,7 +167,7 @@ class RunStages:
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
         try:
             seed, critic = self._config.seed, self._updaters[1]
-            learned = await learn(batch, step, self._algorithm, seed, self._policy, critic)
+            learned = await learn(batch, step, self._algorithm, seed, self._policy, critic, self._parity)
             await preparing
             if self._config.entropy.used:
                 learned["entropy/coef"] = self._entropy.coef

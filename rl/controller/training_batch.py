@@ -124,7 +124,7 @@ def _usable(group: Group, algorithm: Algorithm) -> list[Member]:
         if score.error is None or not algorithm.reads_rewards:
             name = f"{rollout.problem.id}, rollout {i}"
             samples = tuple(segments_sample(branch, id=name) for branch in rollout.branches)
-            members.append(Member(rollout, score, samples, np.zeros(0)))
+            members.append(Member(rollout, score, samples))
     return members
 
 
@@ -157,7 +157,7 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
     bonuses, kls = [], []
     for group in groups:
         lengths = [m.num_targets for m in group]
-        added = algorithm.shaping([m.score.reward for m in group], lengths, algorithm.max_new_tokens)
+        added = algorithm.shaping([m.score.correct for m in group], lengths, algorithm.max_new_tokens)
         bonuses += added
         rewarded.append([])
         for member, bonus in zip(group, added, strict=True):
@@ -165,7 +165,9 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
             if algorithm.kl.in_reward:
                 kls.append(_kl(member, algorithm))
                 rewards = rewards - algorithm.kl.coef * kls[-1]
-            rewarded[-1].append(Member(member.rollout, member.score, member.samples, rewards))
+            # Without a token there is none to reward, and the group compares all the same.
+            reward = float(rewards.sum()) if len(rewards) else member.score.reward + bonus
+            rewarded[-1].append(replace(member, rewards=rewards, reward=reward))
     means = {}
     if algorithm.shaping != Shaping():
         means["reward/shaping"] = float(sum(bonuses)), len(bonuses)
@@ -205,14 +207,14 @@ def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
             if returns is not None:
                 parts = zip(samples, member.split(np.asarray(returns[g][i])), strict=True)
                 samples = [sample.with_loss_inputs(returns=sample.scatter(part)) for sample, part in parts]
-            done[-1].append(Member(member.rollout, member.score, tuple(samples), member.rewards))
+            done[-1].append(replace(member, samples=tuple(samples)))
     return done
 
 
 def _trajectory(member: Member, with_values: bool) -> Trajectory:
     if not with_values:
-        return Trajectory(member.rewards)
-    return Trajectory(member.rewards, member.of_targets("values").astype(np.float64))
+        return Trajectory(member.rewards, member.reward)
+    return Trajectory(member.rewards, member.reward, member.of_targets("values").astype(np.float64))
 
 
 def _check(

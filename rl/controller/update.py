@@ -10,6 +10,7 @@ import numpy as np
 
 from rl.actors.engine import EngineHandle, combine
 from rl.controller.algorithm import Algorithm
+from rl.controller.parity import Parity, PolicyMismatch, are_of_version, explain
 from rl.controller.training_batch import Streamed, TrainingBatch, TrainingGroup
 from rl.envs.base import derive_seed
 from rl.errors import NotFinite, RunError
@@ -57,24 +58,38 @@ class Updater:
 
 
 async def learn(
-    batch: TrainingBatch, step: int, algorithm: Algorithm, seed: int, policy: Updater, critic: Updater | None
+    batch: TrainingBatch,
+    step: int,
+    algorithm: Algorithm,
+    seed: int,
+    policy: Updater,
+    critic: Updater | None,
+    parity: Parity | None = None,
 ) -> dict[str, float]:
     """`minibatches` * `epochs` optimizer steps of the policy, and as many of the critic. Returns metrics.
 
-    Raises StepFailed, which names the metric and the sample, where a loss or gradient is not finite.
+    parity: checked before the first update, where the policy that learns has sampled the batch. Raises
+    RunError where that ends the run, and StepFailed, which names the metric and the sample, where a loss or
+    gradient is not finite.
     """
+    parity = parity if are_of_version(batch.rollouts, step - 1) else None
     plan = [replace(batch, groups=part) for part in minibatches(batch.groups, algorithm, seed, step)]
-    tasks = [_updates(policy, plan, step, algorithm)]
+    tasks = [_updates(policy, plan, step, algorithm, parity)]
     if critic is not None:
         tasks.append(_updates(critic, [replace(part, samples_per_unit=1) for part in plan], step, algorithm))
     results = await asyncio.gather(*tasks, return_exceptions=True)
     learned: list[list[dict[str, float]]] = []
     for result in results:
+        if isinstance(result, PolicyMismatch) and parity is not None:
+            where = await explain(policy.engine, policy.adapter, _samples(batch.all_groups), parity.limit)
+            raise RunError(f"step {step}: {result}; {where}") from result
         if isinstance(result, BaseException):
             raise result
         learned.append(result)
     metrics = learning_metrics(learned[0], sampled=algorithm.samples_rollouts)
     metrics["lr"] = policy.params(step, 1.0).lr
+    if parity is not None and parity.num_over:
+        metrics["logprob_diff/steps_over_limit"] = parity.num_over
     return metrics | (critic_metrics(learned[1]) if critic is not None else {})
 
 
@@ -121,7 +136,11 @@ async def stream(batch: TrainingBatch, step: int, policy: Updater) -> TrainingBa
 
 
 async def _updates(
-    updater: Updater, plan: Sequence[TrainingBatch], step: int, algorithm: Algorithm
+    updater: Updater,
+    plan: Sequence[TrainingBatch],
+    step: int,
+    algorithm: Algorithm,
+    parity: Parity | None = None,
 ) -> list[dict[str, float]]:
     """One dictionary of sums for each optimizer step, with `denominator` and `grad_norm`."""
     updates: list[dict[str, float]] = []
@@ -130,13 +149,15 @@ async def _updates(
         params = updater.params(step, total)
         try:
             learned = await updater.forward_backward(_samples(part.groups), part.samples_per_unit)
+            learned = combine([*(earlier.learned for earlier in part.streamed), learned])
+            if parity is not None and not updates:
+                parity.check(learned["logprob_diff:sum"] / (learned["tokens:sum"] or math.nan))
             stepped = await updater.optim_step(params)
         except NotFinite as error:
             # Of two that learn at a time, the other may have gone ahead.
             untouched = not updates and not algorithm.needs_critic and error.metric != "weights"
             which = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
             raise _failure(error, which, untouched, updater, part, params) from error
-        learned = combine([*(earlier.learned for earlier in part.streamed), learned])
         updates.append(learned | stepped | {"denominator": total})
     return updates
 

@@ -10,7 +10,7 @@ from rl.bounds import PositiveInt, Problems
 from rl.errors import ConfigError
 from rl.fields import kind
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
-from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason
+from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason, Verdict
 
 
 def derive_seed(*parts: object) -> int:
@@ -80,10 +80,11 @@ class Env:
 
     def reward(
         self, problem: Problem, response: str, stop: StopReason
-    ) -> float | Rewards | Mapping[str, float]:
+    ) -> float | Rewards | Mapping[str, float] | Verdict:
         """Verify a response. Time-limited; may raise.
 
-        1 is success: accuracy counts the rewards of at least 1. Rewards spreads it over the response:
+        1 is success: accuracy counts the rewards of at least 1. Verdict says of any reward whether it is
+        success. Rewards spreads it over the response:
         `turns`, one for each run of sampled tokens, or `tokens`, one for each. Named parts are summed.
         """
         raise NotImplementedError

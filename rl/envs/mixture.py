@@ -10,7 +10,7 @@ from rl.envs.base import Env, RolloutContext, derive_seed
 from rl.envs.chat.env import ChatEnv
 from rl.fields import check_fields, shown
 from rl.interfaces import Tokenizer
-from rl.types import Problem, Prompt, Rewards, Rollout, StopReason
+from rl.types import Problem, Prompt, Rewards, Rollout, StopReason, Verdict
 
 _THEIR_OWN = ("num_eval", "chat", "prompt_prefix", "stop")
 
@@ -80,7 +80,7 @@ class Mixture(Env):
 
     def reward(
         self, problem: Problem, response: str, stop: StopReason
-    ) -> float | Rewards | Mapping[str, float]:
+    ) -> float | Rewards | Mapping[str, float] | Verdict:
         return self._task(problem).reward(problem, response, stop)
 
     def prepare(self) -> None:

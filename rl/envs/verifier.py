@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -19,7 +20,7 @@ from rl.envs.base import Env
 from rl.envs.pipes import receive, send, send_pickled
 from rl.errors import RunError, one_line
 from rl.processes import end_with_parent
-from rl.types import Rewards, Rollout, Score
+from rl.types import Rewards, Rollout, Score, Verdict
 
 START_SECONDS = 60.0  # to start Python and import what the Env needs
 
@@ -88,12 +89,14 @@ def _pipes(child: subprocess.Popen) -> tuple[int, int]:
     return child.stdin.fileno(), child.stdout.fileno()
 
 
-def score_of(reward: float | Rewards | Mapping[str, float]) -> Score:
+def score_of(reward: float | Rewards | Mapping[str, float] | Verdict) -> Score:
     """Of what a reward function returned; a failure where that is no reward."""
+    if isinstance(reward, Verdict):
+        return replace(score_of(reward.reward), verdict=bool(reward.correct))
     if isinstance(reward, Mapping):
         return _sum_of(reward)
     if not isinstance(reward, Rewards) and not _is_number(reward):
-        what = f"the reward function returned {reward!r:.60}; return a number, or Rewards"
+        what = f"the reward function returned {reward!r:.60}; return a number, Rewards or Verdict"
         return Score(0.0, what, cause="type")
     parts = reward if isinstance(reward, Rewards) else Rewards()
     parts = Rewards(tuple(map(float, parts.turns)), tuple(map(float, parts.tokens)))

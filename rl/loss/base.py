@@ -14,7 +14,7 @@ import torch
 from rl.errors import RunError
 
 MAX_LOG_RATIO = 20.0
-"""Nats at which log-ratios are cut, as in verl: e^20 is finite in fp32, and so is its gradient."""
+"""Nats at which log-ratios are cut, as verl's of tokens are: e^20 and its gradient are finite in fp32."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from rl.bounds import NonNegativeFloat, Share
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 
@@ -24,6 +25,9 @@ class CISPO:
     """Upper clip: weights are at most 1 + high."""
 
     drops_zero_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         ratio = log_ratio(logprobs.detach(), inputs.old_logprobs).exp()

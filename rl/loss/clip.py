@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from rl.bounds import NonNegativeFloat, Share
+from rl.bounds import NonNegativeFloat, Share, ZeroOrOverOne
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 
@@ -25,11 +26,14 @@ class Clip:
     high: NonNegativeFloat = 0.28
     """Upper clip: ratios over 1 + high get no gradient where the advantage is positive."""
 
-    dual: NonNegativeFloat = 0.0
-    """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t. Over 1;
-    0 is off."""
+    dual: ZeroOrOverOne = 0.0
+    """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t; 0 is
+    off."""
 
     drops_zero_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         ratio, advantages = log_ratio(logprobs, inputs.old_logprobs).exp(), inputs.advantages

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.base import TokenInputs, log_ratio, per_sequence, sequence_sums
 
 
@@ -17,7 +18,9 @@ class Correction:
     The papers: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
     IcePop, Ling Team, 2025.
 
-    gap_t = exp(trainer_t - generator_t); of a sequence: the product over its tokens
+    gap_t = exp(trainer_t - generator_t); of a sequence: the product over its sampled tokens
+
+    A sequence is a Sample: a rollout, or each branch of a rollout that forks (see GSPO).
 
     trainer_t is the trainer's logprob before the first update on the batch: the loss input `old_logprobs`, or
     without that the logprob in this update. A token's weight is multiplied by min(gap_t, tis_clip), and is 0
@@ -39,7 +42,30 @@ class Correction:
     """Tokens (sequences) with a larger gap do not learn; 0 is no bound."""
 
     level: Literal["token", "sequence"] = "token"
-    """Weights and masks for each token, or for whole sequences."""
+    """Weights and masks for each token, or for whole sequences. Each branch of a rollout that forks is a
+    sequence."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def conflicts(self, prefix: str) -> list[str]:
+        """A line for each pair of fields that exclude each other, with the prefix before their names."""
+        lines = []
+        if self.tis_clip and self.old_logprobs == "generator":
+            lines.append(f"{prefix}tis_clip={self.tis_clip} needs {prefix}old_logprobs=trainer; set it")
+        if 0 < self.mask_high < self.mask_low:
+            lines.append(
+                f"{prefix}mask_high={self.mask_high} is under {prefix}mask_low={self.mask_low}; swap them"
+            )
+        return lines
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.level == "token" or self.tis_clip or self.mask_low or self.mask_high:
+            return []
+        return [
+            f"{prefix}level=sequence has no effect without {prefix}tis_clip, mask_low or mask_high; set one"
+        ]
 
     @property
     def reads_the_trainers(self) -> bool:

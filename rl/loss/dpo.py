@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from rl.bounds import HalfShare, NonNegativeFloat
 from rl.errors import RunError
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
 
 
@@ -34,6 +35,9 @@ class DPO:
     it keeps the chosen from becoming less likely together with the rejected."""
 
     needs_reference: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         num, index = per_sequence(inputs.sample_ids)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs
 
 
@@ -17,6 +18,9 @@ class DRO:
 
     beta: NonNegativeFloat = 0.05
     """Strength of the pull towards the policy that sampled."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         apart = logprobs - inputs.old_logprobs

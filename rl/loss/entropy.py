@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,15 @@ class EntropyBonus:
 
     adapt: NonNegativeFloat = 0.005
     """By how much the coefficient changes after a step, with a target."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.target or self.adapt == EntropyBonus.adapt:
+            return []
+        return [f"{prefix}adapt={self.adapt} has no effect with {prefix}target=0; set a target"]
 
     @property
     def used(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.base import log_ratio
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -31,6 +32,9 @@ class KL:
     into: Literal["loss", "reward"] = "loss"
     """Add coef * kl_t to the loss of each token (GRPO), or take it off each token's reward before advantages
     are estimated (PPO)."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     @property
     def in_loss(self) -> bool:

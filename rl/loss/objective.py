@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.bounds import NonNegativeFloat
 from rl.errors import RunError
+from rl.fields import refuse
 from rl.interfaces import Loss
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.correction import Correction
@@ -22,7 +24,10 @@ class Objective:
     loss: Loss
     correction: Correction = Correction()
     kl: KL = KL()
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         corrected, of_correction = self.correction(logprobs, inputs)

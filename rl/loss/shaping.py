@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.bounds import NonNegativeFloat, NonNegativeInt
+from rl.fields import refuse
 from rl.types import StopReason
 
 
@@ -26,18 +27,30 @@ class Shaping:
     """Responses that were cut off do not learn (DAPO's overlong filtering); their rewards still count in
     their group's mean."""
 
-    def __call__(self, rewards: Sequence[float], lengths: Sequence[int], max_new_tokens: int) -> list[float]:
-        """A group's rewards [G] and lengths [G], in tokens -> what is added to each reward [G]."""
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        penalty, tokens = f"{prefix}overlong_penalty", f"{prefix}overlong_tokens"
+        if self.overlong_penalty != Shaping.overlong_penalty and not self.overlong_tokens:
+            return [f"{penalty}={self.overlong_penalty} has no effect with {tokens}=0; set it"]
+        if self.overlong_tokens and not self.overlong_penalty:
+            return [f"{tokens}={self.overlong_tokens} has no effect with {penalty}=0; set it"]
+        return []
+
+    def __call__(self, correct: Sequence[bool], lengths: Sequence[int], max_new_tokens: int) -> list[float]:
+        """Which of a group's rollouts are right [G], and lengths [G] -> what is added to each reward."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         added = []
-        for reward, length in zip(rewards, lengths, strict=True):
+        for is_right, length in zip(correct, lengths, strict=True):
             bonus = 0.0
             if self.overlong_tokens:
                 over = length - (max_new_tokens - self.overlong_tokens)
                 bonus -= self.overlong_penalty * min(max(over / self.overlong_tokens, 0.0), 1.0)
             if self.length_coef and longest > shortest:
                 place = 0.5 - (length - shortest) / (longest - shortest)
-                bonus += self.length_coef * (place if reward >= 1 else min(0.0, place))
+                bonus += self.length_coef * (place if is_right else min(0.0, place))
             added.append(bonus)
         return added
 

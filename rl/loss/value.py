@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.bounds import NonNegativeFloat
+from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs
 
 
@@ -19,8 +21,11 @@ class ClippedValue:
     (R_t).
     """
 
-    clip: float = 0.2
+    clip: NonNegativeFloat = 0.2
     """How far values may move from those the advantages were computed with; 0 is no clip."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, values: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         old, returns = inputs.loss_input("values"), inputs.loss_input("returns")

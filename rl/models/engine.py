@@ -34,13 +34,13 @@ from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints
 from rl.models.cuda import limit_memory
 from rl.models.engine_config import EngineConfig
-from rl.models.export import shards, whole_tensors, write_directory
+from rl.models.export import named_state, shards, whole_tensors, write_directory
 from rl.models.learner import Learner
 from rl.models.load_weights import load_tensors
-from rl.models.lora import Site
+from rl.models.lora import Adapter, Site
 from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, measure, token_inputs
 from rl.models.packing import packing, score
-from rl.models.placement import Placement
+from rl.models.placement import Placement, move_in_place
 from rl.models.platform import init_process_group, reshard
 from rl.types import OptimParams
 from rl.weight_sync.manifest import LocalShard
@@ -67,7 +67,7 @@ class Engine(ABC):
         self._sites: list[Site] = []  # where adapters can be attached; the subclass fills it
         self._tp_mesh: Any = None
         self._model = self._build()
-        self._tensors = {self._name(n): p for n, p in self._model.named_parameters()}
+        self._tensors = {self._name(n): tensor for n, tensor in named_state(self._model)}
         self._base = None if config.adapters else Learner(self._tensors)
         self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
         self._checkpoints = Checkpoints(self.device, config.timeout_seconds, self.adapters, self._learners)
@@ -136,7 +136,8 @@ class Engine(ABC):
         learner = self._learner(adapter)
         metrics, losses = LossMetrics(self.device), list[torch.Tensor]()
         with self._computing(adapter, learner):
-            self._model.train()
+            # Not in train mode without dropout: architectures have more in it that is random than dropout.
+            self._model.train(self.config.dropout)
             for micro in self._micro_batches(batch):
                 logprobs, entropy = score(self._run, micro)
                 inputs = token_inputs(micro, entropy if self.config.head == "tokens" else None, self.device)
@@ -200,7 +201,7 @@ class Engine(ABC):
 
     def _move_model(self, device: torch.device) -> None:
         reshard(self._model)  # what is gathered does not move
-        self._model.to(device)
+        move_in_place(self._model, device)
         self.adapters.move_parameters(device)
 
     def _move_optimizer(self, device: torch.device) -> None:
@@ -233,11 +234,13 @@ class Engine(ABC):
         The model's tensors under Hugging Face names; with `adapter`, only that adapter's under PEFT's names,
         or `merged`: the model's with the adapter added.
         """
-        layout, added = self.config.layout, self.adapters[adapter] if adapter else None
         if adapter is not None and not merged:
-            yield from shards(self.adapters[adapter].parameters, self._dtype, layout, self._split)
+            yield from shards(self.adapters[adapter].parameters, self._dtype, self.config.layout, self._split)
         else:
-            yield from shards(self._tensors, self._dtype, layout, self._split, added)
+            yield from self._model_shards(self.adapters[adapter] if adapter else None)
+
+    def _model_shards(self, merge: Adapter | None) -> Iterator[LocalShard]:
+        return shards(self._tensors, self._dtype, self.config.layout, self._split, merge)
 
     @torch.no_grad()
     def save_hf(self, out_dir: str | Path, adapter: str | None = None) -> None:
@@ -295,6 +298,3 @@ class Engine(ABC):
         """This rank's part. Every rank raises where one would."""
         check_batch(batch, self.config.layout.data_parallel, self.max_seq_len, self._shares_prefixes)
         return batch.ranks[self.dp_rank]
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)

@@ -20,14 +20,28 @@ Split = Callable[[str, int], list[str] | None]
 """(name, size of the first dimension) -> the names of the tensors stacked along it; None: just one."""
 
 
+def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model is made of, each tensor once: its parameters, then its persistent buffers."""
+    yield from model.named_parameters()
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
 def shards(
-    tensors: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     layout: Layout,
     split: Split,
     merge: Adapter | None = None,
 ) -> Iterator[LocalShard]:
-    """Every replica's shard is yielded by one rank; `merge` is added on the way."""
+    """Every replica's shard is yielded by one rank; `merge` is added on the way.
+
+    dtype: of parameters. Buffers keep their own.
+    """
     for name, param in tensors.items():
         shape, offsets = tuple(param.shape), (0,) * param.ndim
         if isinstance(param, DTensor):
@@ -38,24 +52,33 @@ def shards(
         if not data.numel() or not _speaks_for(param, layout):
             continue
         data = data if delta is None else data.float() + delta
-        names = split(name, param.shape[0])
+        names, kept_dtype = _stacked(split, name, param), _dtype(param, dtype)
         if names is None:
-            yield LocalShard(name, tuple(param.shape), offsets, data, dtype)
+            yield LocalShard(name, tuple(param.shape), offsets, data, kept_dtype)
         else:
             for i, part in enumerate(data, offsets[0]):
-                yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part, dtype)
+                yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part, kept_dtype)
 
 
 def whole_tensors(
-    tensors: Mapping[str, nn.Parameter], dtype: torch.dtype, split: Split, merge: Adapter | None = None
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, split: Split, merge: Adapter | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """On the host; gathers one tensor at a time, on every rank."""
+    """On the host; gathers one tensor at a time, on every rank. dtype: of parameters."""
     for name, param in tensors.items():
         full = whole(param.detach())
         delta = merge.delta(name, (0,) * full.ndim, tuple(full.shape)) if merge else None
-        full = (full if delta is None else full.float() + delta).to(dtype).cpu().contiguous()
-        names = split(name, len(full))
+        full = full if delta is None else full.float() + delta
+        full = full.to(_dtype(param, dtype)).cpu().contiguous()
+        names = _stacked(split, name, full)
         yield from [(name, full)] if names is None else zip(names, full.clone().unbind(), strict=True)
+
+
+def _dtype(tensor: torch.Tensor, of_parameters: torch.dtype) -> torch.dtype:
+    return of_parameters if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+
+def _stacked(split: Split, name: str, tensor: torch.Tensor) -> list[str] | None:
+    return split(name, tensor.shape[0]) if tensor.ndim else None
 
 
 def write_directory(

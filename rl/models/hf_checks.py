@@ -99,6 +99,22 @@ def check_supported(config: dict[str, Any]) -> None:
         raise ConfigError(f"config.json has no {', '.join(missing)}; fetch the model again")
 
 
+def check_expert_width(config: dict[str, Any], dtype: str, tensor_parallel: int) -> None:
+    """Raises ConfigError where torch's grouped product does not take a rank's part of the experts.
+
+    In 16 bits it needs rows of whole 16 bytes.
+    """
+    width = config.get("moe_intermediate_size")
+    is_sparse = config.get("num_experts") or config.get("num_local_experts")
+    if dtype == "float32" or not (width and is_sparse) or width % (8 * tensor_parallel) == 0:
+        return
+    part = f" over tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else ""
+    raise ConfigError(
+        f"config.json has moe_intermediate_size={width}, which{part} is no multiple of 8, as {dtype} needs; "
+        f"set dtype to float32" + (", or tensor_parallel lower" if tensor_parallel > 1 else "")
+    )
+
+
 def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:
     """Raises ConfigError where RoPE would depend on the batch, and differ between trainer and generator."""
     text = config.get("text_config") or config

@@ -1,9 +1,10 @@
 """HFModel: a causal language model of transformers' whose forward computes logprobs of target tokens.
 
-B rows (1 where packed), T tokens of a row, D hidden size, M target tokens, V vocabulary, N heads,
-H head size.
+B rows (1 where packed), T tokens of a row, L tokens of a packed row, D hidden size, M target tokens,
+V vocabulary, N heads, H head size.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +36,6 @@ class HFModel(nn.Module):
         self.vocab_size: int = lm.config.get_text_config().vocab_size
         self._after_head = _after_head(lm.config.get_text_config())
 
-    def remove_dropout(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-
     def layers(self) -> dict[str, nn.Module]:
         """The repeated layers, by name."""
         lists = [(n, m) for n, m in self.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
@@ -53,6 +46,12 @@ class HFModel(nn.Module):
             )
         name, longest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
         return {f"{name}.{i}": layer for i, layer in enumerate(longest)}
+
+    def layers_to_shard(self) -> list[nn.Module]:
+        """Layers without those that share parameters with another: FSDP's root takes these."""
+        layers = list(self.layers().values())
+        users = Counter(id(p) for layer in layers for p in layer.parameters())
+        return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
 
     def checkpoint_layers(self, policy: Any) -> None:
         holder = self.get_submodule(next(iter(self.layers())).rsplit(".", 2)[0])
@@ -67,11 +66,12 @@ class HFModel(nn.Module):
         self.packed = packed
         self.lm.set_attn_implementation(_PACKED if packed else "eager")
 
-    def hides_windows(self) -> str:
-        """Why the config's sliding windows do not reach attention as `sliding_window`; empty where they do.
+    def bypasses_packing(self) -> str:
+        """Why packing would not reach every attention layer with its sliding window; empty where it does.
 
-        Some architectures put them only into the mask, which packing replaces. The check against transformers
-        would not see it: its rows are shorter than most windows.
+        Some architectures have attention of their own, whose masks grow with the square of a packed row and
+        end at the model's longest sequence. Some put windows only into the mask, which packing replaces. The
+        comparison with transformers sees neither: its rows are shorter.
         """
         config = self.lm.config.get_text_config()
         types = list(getattr(config, "layer_types", None) or [])
@@ -85,10 +85,30 @@ class HFModel(nn.Module):
         tokens = torch.zeros(1, 1, dtype=torch.long, device=next(self.parameters()).device)
         documents = pack_documents(np.zeros(1, int), tokens.device)
         self(tokens, tokens, documents, tokens[0], None, seen)
+        if len(seen) < (num_layers := len(types) or config.num_hidden_layers):
+            return f"{num_layers - len(seen)} of its {num_layers} layers have attention of their own"
         got = sum(window is not None for window in seen)
         if got == expected:
             return ""
         return f"{expected} of its layers have a sliding window, but {got} tell attention"
+
+    def compute(
+        self, tokens: np.ndarray, positions: np.ndarray, predictors: np.ndarray, targets: np.ndarray | None
+    ) -> Any:
+        """tokens, positions: [L] packed; predictors: [M] indices into L. Returns what Engine._run does."""
+        documents, device = None, next(self.parameters()).device
+        if self.packed:
+            documents = pack_documents(positions, device)
+            tokens, positions = tokens[None], positions[None]
+        else:
+            tokens, positions, at = _document_rows(tokens, positions)
+            predictors = at[predictors]
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        wanted = None if targets is None else tensor(targets)
+        return self(tensor(tokens), tensor(positions), documents, tensor(predictors), wanted)
 
     def reference(self, tokens: torch.Tensor) -> torch.Tensor:
         """transformers' own logits [1, T, V]."""
@@ -122,6 +142,19 @@ class HFModel(nn.Module):
     def _logits(self, h_MD: torch.Tensor) -> torch.Tensor:
         head = self.lm.get_output_embeddings()
         return self._after_head(head(h_MD.to(head.weight.dtype)))  # state-space layers keep fp32 residuals
+
+
+def _document_rows(tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packed [L] -> right-padded rows: tokens and positions [n, longest].
+
+    Third comes where each token went: [L] indices into n * longest. Padding follows a document and repeats
+    its last token: causal models never see it.
+    """
+    starts = np.flatnonzero(positions == 0)
+    lengths = np.diff([*starts, len(positions)])
+    offsets = np.minimum(np.arange(lengths.max())[None, :], lengths[:, None] - 1)
+    rows = np.repeat(np.arange(len(starts)), lengths)
+    return tokens[starts[:, None] + offsets], offsets, rows * lengths.max() + positions
 
 
 def _after_head(config: transformers.PretrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,9 +20,17 @@ _EMBEDDING = re.compile(r"embed|\bw[tp]e\b")
 class Learner:
     """AdamW over named parameters. The learning rate and all else come with each step."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], reduce_over: dist.ProcessGroup | None = None):
-        """reduce_over: ranks with the same parameters and other tokens, where nothing else adds gradients."""
-        self.parameters = dict(parameters)
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        reduce_over: dist.ProcessGroup | None = None,
+    ):
+        """tensors: parameters, and buffers, which do not learn but are part of `state`.
+
+        reduce_over: ranks with the same parameters and other tokens, where nothing else adds gradients.
+        """
+        self.parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        self._buffers = {name: t for name, t in tensors.items() if name not in self.parameters}
         self._reduce_over = reduce_over
         self.reset()
 
@@ -76,8 +84,9 @@ class Learner:
         return {"grad_norm": norm.item()}
 
     def state(self) -> dict[str, Any]:
-        """Name -> the parameter and its moments: what a checkpoint holds, and what loading writes into."""
-        return {name: {"value": p.detach(), **self._moments(p)} for name, p in self.parameters.items()}
+        """Name -> a parameter with its moments, or a buffer: what a checkpoint holds and loads into."""
+        learned = {name: {"value": p.detach(), **self._moments(p)} for name, p in self.parameters.items()}
+        return learned | {name: {"value": buffer} for name, buffer in self._buffers.items()}
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         state = self._optimizer.state[parameter]

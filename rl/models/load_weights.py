@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl.errors import RunError
-from rl.models.export import Split
+from rl.models.export import Split, named_state
 
 VALUE_HEAD = "value_head.weight"
 """The name of a value head's weight, which no directory has: it starts at 0."""
@@ -24,12 +24,12 @@ def load_tensors(
 
     Raises RunError where a tensor has another shape than the parameter.
     """
-    for parameter, param in model.named_parameters():
+    for parameter, param in named_state(model):
         name = name_of(parameter)
         if name == VALUE_HEAD:
             param.data.zero_()
             continue
-        names = split(name, param.shape[0])
+        names = split(name, param.shape[0]) if param.ndim else None
         full = read(name) if names is None else torch.stack([read(n) for n in names])
         full = full.to(device, param.dtype)
         if full.shape != param.shape:

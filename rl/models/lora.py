@@ -64,7 +64,8 @@ class Adapter:
         known = {site.name.rsplit(".", 1)[-1] for site in sites}
         if unknown := sorted(set(lora.targets) - known):
             raise ConfigError(
-                f"lora.targets names {unknown}, which the model does not have; use some of {sorted(known)}"
+                f"lora.targets names {unknown}, which adapters of this model cannot have; use some of "
+                f"{sorted(known)}"
             )
         self.lora = lora
         self._sites = [site for site in sites if site.name.rsplit(".", 1)[-1] in lora.targets]

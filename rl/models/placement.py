@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from torch import nn
 
 from rl.errors import RunError
 
@@ -61,3 +62,10 @@ class Placement:
                 self._on[part] = device
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def move_in_place(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers stay the same objects. Module.to alone makes new buffers."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    model.to(device)

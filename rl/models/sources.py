@@ -50,12 +50,16 @@ class ModelDir:
         return HFTokenizer(self.directory)
 
     def linear_layers(self) -> set[str]:
-        """The last parts of its matrices' names, among which adapters choose: not the vocabulary's."""
+        """The last parts of its matrices' names, among which adapters choose.
+
+        Not the vocabulary's, nor those that experts have.
+        """
         shapes = hf.tensor_shapes(self.directory)
         matrices = [
             name.split(".") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2
         ]
-        return {parts[-2] for parts in matrices if len(parts) > 1} - _OF_THE_VOCABULARY
+        of_experts = {parts[-2] for parts in matrices if "experts" in parts[:-2]}
+        return {parts[-2] for parts in matrices if len(parts) > 1} - _OF_THE_VOCABULARY - of_experts
 
     def config(self) -> dict:
         return hf.read_config(config_directory(self.path))

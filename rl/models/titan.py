@@ -19,6 +19,7 @@ from rl.models.attention import pack_documents, row_pieces
 from rl.models.decoder_config import model_spec
 from rl.models.engine import Engine
 from rl.models.gpu_attention import gpu_documents
+from rl.models.hf_checks import check_expert_width
 from rl.models.load_weights import VALUE_HEAD, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
@@ -32,6 +33,7 @@ class TitanEngine(Engine):
 
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
+        check_expert_width(self._hf_config, config.dtype, layout.tensor_parallel)
         # Each layer keeps a RoPE table of this length.
         self._hf_config["max_position_embeddings"] = self.max_seq_len
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
@@ -68,7 +70,8 @@ class TitanEngine(Engine):
         if config.adapters:
             freeze(model, self._dtype)
             linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-            self._sites = [Site(name, m) for n, m in linears if (name := _layer_name(n))]
+            has_experts = any(hf.expert_names(n, 1) for n, _ in model.named_parameters())
+            self._sites = [Site(name, m) for n, m in linears if (name := _layer_name(n, has_experts))]
         model = spec.parallelize_fn(
             model,
             parallel_dims=dims,
@@ -167,6 +170,9 @@ class TitanEngine(Engine):
         logprobs, entropy = outputs
         return self._join(logprobs, index, total), self._join(entropy, index, total)
 
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
     def _join(self, mine: torch.Tensor, index: torch.Tensor, total: int) -> torch.Tensor:
         """[m, ...] of each rank -> [M, ...] on all of them; the gradient flows into this rank's."""
         everyone = mine.new_zeros(total, *mine.shape[1:]).index_copy(0, index, mine.detach())
@@ -174,7 +180,11 @@ class TitanEngine(Engine):
         return everyone.index_copy(0, index, mine)
 
 
-def _layer_name(module: str) -> str | None:
-    """The Hugging Face name of a linear layer that adapters may target."""
+def _layer_name(module: str, has_experts: bool) -> str | None:
+    """The Hugging Face name of a linear layer that adapters may target.
+
+    Beside experts no dense MLP: PEFT reads an adapter of it as one of the experts too.
+    """
     name = hf.hf_name(f"{module}.weight").removesuffix(".weight")
-    return name if name.startswith("model.layers.") and not name.endswith("mlp.gate") else None
+    is_left_out = name.endswith("mlp.gate") or (has_experts and ".mlp." in name)
+    return name if name.startswith("model.layers.") and not is_left_out else None

@@ -102,16 +102,16 @@ def offpolicy_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`eval/accuracy`: share of held-out problems with a reward of at least 1; failed ones count as wrong.
+    """`eval/accuracy`: share of held-out problems that were answered right; failed ones count as wrong.
 
     `eval/accuracy/TASK`: of a task's, where problems have one.
     """
     scores = [score for group in groups for score in group.scores]
-    accuracy = statistics.fmean(score.reward >= 1 for score in scores)
+    accuracy = statistics.fmean(score.correct for score in scores)
     of_tasks: dict[str, list[bool]] = {}
     for group in groups:
         if task := group.rollouts[0].problem.task:
-            of_tasks.setdefault(task, []).extend(score.reward >= 1 for score in group.scores)
+            of_tasks.setdefault(task, []).extend(score.correct for score in group.scores)
     return {f"eval/accuracy/{task}": statistics.fmean(right) for task, right in of_tasks.items()} | {
         "eval/accuracy": accuracy,
         "eval/standard_error": math.sqrt(accuracy * (1 - accuracy) / len(scores)),

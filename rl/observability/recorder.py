@@ -11,7 +11,7 @@ from typing import TextIO
 from rl.observability.rollout_log import RolloutLog, Trained, keep_lines
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
-from rl.observability.watches import CollapseWatch, Watch
+from rl.observability.watches import CollapseWatch, ParityWatch, Watch
 from rl.types import Group
 
 _SILENCE_SECONDS = 15.0
@@ -43,7 +43,7 @@ class Recorder:
         self._rollouts = RolloutLog(run_dir, num_rollouts)
         self._last_kept = time.monotonic()
         self._said_no_signal = False
-        self._watches = (CollapseWatch(), *watches)
+        self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
         self._timeline = timeline
         self._step_seconds: list[float] = []
         self.rewards: dict[int, float] = {}  # step -> mean reward

@@ -71,6 +71,7 @@ def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]
         "response": rollout.response,
         "stop": rollout.stop,
         "reward": score.reward,
+        "correct": score.correct,
         "error": score.error,
         "policy_version": versions and [versions.oldest, versions.newest],
     }

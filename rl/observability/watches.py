@@ -43,6 +43,18 @@ class CollapseWatch:
         )
 
 
+class ParityWatch:
+    """Says when generator and trainer begin to differ by more than the limit."""
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        if metrics.get("logprob_diff/steps_over_limit") != 1:
+            return None
+        return (
+            f"the generator's logprobs differ from the trainer's by {metrics['logprob_diff/mean']:.2g} nats "
+            f"a token on average, over max_logprob_diff; the run ends if this lasts"
+        )
+
+
 class SharingWatch:
     """Says after ten steps when prefixes that are computed once save nothing."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rl.errors import ConfigError
 from rl.interfaces import Loss
 from rl.loss.cispo import CISPO
 from rl.loss.clip import Clip
@@ -39,6 +40,13 @@ NOT_OFFERED = {
 
 def make_loss(name: str, config: Mapping[str, float]) -> Loss:
     """Raises UserError where a setting is not one of this loss, or makes no sense."""
+    try:
+        return _make_loss(name, config)
+    except ConfigError as error:
+        raise UserError(f"{name} cannot be computed: {'; '.join(str(error).splitlines())}") from error
+
+
+def _make_loss(name: str, config: Mapping[str, float]) -> Loss:
     if unknown := sorted(set(config) - set(SETTINGS.get(name, ()))):
         raise UserError(
             f"{name} has no setting {unknown[0]!r}; it has {list(SETTINGS.get(name, ())) or 'none'}"

@@ -10,7 +10,8 @@ from rl.actors.remote import EngineDied
 from rl.errors import RunError
 from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
-from rl.types import OptimParams, ProcessInfo
+from rl.processes import ProcessInfo
+from rl.types import OptimParams
 from rl.waiting import Deadlines
 
 

@@ -22,7 +22,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.paths import lock_directory
-from rl.types import ProcessInfo
+from rl.processes import ProcessInfo
 from rl.weight_sync.shared_memory import _reserve
 from tests.controller.test_recovery import config as small
 from tests.controller.test_recovery import run as run_with_fakes

@@ -507,6 +507,7 @@ RECIPES = [
     changed("no loss", "loss=None", "loss=None cannot be called"),
     changed("advantages a number", "advantages=3", "advantages=3 cannot be called"),
     changed("advantages a class", "advantages=GAE", "advantages=the class GAE cannot be called; give one of rl/loss, as advantages=GroupMean()"),
+    changed("advantages a class with rules", "advantages=ReinforcePP", "advantages=the class ReinforcePP cannot be called"),
     changed("betas a list", "trainer=TrainerConfig(betas=[0.9, 0.99])", "trainer.betas=[0.9, 0.99] must be a tuple"),
     changed("one beta", "trainer=TrainerConfig(betas=(0.9,))", "trainer.betas=(0.9,) must be a tuple of 2 values"),
     changed("beta a number", "trainer=TrainerConfig(betas=0.9)", "trainer.betas=0.9 must be a tuple of 2 values"),

@@ -175,6 +175,19 @@ def test_what_does_not_fit_on_a_host_without_gpus_is_refused(model):
     assert "the run needs about" in line and "but 64.0 are free" in line and "; " in line
 
 
+def test_experts_that_bfloat16_cannot_split_are_told_before_anything_starts(model):
+    """768 over 8 ranks is 96; over 64, 12."""
+
+    def of_experts(tensor_parallel, dtype):
+        trainer = TrainerConfig(layout=Layout(tensor_parallel=tensor_parallel))
+        config = qwen(model, model=model("qwen3-30b-a3b"), trainer=trainer, dtype=dtype)
+        return [line for line in problems(config, "128xH100-80") if "moe_intermediate_size" in line]
+
+    assert not of_experts(8, "bfloat16") and not of_experts(64, "float32")
+    (line,) = of_experts(64, "bfloat16")
+    assert "moe_intermediate_size=768, which over tensor_parallel=64 is no multiple of 8, as bfloat16" in line
+
+
 def test_an_adapter_beside_experts_needs_a_gpu(model):
     config = qwen(model, model=model("qwen3-30b-a3b"), trainer=TrainerConfig(lora=LoRA(rank=8)))
     (line,) = problems(config, Machine(num_cores=64, free_gib=1000))

@@ -2,8 +2,8 @@
 
 # holds: exact
 
-from itertools import combinations
-from statistics import fmean
+from itertools import combinations, product
+from statistics import fmean, pstdev
 
 import pytest
 
@@ -39,3 +39,12 @@ def test_measures_of_greedy_answers_and_of_samples():
 def test_what_is_wrong_is_said_before_anything_starts(arguments, said):
     with pytest.raises(ConfigError, match=said):
         evaluate(arguments)
+
+
+def test_the_standard_error_is_that_of_every_resample():
+    """The accuracy's deviation over all 5^5 ways to draw the problems again."""
+    answers = [1, 0, 0, 1, 1]
+    accuracies = [fmean(drawn) for drawn in product(answers, repeat=5)]
+    metrics = measures([group(answer) for answer in answers], [])
+    assert metrics["eval/accuracy"] == pytest.approx(fmean(accuracies))
+    assert metrics["eval/standard_error"] == pytest.approx(pstdev(accuracies))

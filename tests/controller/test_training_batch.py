@@ -37,6 +37,20 @@ def test_samples_without_a_signal_are_left_out_but_their_tokens_count_in_the_mea
     assert [round(float(s.advantages[-1]), 3) for s in samples] == [-0.707, 0.707]
 
 
+def test_a_rollout_without_a_token_has_its_score_in_the_group(tmp_path):
+    """An agent that never called the policy and was right: the others are no better than it."""
+    full = group(1, 1)
+    silent = replace(full.rollouts[0], segments=full.rollouts[0].segments[:1], versions=None)
+
+    def advantages(silent_reward):
+        scores = (*full.scores, Score(silent_reward))
+        samples, _ = learnt_from([Group(0, (*full.rollouts, silent), scores)], tmp_path)
+        return [round(float(s.advantages[-1]), 3) for s in samples if s.num_targets]
+
+    assert advantages(1.0) == [0.0, 0.0]
+    assert advantages(0.0) == [0.577, 0.577]
+
+
 def test_a_failed_reward_leaves_its_sample_out_of_the_group(tmp_path):
     samples, num_tokens = learnt_from([group(0, Score(0.0, "ValueError"), 1)], tmp_path)
     assert len(samples) == 2 and num_tokens == 6

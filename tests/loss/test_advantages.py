@@ -21,7 +21,7 @@ from rl.loss.advantages.rloo import RLOO
 
 def group(*rewards):
     """Rollouts of two tokens with one reward at the end."""
-    return [Trajectory(np.array([0.0, float(r)])) for r in rewards]
+    return [Trajectory(np.array([0.0, float(r)]), float(r)) for r in rewards]
 
 
 def random_groups(rng):
@@ -38,7 +38,9 @@ def random_groups(rng):
             rewards = [rng.gauss(0, 2) if kind == "dense" else 0.0 for _ in range(n)]
             if n:
                 rewards[-1] += {"dense": 0.0, "outcome": float(rng.random() < 0.5), "same": 0.7}[kind]
-            members.append(Trajectory(np.array(rewards), np.array([rng.gauss(0, 1) for _ in range(n)])))
+            members.append(
+                Trajectory(np.array(rewards), sum(rewards), np.array([rng.gauss(0, 1) for _ in range(n)]))
+            )
         groups.append(members)
     return groups
 
@@ -74,7 +76,7 @@ def expected_rloo(groups):
 def expected_whitening(groups, eps):
     tokens = [x for g in groups for t in g for x in t]
     if len(tokens) < 2:
-        return groups
+        return [[[0.0 for _ in t] for t in g] for g in groups]
     mean, variance = statistics.fmean(tokens), statistics.variance(tokens)
     return [[[(x - mean) / math.sqrt(variance + eps) for x in t] for t in g] for g in groups]
 
@@ -140,7 +142,7 @@ def test_gae_returns_are_advantages_plus_values():
         assert flat(estimator.returns(groups)) == pytest.approx(flat(expected), abs=1e-9)
     # With lam 1 the return does not depend on the critic at all.
     assert flat(
-        GAE(1.0, 1.0).returns([[Trajectory(np.array([1.0, 2.0]), np.array([5.0, -7.0]))]])
+        GAE(1.0, 1.0).returns([[Trajectory(np.array([1.0, 2.0]), 3.0, np.array([5.0, -7.0]))]])
     ) == pytest.approx([3.0, 2.0])
 
 
@@ -150,7 +152,7 @@ def test_worked_by_hand():
     assert GroupMean(adv_norm="none")([group(0, 0, 1, 0)])[0] == pytest.approx([-0.25, -0.25, 0.75, -0.25])
     assert RLOO()([group(0, 0, 1, 0)])[0] == pytest.approx([-1 / 3, -1 / 3, 1, -1 / 3])
     # delta = (0 + 0.5 - 0.2, 1 - 0.5) = (0.3, 0.5); A = (0.3 + 0.5 * 0.5, 0.5)
-    one = Trajectory(np.array([0.0, 1.0]), np.array([0.2, 0.5]))
+    one = Trajectory(np.array([0.0, 1.0]), 1.0, np.array([0.2, 0.5]))
     assert GAE(1.0, 0.5, whiten=False)([[one]])[0][0] == pytest.approx([0.55, 0.5])
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rl.models.layout import Layout
+from tests.models.small_configs import small_config
 from tests.numeric import MARGIN, exact_twin
 from tests.tiny import write_config
 
@@ -47,6 +48,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma 2": {"model_type": "gemma2", "sliding_window": 24},  # soft-capped attention: padded rows
     "Gemma 3": {"model_type": "gemma3_text", **WINDOWS},
 }
+SMALL = {
+    "Apertus": "apertus",  # persistent buffers
+    "DeepSeek-V3": "deepseek_v3",  # experts that transformers stacks and vLLM does not
+    "Zamba2": "zamba2",  # layers that share parameters
+}
+"""By model_type: small_configs.py."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,9 @@ CASES = [
     *_hf("Gemma 3", ["FSDP2 x 2", "HSDP 2 x 2"], adapters=True),
     *_hf("Gemma 3", ["FSDP2 x 2"], dtype="bfloat16"),
     *_hf("Gemma 2", ["FSDP2 x 2"]),
+    *_hf("Apertus", ["FSDP2 x 2"]),
+    *_hf("DeepSeek-V3", ["FSDP2 x 2"]),
+    *_hf("Zamba2", ["FSDP2 x 2"]),
     *_titan("Qwen3-MoE", ["FSDP2 x 2", "TP2", "CP2", "FSDP2 x 4", "FSDP2 x TP2"]),
 ]
 
@@ -191,7 +201,12 @@ def _samples(rng: np.random.Generator) -> list[Any]:
 
 def model_directory(directory: Path, model: str) -> Path:
     path = directory / model
-    return path if (path / "config.json").exists() else write_config(path, **MODELS[model])
+    if (path / "config.json").exists():
+        return path
+    if model in SMALL:
+        small_config(SMALL[model]).save_pretrained(path)
+        return path
+    return write_config(path, **MODELS[model])
 
 
 def _everyone(value: Any) -> list[Any]:

@@ -14,16 +14,16 @@ from tests.tiny import write_config
 ROOT = Path(__file__).parent.parent.parent
 # (file of rl/, what stands there, the same without its device)
 SLIPS = [
-    ("models/engine.py", "torch.from_numpy(array).to(self.device)", "torch.from_numpy(array)"),
+    ("models/titan.py", "torch.from_numpy(array).to(self.device)", "torch.from_numpy(array)"),
     ("models/loss_metrics.py", "values.detach().cpu().numpy()", "values.detach().numpy()"),
     ("models/attention.py", "torch.from_numpy(array).to(device)", "torch.from_numpy(array)"),
     ("models/loss_metrics.py", "torch.from_numpy(column).to(device)", "torch.from_numpy(column)"),
-    ("models/hf_engine.py", "torch.from_numpy(array).to(device)", "torch.from_numpy(array)"),
+    ("models/hf_model.py", "torch.from_numpy(array).to(device)", "torch.from_numpy(array)"),
     ("models/hf_engine.py", "model.to(self.device)", "model.to('cpu')"),
     ("models/titan.py", "model.to_empty(device=self.device)", "model.to_empty(device='cpu')"),
     ("models/titan.py", "init_states(buffer_device=self.device)", "init_states(buffer_device='cpu')"),
     ("models/titan.py", "pack_documents(micro.positions, self.device)", "pack_documents(micro.positions, torch.device('cpu'))"),
-    ("models/export.py", ".to(dtype).cpu().contiguous()", ".to(dtype).contiguous()"),
+    ("models/export.py", ".cpu().contiguous()", ".contiguous()"),
     ("models/lora.py", "_parameter(tensor.to(device), placement", "_parameter(tensor, placement"),
     ("loss/base.py", "values.new_zeros(num)", "torch.zeros(num)"),
 ]  # fmt: skip
@@ -39,9 +39,7 @@ def raised(base, slips):
         text = (home / "rl" / file).read_text()
         assert there in text, f"{file} has no {there!r} any more; name another site"
         (home / "rl" / file).write_text(text.replace(there, without))
-        copies[str(home)] = (
-            ["titan", "hf"] if there == without else ["hf" if "hf_engine" in file else "titan"]
-        )
+        copies[str(home)] = ["titan", "hf"] if there == without else ["hf" if "/hf_" in file else "titan"]
     job = base / "job.json"
     job.write_text(json.dumps({"copies": copies, "model": str(base / "model")}))
     done = subprocess.run(

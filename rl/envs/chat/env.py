@@ -12,7 +12,7 @@ from rl.envs.chat.episode import Episode
 from rl.envs.chat.loop import play_group
 from rl.envs.chat.tools import Tool, tools_of
 from rl.interfaces import Tokenizer
-from rl.types import Message, Problem, Prompt, Rewards, Rollout
+from rl.types import Message, Problem, Prompt, Rewards, Rollout, Verdict
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ChatEnv(Env):
         """
         return None
 
-    def reward_episode(self, episode: Episode) -> float | Rewards | Mapping[str, float]:
+    def reward_episode(self, episode: Episode) -> float | Rewards | Mapping[str, float] | Verdict:
         """Verify a whole episode. May be async.
 
         1 is success, as for `reward`. Named parts are summed, and each is a metric. Rewards(turns=...) has

@@ -83,12 +83,15 @@ def _limit_memory(gib: float) -> None:
 
 
 def _fork(env: Any, tools: Sequence[Tool], sock: socket.socket, output: int, host: socket.socket) -> None:
+    parent = os.getpid()
     if os.fork():
         return
     status = 1
     try:
         os.setsid()  # so that the host can end it with all that it starts
         end_with_parent()
+        if os.getppid() != parent:  # it ended before: no signal will tell of it
+            return
         host.close()
         for fd in (1, 2):
             os.dup2(output, fd)

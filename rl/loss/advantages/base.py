@@ -15,12 +15,11 @@ class Trajectory:
     rewards: np.ndarray
     """[M] float64: the verdict on the last token, a turn's on its last, penalties on their own tokens."""
 
+    reward: float
+    """The whole of it: their sum, or what a rollout without a token was rewarded with."""
+
     values: np.ndarray = field(default_factory=lambda: _NO_VALUES)
     """[M] the critic's value before each token; empty without a critic."""
-
-    @property
-    def reward(self) -> float:
-        return float(self.rewards.sum())
 
 
 Groups = Sequence[Sequence[Trajectory]]
@@ -43,10 +42,10 @@ def discounted_sums(values: np.ndarray, discount: float) -> np.ndarray:
 def whiten(advantages: list[list[np.ndarray]], eps: float) -> list[list[np.ndarray]]:
     """Mean 0 and variance 1 over all tokens of the batch.
 
-    The variance is the sample's (divisor n - 1), and eps is added to it.
+    The variance is the sample's (divisor n - 1), and eps is added to it. One token alone gets 0.
     """
     tokens = np.concatenate([a for group in advantages for a in group] or [np.zeros(0)])
     if len(tokens) < 2:
-        return advantages
+        return [[np.zeros(len(a)) for a in group] for group in advantages]
     mean, scale = tokens.mean(), 1 / np.sqrt(tokens.var(ddof=1) + eps)
     return [[(a - mean) * scale for a in group] for group in advantages]

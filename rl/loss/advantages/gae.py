@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from rl.bounds import NonNegativeFloat, Share
+from rl.fields import refuse
 from rl.loss.advantages.base import Groups, Trajectory, discounted_sums, whiten
 
 
@@ -30,6 +31,9 @@ class GAE:
     """Added to the variance in whitening."""
 
     needs_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse(self)
 
     def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
         advantages = [[self._advantages(t) for t in group] for group in groups]

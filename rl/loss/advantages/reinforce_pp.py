@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from rl.bounds import NonNegativeFloat, Share
+from rl.fields import refuse
 from rl.loss.advantages.base import Groups, Trajectory, discounted_sums, whiten
 
 
@@ -26,6 +27,18 @@ class ReinforcePP:
 
     eps: NonNegativeFloat = 1e-8
     """Added to the variance."""
+
+    def __post_init__(self) -> None:
+        refuse(self)
+
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.baseline == "none" or self.discount == ReinforcePP.discount:
+            return []
+        return [
+            f"{prefix}discount={self.discount} has no effect with {prefix}baseline=group_mean; "
+            f"set one of them"
+        ]
 
     @property
     def compares_in_groups(self) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from rl.loss.advantages.base import Groups, each_group
+from rl.rewards import all_equal
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RLOO:
 
 
 def _advantages(rewards_G: np.ndarray) -> np.ndarray:
-    if rewards_G.max() == rewards_G.min():
+    if all_equal(rewards_G.tolist()):
         return np.zeros(len(rewards_G))
     others = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
     return rewards_G - others

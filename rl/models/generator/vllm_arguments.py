@@ -28,3 +28,19 @@ def take_own_device() -> None:
     """A rank is shown its own GPU alone, and vLLM takes the one of its local rank (gpu_worker.py)."""
     if "LOCAL_RANK" in os.environ and (count := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
+
+
+def name_shared_memory(prefix: str) -> None:
+    """Give this engine's ranks a name of their own for what they share on a CPU.
+
+    vLLM 0.32 makes one of the rendezvous' address, which is "env://" under an external launcher: two engines
+    on one host would write into each other's memory.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    of_one_engine = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"{prefix}-{os.environ['MASTER_PORT']}-{of_one_engine(communicator).strip('/-')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

@@ -19,12 +19,12 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from rl.errors import RunError
+from rl.errors import ConfigError, RunError, one_line
 from rl.interfaces import Transport
 from rl.models.generator import cpu_lora
 from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
-from rl.models.generator.vllm_arguments import graph_args, memory_args, take_own_device
+from rl.models.generator.vllm_arguments import graph_args, memory_args, name_shared_memory, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
 from rl.models.hf import max_positions, read_config
@@ -54,12 +54,18 @@ class VLLM:
             # Without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model.
             torch.cpu._init_amx()
             if config.tensor_parallel > 1:
-                _name_shared_memory(config.shared_prefix)
+                name_shared_memory(config.shared_prefix)
             if config.max_lora_rank:
                 cpu_lora.install()
         take_own_device()
         register_backend(transport)
-        self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
+        try:
+            self._engine = LLMEngine.from_engine_args(_engine_args(config, on_cpu))
+            self._sample_a_token()
+        except Exception as error:  # many kinds: of a config, an architecture, memory
+            raise ConfigError(
+                f"vLLM cannot start with the model of {config.model_dir} ({one_line(error):.400})"
+            ) from error
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._transport = transport
         self._max_model_len = config.max_model_len
@@ -74,6 +80,12 @@ class VLLM:
         self._adapter_files = tempfile.TemporaryDirectory(prefix=f"{config.shared_prefix}-adapters-")
         # Of the model (None) and of each adapter.
         self._versions: dict[str | None, PolicyVersion] = {None: 0} if config.weights == "directory" else {}
+
+    def _sample_a_token(self) -> None:
+        """Some models load, and fail when they compute."""
+        self._engine.add_request("first", {"prompt_token_ids": [0]}, _vllm_params(SamplingParams(1)))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
 
     def tick(self, commands: Sequence[Command]) -> Tick:
         """Run the commands in order, then decode one step. A command that cannot be done costs no other."""
@@ -199,22 +211,6 @@ class VLLM:
             return path
 
         self._adapters.publish(name, write)
-
-
-def _name_shared_memory(prefix: str) -> None:
-    """Give this engine's ranks a name of their own for what they share on a CPU.
-
-    vLLM 0.32 makes one of the rendezvous' address, which is "env://" under an external launcher: two engines
-    on one host would write into each other's memory.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    of_one_engine = _CPUSHMDistributed.make_group_name
-
-    def make_group_name(communicator: Any) -> str:
-        return f"{prefix}-{os.environ['MASTER_PORT']}-{of_one_engine(communicator).strip('/-')}"
-
-    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
 def _versions_of(

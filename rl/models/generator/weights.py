@@ -10,9 +10,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rl.errors import RunError, one_line
 from rl.interfaces import Transport
 from rl.weight_sync.manifest import assemble
 
@@ -60,7 +63,41 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
                 module, "cpu_linear"
             ):  # packed weights: else the old and the new ones are there at once
                 module.cpu_linear = torch.nn.functional.linear
-        self.model.load_weights(self._tensors(fetched))
+        name = type(self.model).__name__
+        try:
+            self.model.load_weights(self._tensors(fetched))
+        except Exception as error:  # each model of vLLM has a loader of its own
+            raise RunError(
+                f"vLLM's {name} cannot load the weights that were published ({one_line(error):.300}); "
+                f"use another model"
+            ) from error
+        if missing := self._without_weights():
+            raise RunError(
+                f"vLLM's {name} took no weights for {len(missing)} of its modules, such as {missing[0]}, and "
+                f"would sample from random ones; use another model"
+            )
+
+    def _without_weights(self) -> list[str]:
+        """Modules with parameters of their own of which none was loaded since `start_weight_update`.
+
+        Attention is left out, whose scales of the cache no weights come with; and what shares its memory with
+        a module that was loaded, as a head that is tied to the embedding.
+        """
+        loaded = {p.data_ptr() for p in self.model.parameters() if not p.is_meta}
+        missing = []
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            parameters = dict(module.named_parameters(recurse=False))
+            if (
+                not (parameters and info.can_load())
+                or info.load_numel
+                or isinstance(module, AttentionLayerBase)
+            ):
+                continue
+            kernel_parameters, _ = info.kernel_tensors
+            if not all(p.data_ptr() in loaded for p in kernel_parameters.values()):
+                missing.append(name)
+        return missing
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -76,8 +113,9 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
     def _tensors(self, fetched: Any) -> Any:
         for name, tensor in assemble(fetched):
             yield name, tensor
-            if name == "model.embed_tokens.weight" and "lm_head.weight" not in fetched:
-                # Tied: without it vLLM keeps the head it packed from the old embedding.
+            tied = name == "model.embed_tokens.weight" and "lm_head.weight" not in fetched
+            if tied and hasattr(self.model, "lm_head"):
+                # Without it vLLM keeps the head it packed from the old embedding.
                 yield "lm_head.weight", tensor
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost
 from rl.envs.chat.tools import as_tool, tool
+from rl.envs.pipes import receive, send
 from rl.errors import ConfigError, EpisodeLost, RunError
 from rl.types import (
     Completion,
@@ -339,6 +341,8 @@ def test_where_the_forking_process_is_killed_episodes_begin_again(tokenizer, see
             if not self.killed:
                 self.killed = True
                 self.host._process.kill()
+                if seen == "after it was started again":
+                    self.host._process.wait()  # its forks are gone: this episode is lost, not answered first
                 if seen == "by its socket alone":
                     self.host._process.poll = lambda: None
             elif seen == "after it was started again":
@@ -355,3 +359,33 @@ def test_where_the_forking_process_is_killed_episodes_begin_again(tokenizer, see
     rollouts = playing.play(Bad(), tokenizer, policy, Problem("1", "fine"), n=3, through=through)
     assert [rollout.score.error for rollout in rollouts] == [None] * 3
     assert [rollout.score.reward for rollout in rollouts] == [1.0] * 3
+
+
+FORK_OUTLIVES_PARENT = """
+import os, socket, sys, time
+from rl.envs.chat import process
+from tests.envs.chat.test_episodes import Bad
+
+parent = os.getpid()
+
+def wait_until_parent_is_gone():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+process.end_with_parent = wait_until_parent_is_gone
+host = socket.socketpair()[0]
+process._fork(Bad(), (), socket.socket(fileno=int(sys.argv[1])), os.dup(2), host)
+os._exit(0)
+"""
+
+
+def test_a_fork_whose_parent_is_killed_first_ends_too():
+    """The kernel's signal at a parent's death comes only to a process that asked for it before."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", FORK_OUTLIVES_PARENT, str(theirs.fileno())]
+    with ours, theirs:
+        subprocess.run(command, pass_fds=[theirs.fileno()], check=True, timeout=120)
+        theirs.close()
+        with pytest.raises((EOFError, ConnectionError)):
+            send(ours.fileno(), (Problem("1", "fine"), 1))
+            receive(ours.fileno(), 30)
