@@ -5,7 +5,6 @@
 import torch
 
 from rl.loss.logprobs import logprobs_and_entropy
-from tests.numeric import assert_close_as
 
 
 def test_logprobs_and_entropy_are_fp32_whatever_the_logits():
@@ -22,9 +21,10 @@ def test_logprobs_and_entropy_are_fp32_whatever_the_logits():
     assert torch.allclose(entropy.double(), -(reference.exp() * reference).sum(-1), atol=1e-6)
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
-    # bf16 logits get a bf16 gradient: of each number the nearest there is, or next to it where fp32 is halfway.
-    for ours, wanted in zip(logits.grad.flatten(), exact.grad.flatten(), strict=True):
-        assert_close_as(wanted.bfloat16(), ours, wanted)
+    # bf16 logits get a bf16 gradient: each number as near as bf16 can be, but for what fp32 rounded before.
+    own_error = (exact.grad.bfloat16() - exact.grad).abs()
+    fp32 = 16 * torch.finfo(torch.float32).eps * exact.grad.abs().max()
+    assert ((logits.grad - exact.grad).abs() <= own_error + fp32).all()
 
 
 def test_logprobs_of_improbable_tokens_do_not_vanish():
