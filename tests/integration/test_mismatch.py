@@ -24,7 +24,7 @@ def test_buffers_reach_the_generator(tmp_path):
     done, run_dir = train(tmp_path, "gemma4_text")
     assert done.returncode == 0, done.stderr[-3000:]
     gaps = [step["logprob_diff/mean"] for step in read_metrics(run_dir) if "logprob_diff/mean" in step]
-    assert len(gaps) == 2 and max(gaps) < 1e-4  # holds: meaning; without the buffers it is 1e-2
+    assert len(gaps) == 2 and max(gaps) < 1e-4  # holds: meaning, without the buffers it is over 1e-2
 
 
 def test_a_model_that_vllm_computes_otherwise_ends_before_its_first_update(tmp_path):
