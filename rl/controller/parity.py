@@ -17,7 +17,6 @@ a missed weight sync: there the limit finds a model that is computed wrongly, no
 STEPS = 10
 """In a row over the limit, after which a run ends."""
 
-
 _CERTAIN = 0.05  # nats: a token that is likelier says little of what a model computes
 _FEWEST = 8  # tokens on each side of a position, to say that the two differ from there on
 
@@ -99,12 +98,10 @@ async def explain(engine: EngineHandle, adapter: str | None, samples: Sequence[S
 
 def _begins_to_differ(position: np.ndarray, difference: np.ndarray, limit: float) -> int | None:
     """The position before which the mean is within the limit, and from which it is most clearly over it."""
-    best, begin = 0.0, None
-    for candidate in np.unique(position):
-        before, after = difference[position < candidate], difference[position >= candidate]
-        if min(len(before), len(after)) < _FEWEST or before.mean() > limit or after.mean() <= limit:
-            continue
-        clear = (after.mean() - before.mean()) * (len(before) * len(after) / len(position)) ** 0.5
-        if clear > best:
-            best, begin = clear, int(candidate)
-    return begin
+    order = np.argsort(position, kind="stable")
+    position, sums, num = position[order], np.cumsum(difference[order]), len(order)
+    at = np.flatnonzero(np.diff(position)) + 1  # where another position begins
+    at = at[(at >= _FEWEST) & (num - at >= _FEWEST)]
+    before, after = sums[at - 1] / at, (sums[-1] - sums[at - 1]) / (num - at)
+    clear = np.where((before <= limit) & (after > limit), (after - before) * np.sqrt(at * (num - at)), 0.0)
+    return int(position[at[clear.argmax()]]) if clear.any() else None
