@@ -1,5 +1,7 @@
 """Rollouts that fork: the sequence of GSPO's mean and of the correction's product is a branch, not a rollout."""
 
+# holds: exact
+
 import asyncio
 import math
 from dataclasses import replace

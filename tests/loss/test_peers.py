@@ -8,6 +8,8 @@ verl 0.10.0.dev (1dda039b9), NeMo-RL 0.6.0 (7ea279abf), SkyRL (a9564572e), prime
 OpenRLHF 0.11.0 (3c3be623), slime 0.3.1 (624b824a8), TuFT (102eefd), TRL 1.16.0, transformers 5.19.0
 """
 
+# holds: exact, where it is narrow the difference is of the digits that a peer printed
+
 import math
 from dataclasses import replace
 from pathlib import Path

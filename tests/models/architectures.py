@@ -4,6 +4,8 @@
 a directory, this module is the generator's side: it samples with what was published there, and writes answers.
 """
 
+# holds: meaning, a tensor left out moves logits by a tenth and the gap by nats
+
 import asyncio
 import json
 import os

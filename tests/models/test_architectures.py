@@ -1,5 +1,7 @@
 """transformers' architectures: all of a model's state travels, nothing is random, and what cannot be right is refused."""
 
+# holds: meaning, random draws and adapters move logits by over 1, rounding by 1e-6 of them
+
 import copy
 import re
 

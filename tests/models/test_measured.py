@@ -12,7 +12,7 @@ from rl.observability.metrics import learning_metrics
 from rl.types import Segment
 from tests.tiny import write_model
 
-# holds: float64's own arithmetic; fp32's rounding of a mean over 60 tokens is 1e-6
+# holds: exact, fp32's rounding of a mean over 60 tokens is 1e-6
 TOLERANCE = 1e-4
 
 
