@@ -27,7 +27,7 @@ KINDS = {
 _APPROXIMATE = {"approx", "allclose", "isclose", "assert_close", "assert_allclose"}
 _BY_REFERENCE = {"assert_close_as"}
 _CLOCKS = {"monotonic", "perf_counter", "time"}
-_HOLDS = re.compile(r"# holds: (\w+)(?:, (.*))?")
+_HOLDS = re.compile(r"# holds: (\w+)(?:[,;:] (.*))?")
 _DRAWS = {"random", "uniform", "normal"}
 
 

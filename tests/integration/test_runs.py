@@ -148,8 +148,8 @@ def test_streamed_groups_give_the_same_run(fsdp_run, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for streamed, whole in zip(read_metrics(tmp_path / "run"), read_metrics(run_dir), strict=True):
         for name in ("reward/mean", "loss", "grad_norm", "entropy", "eval/accuracy"):
-            # holds: exact, REORDERED
-            assert streamed.get(name) == pytest.approx(whole.get(name), abs=1e-5), name
+            # holds: exact, sums in another order: a thirtieth of it in every variant measured
+            assert streamed.get(name) == pytest.approx(whole.get(name), rel=1e-5, abs=1e-5), name
 
 
 @pytest.mark.slow

@@ -62,8 +62,9 @@ def test_killed_ranks_leave_the_last_complete_checkpoint_and_any_layout_goes_on_
         got = work("resume", model_dir, tmp_path, shard, tensor_parallel)
         for kind in ("full", "lora"):
             assert got[kind]["first"] == expected[kind]["first"] == 3
-            # holds: exact, PENDING
-            assert np.abs(np.subtract(got[kind]["losses"], expected[kind]["losses"])).max() < 1e-6
+            apart = np.abs(np.subtract(got[kind]["losses"], expected[kind]["losses"])).max()
+            # holds: exact, layouts round the losses' sums apart by one unit in the last place; 32 are allowed
+            assert apart <= 2.0**-18 * max(expected[kind]["losses"])
 
 
 @pytest.mark.parametrize("kind", ENGINES)
