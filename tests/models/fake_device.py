@@ -145,7 +145,9 @@ def _verbs(kind, model_dir, device) -> None:
     rows = [sample(0, 40), sample(1, 21), sample(0, 30), sample(2, 70)]  # two micro-batches
     batch = pack(rows, max_tokens=96)
     losses = [Clip(), GSPO(), CISPO(), CrossEntropy(), Distillation(), ImportanceSampling(), DPO()]
-    objective = Objective(Clip(), Correction(tis_clip=2.0, mask_high=5.0), KL(coef=0.1), entropy_coef=0.1)
+    objective = Objective(
+        Clip(), Correction("trainer", tis_clip=2.0, mask_high=5.0), KL(coef=0.1), entropy_coef=0.1
+    )
     (micro, *_) = batch.ranks[0]
     for loss in [*losses, ClippedValue(0.2)]:
         logprobs, entropy = (
