@@ -1,7 +1,8 @@
-"""The numeric tests on other processors than this one, as far as it can pass for them: eleven minutes.
+"""The numeric tests on other processors than this one, as far as it can pass for them: a quarter of an hour.
 
 torch, oneDNN and MKL choose kernels by what the processor can do. Told that it can do less, they compute what an older
-one would. The files are all that compare with a reference's own error (numeric_bounds.py), and the losses.
+one would. The files are those of tests/models that compare with a reference's own error (numeric_bounds.py) in the
+test's own process, and the losses.
 """
 
 import os
@@ -24,13 +25,16 @@ PROCESSORS = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
 }
-STARTS_PROCESSES = "tests/models/test_conformance.py"  # for minutes, each with one thread
+# Each with one thread, and for longer than all others.
+START_PROCESSES = {f"tests/models/test_{name}.py" for name in ("checkpoint", "conformance", "value_head")}
 
 
 def numeric_files():
-    by_reference = {b.path for b in bounds() if b.kind == "reference" and "/test_" in b.path}
+    by_reference = {
+        b.path for b in bounds() if b.kind == "reference" and b.path.startswith("tests/models/test_")
+    }
     losses = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "loss").glob("test_*.py")}
-    return sorted((by_reference | losses) - {STARTS_PROCESSES})
+    return sorted((by_reference | losses) - START_PROCESSES)
 
 
 def test_the_files_that_hold_kernels_are_among_them():
