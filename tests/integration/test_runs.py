@@ -143,8 +143,8 @@ def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fs
 def test_streamed_groups_give_the_same_run(fsdp_run, tmp_path):
     """Micro-batches of the groups that are finished train while others are generated; only sums are reordered.
 
-    A part in which no group has an advantage trains one of them, to measure the gap to the generator. How many there
-    are depends on which groups finish first; entropy is then a mean over more tokens.
+    A part in which no group has an advantage trains one of them, to measure the gap to the generator. Of a whole step
+    that has advantages none is trained so: entropy is then a mean over fewer tokens.
     """
     run_dir, _ = fsdp_run
     two = ("--stream_groups", "2")
