@@ -6,7 +6,7 @@ _RELATIVE, _ABSOLUTE = 1e-7, 1e-12
 """Sums of parts differ by 1e-16 of their size, in float32 by 6e-8; around 0 by 1e-16 of their parts' size."""
 
 _SHORT_OF_ONE = 1e-6
-"""0.7 + 0.2 + 0.1 is 1 - 1e-16."""
+"""0.7 + 0.2 + 0.1 is 1 - 1e-16 where they are added one after the other."""
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
