@@ -4,6 +4,7 @@ Who goes on from the checkpoint does not generate them again. They are a file be
 part of it: without the file their prompts are started again, as all others that had not ended.
 """
 
+import dataclasses
 import hashlib
 import logging
 import pickle
@@ -45,8 +46,9 @@ def read_prompts(checkpoint: str, prompts: Mapping[str, Any], is_own: bool) -> B
         if _checksum(content) != prompts["held"]:
             raise ValueError("its content has changed")
         held = pickle.loads(content)
-        # A pickle of other code may lack fields.
-        all(score.correct for finished in held for score in finished.group.scores)
+        # A pickle of other code may lack fields, which only reading them shows.
+        for score in (score for finished in held for score in finished.group.scores):
+            dataclasses.replace(score)
         state.held.extend(held)
     except Exception as error:  # a pickle of other code may raise anything
         _log.warning("%s cannot be used (%s); what it has is generated again", path, error)

@@ -28,8 +28,10 @@ class DiskTensors:
     names: frozenset[str]
     """All names on disk."""
 
-    names_converted: frozenset[str]
-    """Those of the converted tensors."""
+    @property
+    def names_converted(self) -> frozenset[str]:
+        """Names on disk of the converted tensors."""
+        return self.names - set(self.renamed.values())
 
 
 def disk_tensors(lm: transformers.PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> DiskTensors:
@@ -56,7 +58,7 @@ def disk_tensors(lm: transformers.PreTrainedModel, tensors: Mapping[str, torch.T
                 )
         renamed |= same
         names |= on_disk.keys()
-    return DiskTensors(renamed, tuple(converted), frozenset(names), frozenset(names - set(renamed.values())))
+    return DiskTensors(renamed, tuple(converted), frozenset(names))
 
 
 def convert(lm: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -38,12 +38,16 @@ def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
     assert read.group.rollouts[0].problem.metadata["shelf"].books == 3
 
 
-def test_what_lacks_a_field_of_today_is_generated_again(checkpoint, caplog, monkeypatch):
+@pytest.mark.parametrize("error", [None, "it failed"])
+def test_what_lacks_a_field_of_today_is_generated_again(checkpoint, caplog, monkeypatch, error):
     """A pickle of a class with slots that had fewer of them loads without an error."""
+    made = group(7, 2, "differ")
+    scores = tuple(replace(score, error=error) for score in made.scores)
+    state = BufferState(9, [7, 8], [Finished(7, 2, replace(made, scores=scores))])
     with monkeypatch.context() as earlier:
         names = [field.name for field in dataclasses.fields(Score)[:-1]]
         earlier.setattr(Score, "__getstate__", lambda score: [getattr(score, name) for name in names])
-        prompts = write_prompts(checkpoint, STATE)
+        prompts = write_prompts(checkpoint, state)
     assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
     assert "verdict" in caplog.text and "is generated again" in caplog.text
 
