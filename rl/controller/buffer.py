@@ -94,11 +94,29 @@ class RolloutBuffer:
         self._failure: BaseException | None = None
         self._changed = Signal()
         self.ends: Counter[str] = Counter()
-        for prompt in state.held if state else ():
-            if prompt.begun + pace.max_offpolicy_steps >= num_steps_done:
-                self._hold(prompt)
+        self._again: list[int] = []  # started before, and to be started again
+        if state is not None:
+            self._restore(state, num_steps_done)
+
+    def _restore(self, state: BufferState, version: PolicyVersion) -> None:
+        """Take up what was held, the oldest first, while there are places in time; the others start again.
+
+        The pace may be another than it was, and a step that is taken again brings back what it had filtered.
+        """
+        pace = self._pace
+        in_time = [p for p in state.held if p.begun + pace.max_offpolicy_steps >= version]
+        for prompt in sorted(in_time, key=lambda p: (p.begun, p.index)):
+            last_version = prompt.begun + pace.max_offpolicy_steps
+            places = (last_version - version + 1) * pace.groups_per_step
+            num_spare = max(0, len(self._spare) - pace.max_filtered_per_step)
+            has_place = len(self._finished) + num_spare < places  # all that have one are due by then
+            if self._is_kept(prompt.group):
+                if has_place:
+                    self._finished[prompt.index] = prompt
+            elif has_place or len(self._spare) < pace.max_filtered_per_step:
+                self._spare.append(prompt)
         held = {*self._finished, *(p.index for p in self._spare)}
-        self._again = [index for index in state.unfinished if index not in held] if state else []
+        self._again = [index for index in state.unfinished if index not in held]
 
     async def follow(self, served: Callable[[], PolicyVersion | None], changed: Signal) -> None:
         """Start prompts whenever a newer version is served. Never returns.
@@ -208,18 +226,17 @@ class RolloutBuffer:
             return
         del self._running[prompt.index]
         self._running_since -= Counter([prompt.begun])  # keeps no zeros
-        if not self._hold(Finished(prompt.index, prompt.begun, group)):
+        finished = Finished(prompt.index, prompt.begun, group)
+        if self._is_kept(group):
+            self._finished[prompt.index] = finished
+        else:
+            self._spare.append(finished)
             self._start()
         self._changed.notify()
 
-    def _hold(self, prompt: Finished) -> bool:
+    def _is_kept(self, group: Group) -> bool:
         """Whether it is worth a place."""
-        is_kept = self._keep(prompt.group) or not self._pace.max_filtered_per_step
-        if is_kept:
-            self._finished[prompt.index] = prompt
-        else:
-            self._spare.append(prompt)
-        return is_kept
+        return self._keep(group) or not self._pace.max_filtered_per_step
 
     def _can_take(self, version: PolicyVersion, size: int) -> bool:
         return self._choose(version, size) is not None

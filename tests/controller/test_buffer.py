@@ -15,6 +15,7 @@ from rl.controller.schedule import Schedule
 from rl.errors import RunError
 from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
 from rl.waiting import Signal, beside
+from tests.virtual_time import run_virtually
 
 P = 3
 
@@ -50,7 +51,7 @@ class World:
     ):
         self.rng, self.k, self.num_steps, self.kinds, self.part = rng, k, num_steps, kinds, part
         self.changed, self.served, self.newest, self.done = Signal(), None, done, done
-        self.save_at, self.saved = None, None
+        self.save_at, self.stop_in_step, self.saved = None, None, None
         self.served_late = served_late
         self.started, self.batches, self.most_ahead = Counter(), {}, 0
         pace = Pace(P, num_steps, k, max_filtered)
@@ -98,7 +99,10 @@ class World:
         return taken
 
     async def update(self, batch, step):
-        await self.pause()
+        await self.pause(60 if step == self.stop_in_step else 6)
+        if step == self.stop_in_step:
+            self.saved = self.buffer.state_before_step
+            raise Killed
         return {}
 
     async def publish(self, step):
@@ -132,7 +136,7 @@ class World:
 
 
 def run(world):
-    asyncio.run(asyncio.wait_for(world.run(), 20))  # past it something waits for ever
+    run_virtually(world.run())
     return world
 
 
@@ -194,6 +198,43 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_on_every_prompt_once_and_ke
         assert all(0 <= (step - 1) - g.oldest_version <= k for g in t.groups)
     assert set(whole.started.values()) <= {1}
     assert not set(whole.started) & {prompt.index for prompt in killed.saved.held}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(0, 4),
+    new_k=st.integers(0, 4),
+    at=st.integers(1, 5),
+    max_filtered=st.sampled_from([0, P, 2 * P]),
+    new_max_filtered=st.sampled_from([0, P, 2 * P]),
+    kinds=st.sampled_from([("differ",), ("differ", "same"), ("differ", "same", "fail"), ("same",)]),
+)
+def test_a_run_that_stopped_at_any_moment_goes_on_under_any_bound_and_filter(
+    seed, k, new_k, at, max_filtered, new_max_filtered, kinds
+):
+    """Also one whose step had been taken and was not learned from: its prompts come back."""
+    num_steps = 6
+    stopped = World(random.Random(seed), k, num_steps, max_filtered, kinds)
+    stopped.stop_in_step = at
+    with pytest.raises(Killed):
+        run(stopped)
+    del stopped.batches[at]
+    resumed = World(
+        random.Random(seed + 1), new_k, num_steps, new_max_filtered, kinds, done=at - 1, state=stopped.saved
+    )
+    run(resumed)
+    taken = [t for world in (stopped, resumed) for t in world.batches.values()]
+    ended = Counter(g.index for t in taken for g in (*t.groups, *t.filtered))
+    assert set(ended.values()) == {1}
+    never = set(range(max(ended) + 1)) - set(ended)  # another filter takes fewer of them in all
+    assert never <= set(stopped.saved.unfinished)
+    assert sum(len(t.groups) for t in taken) == num_steps * P
+    for step, t in resumed.batches.items():
+        assert all(0 <= (step - 1) - g.oldest_version <= new_k for g in t.groups)
+        assert len(t.filtered) <= new_max_filtered
+    if (k, max_filtered) == (new_k, new_max_filtered) and not max_filtered:  # all of them have a place
+        assert not set(resumed.started) & {prompt.index for prompt in stopped.saved.held}
 
 
 def test_a_finished_group_that_is_too_old_for_a_smaller_bound_is_generated_again():
