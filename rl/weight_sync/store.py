@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from rl.errors import RunError
 from rl.types import PolicyVersion
 from rl.waiting import Signal
-from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.manifest import Manifest
 
 MAX_VERSIONS = 3
-"""Versions of a name that exist at a time, with the one being written and, under an adapter, the model's."""
+"""Versions of a name that exist at a time, with the one being written."""
 
 
 class WeightStore:
@@ -20,7 +20,8 @@ class WeightStore:
     1. The newest complete version is kept: a generator that is started again finds it.
     2. A version that is being read is kept until its last reader is done.
     3. Every other version is freed as soon as nobody reads it.
-    4. At most MAX_VERSIONS exist: who wants to write one more waits until a reader is done.
+    4. At most MAX_VERSIONS exist: who wants to write one more waits until a reader is done. An adapter's base
+       is a version of the model, not of the adapter.
     """
 
     def __init__(self, release: Callable[[Manifest], Awaitable[None]]):
@@ -84,8 +85,8 @@ class WeightStore:
         return {name: sorted(versions) for name, versions in self._versions.items()}
 
     def _num_versions(self, name: str) -> int:
-        """Of this name and, under an adapter, of the model; those that are being written included."""
-        return sum(len(self._versions.get(n, {})) + self._writing[n] for n in {name, MODEL})
+        """With those that are being written."""
+        return len(self._versions.get(name, {})) + self._writing[name]
 
     async def _free(self, name: str) -> None:
         versions = self._versions.get(name, {})

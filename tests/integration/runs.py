@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ MAX_VERSIONS = 3
 
 
 class SharedVersions(threading.Thread):
-    """Lists a run's directory in shared memory all the while: the most versions of the weights that it ever held."""
+    """Lists a run's directory in shared memory all the while: the most versions of one name that it ever held."""
 
     def __init__(self, pid):
         super().__init__(daemon=True)
@@ -30,7 +30,8 @@ class SharedVersions(threading.Thread):
         while not self._over.is_set():
             names = [p.stem for d in Path("/dev/shm").glob(f"rl-{self.pid}-*") for p in d.glob("*.bin")]
             there = {name.rsplit("-rank", 1)[0] for name in names}
-            self.most = max(self.most, len(there))
+            of_each = Counter(name.rsplit("-v", 1)[0] for name in there)
+            self.most = max(self.most, *of_each.values(), 0)
             self.seen |= there
             time.sleep(0.005)
 
@@ -40,7 +41,7 @@ class SharedVersions(threading.Thread):
 
 
 def rl(*arguments, timeout=400):
-    """A run to its end. However often it publishes, shared memory holds three versions at most."""
+    """A run to its end. However often it publishes, shared memory holds three versions of a name at most."""
     process = start(*arguments, stderr=subprocess.PIPE)
     versions = SharedVersions(process.pid)
     try:
