@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import count
 
 from rl.actors.generator import GeneratorProcesses
@@ -59,6 +60,28 @@ class Updates:
                 await all_have_it.wait()
 
 
+class _Request:
+    """One that waits for its turn to end, and then for its completions."""
+
+    def __init__(self, prompt: Sequence[int], n: int, params: SamplingParams):
+        self.prompt, self.n, self.params = prompt, n, params
+        self.answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+
+    def finish(self, sampled: asyncio.Task[list[Completion]]) -> None:
+        if sampled.cancelled():
+            self.answer.cancel()
+        elif (error := sampled.exception()) and not self.answer.done():
+            self.answer.set_exception(error)
+        elif not self.answer.done():
+            self.answer.set_result(sampled.result())
+
+
+@dataclass
+class _OpenWave:
+    member: GeneratorProcesses
+    requests: list[_Request] = field(default_factory=list)
+
+
 class GeneratorReplica(Replica[GeneratorProcesses]):
     """A generator that can be spawned again, and that follows the WeightStore.
 
@@ -80,7 +103,8 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         self._in_flight_updates = in_flight_updates
         self._updates = updates
         self._wave_numbers = count()
-        self._wave: list[asyncio.Future] = []  # requests of the present turn of the event loop
+        self._wave: _OpenWave | None = None  # of the present turn of the event loop
+        self._sent: set[asyncio.Task[list[Completion]]] = set()
 
     async def serve(self, member: GeneratorProcesses) -> None:
         self.version = None
@@ -120,25 +144,27 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
         """Requests made in one turn of the event loop are admitted together, in this order: see Wave."""
-        return await self.ask(lambda member: self._in_wave(member, prompt, n, params), load=n)
+        return await self.ask(lambda member: self._in_wave(member, _Request(prompt, n, params)), load=n)
 
-    async def _in_wave(
-        self, member: GeneratorProcesses, prompt: Sequence[int], n: int, params: SamplingParams
-    ) -> list[Completion]:
-        loop = asyncio.get_running_loop()
-        position = len(self._wave)
-        if not position:
-            loop.call_soon(self._close_wave, next(self._wave_numbers))
-        closed = loop.create_future()
-        self._wave.append(closed)
-        number, size = await closed
-        return await member.sample(prompt, n, params, Wave(number, position, size))
+    async def _in_wave(self, member: GeneratorProcesses, request: "_Request") -> list[Completion]:
+        if self._wave is None or self._wave.member is not member:
+            self._wave = _OpenWave(member)
+            asyncio.get_running_loop().call_soon(self._close_wave, self._wave)
+        self._wave.requests.append(request)
+        return await request.answer
 
-    def _close_wave(self, number: int) -> None:
-        wave, self._wave = self._wave, []
-        for closed in wave:
-            if not closed.done():
-                closed.set_result((number, len(wave)))
+    def _close_wave(self, wave: "_OpenWave") -> None:
+        """Send the requests that somebody still waits for. From here on none of them is taken back."""
+        self._wave = None if self._wave is wave else self._wave
+        waiting = [request for request in wave.requests if not request.answer.done()]
+        number, size = next(self._wave_numbers), len(waiting)
+        for position, request in enumerate(waiting):
+            place = Wave(number, position, size)
+            sampling = wave.member.sample(request.prompt, request.n, request.params, place)
+            task = asyncio.create_task(sampling)
+            self._sent.add(task)
+            task.add_done_callback(self._sent.discard)
+            task.add_done_callback(request.finish)
 
     def _is_behind(self) -> bool:
         wanted = self._updates.wanted
