@@ -95,16 +95,17 @@ class Actors:
 
         Generators fetch them by themselves.
 
-        Raises RunError where a reader of older versions does not let go within `deadlines.sync`.
+        Raises RunError where a reader of older versions does not let go within `deadlines.sync`; the trainer
+        then has as long to write.
         """
+        name = self.adapter or MODEL
         try:
             async with asyncio.timeout(self.deadlines.sync):
-                await self.store.publish(
-                    self.adapter or MODEL, lambda: self.trainer.publish_weights(version, self.policy)
-                )
+                await self.store.wait_for_room(name)
         except TimeoutError:
             raise RunError(
                 f"version {version} could not be published within {self.deadlines.sync:.0f} s: of the "
                 f"versions {self.store.versions} some are still being read; see the generators' logs, or "
                 f"raise --deadlines.sync"
             ) from None
+        await self.store.publish(name, lambda: self.trainer.publish_weights(version, self.policy))

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from rl.actors.generator_replica import GeneratorReplica, Updates
-from rl.actors.remote import ProcessDied
 from rl.actors.replica import Pool, State
 from rl.interfaces import Sampler
 from rl.types import Completion, PolicyVersion, SamplingParams
@@ -52,8 +51,7 @@ class GeneratorPool(Pool[GeneratorReplica]):
         await self.changed.wait_for(
             lambda: self.num_alive == 0 or (self.served is not None and self.served >= version)
         )
-        if self.num_alive == 0:
-            raise ProcessDied("every generator has died for good; see their logs under the run's logs/")
+        self.check_alive()
 
     async def sample(
         self, prompt: Sequence[int], n: int, params: SamplingParams, max_deaths: int | None = None

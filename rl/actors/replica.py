@@ -185,10 +185,7 @@ class Pool(Generic[R]):
         while True:
             chosen = self._choose(takes, prefer)
             if chosen is None:
-                if self.num_alive == 0:
-                    raise ProcessDied(
-                        f"every {self._name} has died for good; see their logs under the run's logs/"
-                    )
+                self.check_alive()
                 await self.changed.wait()
                 continue
             try:
@@ -198,6 +195,16 @@ class Pool(Generic[R]):
                 if num_deaths == max_deaths:
                     raise
                 _log.warning("%s; its work goes to another %s", death, self._name)
+
+    def check_alive(self) -> None:
+        """Raises ProcessDied once all are dead for good."""
+        if self.num_alive == 0:
+            raise ProcessDied(f"every {self._name} has died for good; see their logs under the run's logs/")
+
+    async def until_dead(self) -> None:
+        """Raises ProcessDied once all are dead for good. Never returns: for who waits for what they do."""
+        await self.changed.wait_for(lambda: self.num_alive == 0)
+        self.check_alive()
 
     def _choose(self, takes: Callable[[R], bool], prefer: R | None) -> R | None:
         idlest = None

@@ -159,8 +159,7 @@ class RewardPool(Pool[Replica[RewardProcess]]):
         """A process for an episode, of the worker with the fewest of them. See interfaces.Episodes."""
         async with self._room:
             await self.changed.wait_for(lambda: self.num_serving > 0 or self.num_alive == 0)
-            if self.num_alive == 0:
-                raise ProcessDied(f"every {self._name} has died for good; see their logs under logs/")
+            self.check_alive()
             serving = [replica for replica in self.replicas if replica.state is State.SERVING]
             replica = min(serving, key=self._num_episodes.__getitem__)
             self._num_episodes[replica] += 1

@@ -6,6 +6,7 @@ recorded after the checkpoint is forgotten, because it happens again. A synchron
 of one that nothing happened to.
 """
 
+import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,9 @@ async def train_and_export(
             await actors.trainer.finish_checkpoint()
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:
+            if _is_interrupted():  # a signal to a whole job ends processes, too
+                print(f"interrupted; {death}: the newest checkpoint is what is left", flush=True)
+                raise asyncio.CancelledError from death
             await actors.restart_engines(death)
             newest = latest(recorder.run_dir / "checkpoints")
             config = replace(config, resume=str(newest or config.resume))
@@ -36,6 +40,11 @@ async def train_and_export(
             before = step_of(config.resume)
             recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
             print(f"going on from {config.resume or 'the beginning'}", flush=True)
+
+
+def _is_interrupted() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def step_of(checkpoint: str) -> int:

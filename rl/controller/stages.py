@@ -2,18 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 from rl.actors.actors import Actors
 from rl.controller.algorithm import Algorithm
-from rl.controller.buffer import Pace, RolloutBuffer
+from rl.controller.buffer import RolloutBuffer
 from rl.controller.checkpoint_rules import checkpoint_state
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
 from rl.controller.config import RunConfig
-from rl.controller.held_groups import read_prompts, write_prompts
+from rl.controller.held_groups import write_prompts
 from rl.controller.loop import train
 from rl.controller.parity import Parity, default_limit
 from rl.controller.rollouts import check_rewards
@@ -21,7 +20,7 @@ from rl.controller.schedule import Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
-from rl.controller.updaters import rollouts, scorers, updaters
+from rl.controller.updaters import rollout_buffer, rollouts, scorers, updaters
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.loss.entropy import EntropyBonus, EntropyControl
@@ -29,7 +28,7 @@ from rl.models.checkpoint_dir import is_complete, latest
 from rl.observability.batches import write_batch
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
-from rl.types import Group, PolicyVersion
+from rl.types import PolicyVersion
 from rl.waiting import beside
 
 
@@ -74,7 +73,7 @@ class RunStages:
         else:
             await self._warm_up()
         if config.algorithm.samples_rollouts:
-            self.buffer = self._make_buffer(state)
+            self.buffer = rollout_buffer(config, self._rollouts, actors.generators, state, self._goes_on)
         schedule = Schedule(
             first=state["step"] + 1,
             last=config.steps,
@@ -90,23 +89,30 @@ class RunStages:
         return schedule
 
     async def run(self) -> None:
-        """The whole run. Beside the loop, the buffer starts prompts as new versions are served."""
+        """The whole run. Beside the loop, the buffer starts prompts as new versions are served.
+
+        Without generators no prompt starts and nothing is evaluated: the run ends with their death.
+        """
         self._schedule = await self.start()
         self._done = self._schedule.first - 1
         try:
-            if self.buffer is None:
-                return await train(self._schedule, self)
-            try:
-                async with beside(self.buffer.follow(self._served, self._actors.generators.changed)):
-                    await train(self._schedule, self)
-            finally:
-                self.buffer.close()
-                await self._rollouts.close()
+            async with beside(*self._beside_the_loop()):
+                await train(self._schedule, self)
         except asyncio.CancelledError:
             if self._unrecorded is not None:
                 self.record(*self._unrecorded)
             await self._save_what_is_done()
             raise
+        finally:
+            if self.buffer is not None:
+                self.buffer.close()
+            await self._rollouts.close()
+
+    def _beside_the_loop(self) -> Iterator[Coroutine[Any, Any, None]]:
+        generators = self._actors.generators
+        yield generators.until_dead()
+        if self.buffer is not None:
+            yield self.buffer.follow(self._served, generators.changed)
 
     @property
     def _algorithm(self) -> Algorithm:
@@ -254,23 +260,6 @@ class RunStages:
         if prompt_tokens:
             metrics |= {"tokens/prompt": prompt_tokens, "tokens/prompt_computed": prompt_tokens - cached}
         return metrics
-
-    def _make_buffer(self, state: Mapping[str, Any]) -> RolloutBuffer:
-        config, generators = self._config, self._actors.generators
-        pace = Pace(
-            groups_per_step=config.prompts_per_step,
-            num_steps=config.steps,
-            max_offpolicy_steps=config.max_offpolicy_steps,
-            max_filtered_per_step=config.resampling_rounds * config.prompts_per_step,
-        )
-
-        async def generate(index: int, version: PolicyVersion) -> Group:
-            return await self._rollouts.train_group(index, generators.at_least(version))
-
-        prompts = state.get("prompts")
-        before = read_prompts(config.resume, prompts, is_own=self._goes_on) if prompts else None
-        has_signal = attrgetter("has_signal")
-        return RolloutBuffer(generate, pace, has_signal, num_steps_done=state["step"], state=before)
 
     async def _warm_up(self) -> None:
         """Reference and critic begin where the policy then is."""

@@ -1,11 +1,16 @@
 """What learns in a run, who computes what its losses read, and how it is sampled."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from rl.actors.actors import Actors
+from rl.actors.generator_pool import GeneratorPool
 from rl.controller.algorithm import Algorithm
+from rl.controller.buffer import Pace, RolloutBuffer
 from rl.controller.config import RunConfig
+from rl.controller.held_groups import read_prompts
 from rl.controller.rollouts import Rollouts
 from rl.controller.schedule import LRSchedule
 from rl.controller.specs import longest_sequence
@@ -15,7 +20,7 @@ from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.endpoint import AgentEndpoint
 from rl.interfaces import Tokenizer
 from rl.loss.value import ClippedValue
-from rl.types import OptimParams
+from rl.types import Group, OptimParams, PolicyVersion
 
 
 def updaters(config: RunConfig, actors: Actors) -> tuple[Updater, Updater | None]:
@@ -64,3 +69,23 @@ def rollouts(config: RunConfig, tokenizer: Tokenizer, actors: Actors) -> Rollout
         actors.rewards,
         AgentEndpoint(tokenizer) if isinstance(config.env, AgentEnv) else None,
     )
+
+
+def rollout_buffer(
+    config: RunConfig, sampled: Rollouts, generators: GeneratorPool, state: Mapping[str, Any], is_own: bool
+) -> RolloutBuffer:
+    """state: the controller's, of a checkpoint, or of a run's beginning. is_own: it is this run's."""
+    pace = Pace(
+        groups_per_step=config.prompts_per_step,
+        num_steps=config.steps,
+        max_offpolicy_steps=config.max_offpolicy_steps,
+        max_filtered_per_step=config.resampling_rounds * config.prompts_per_step,
+    )
+
+    async def generate(index: int, version: PolicyVersion) -> Group:
+        return await sampled.train_group(index, generators.at_least(version))
+
+    prompts = state.get("prompts")
+    before = read_prompts(config.resume, prompts, is_own=is_own) if prompts else None
+    has_signal = attrgetter("has_signal")
+    return RolloutBuffer(generate, pace, has_signal, num_steps_done=state["step"], state=before)

@@ -33,9 +33,13 @@ class WeightStore:
         self._forgotten: set[str] = set()
         self.changed = Signal()
 
+    async def wait_for_room(self, name: str) -> None:
+        """Until one more version may be written."""
+        await self.changed.wait_for(lambda: self._num_versions(name) < MAX_VERSIONS)
+
     async def publish(self, name: str, write: Callable[[], Awaitable[Manifest]]) -> Manifest:
         """Call `write` once there is room for a version more; the manifest it returns is then the newest."""
-        await self.changed.wait_for(lambda: self._num_versions(name) < MAX_VERSIONS)
+        await self.wait_for_room(name)
         self._writing[name] += 1
         try:
             manifest = await write()

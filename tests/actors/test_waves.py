@@ -84,9 +84,7 @@ def answers(turns, cancelled):
         async with beside(pool.run()):
             await store.publish(MODEL, write)
             await pool.wait_served(0)
-            tasks = [
-                asyncio.create_task(pool.sample([i], 1, SamplingParams(3))) for i in range(REQUESTS)
-            ]
+            tasks = [asyncio.create_task(pool.sample([i], 1, SamplingParams(3))) for i in range(REQUESTS)]
             for _ in range(turns):
                 await asyncio.sleep(0)
             for i in cancelled:

@@ -164,6 +164,9 @@ class FakeGenerators:
         newest = self.store.newest(self.policy)
         return newest.version if newest else None
 
+    async def until_dead(self):
+        await asyncio.Event().wait()
+
     async def forget(self):
         await self.store.forget(self.policy)
 

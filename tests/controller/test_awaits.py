@@ -1,0 +1,304 @@
+"""No wait without an end: whatever dies, hangs or is interrupted at any await of the controller, the run ends.
+
+The awaits are those of the syntax tree. Scenarios reach each of them; then, for each, the run is done again,
+and when a task is in that await something happens. Time is virtual: a wait of an hour costs nothing, and one
+without an end is seen at once.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from configs.algorithms import dpo, sft
+from configs.calculator import calculator
+from configs.quickstart import quickstart
+from rl.controller.config import CriticConfig, ReferenceConfig, WarmupConfig
+from rl.envs.sort_letters import SortLetters
+from rl.errors import RunError
+from rl.loss.advantages.gae import GAE
+from rl.loss.kl import KL
+from rl.models.layout import Layout
+from rl.types import LoRA
+from tests.controller.awaits import Await, awaits, waiting
+from tests.controller.whole_run import World
+from tests.virtual_time import VirtualLoop
+
+FILES = (
+    "actors/actors.py", "actors/engine.py", "actors/generator.py", "actors/generator_pool.py",
+    "actors/generator_replica.py", "actors/reference.py", "actors/remote.py", "actors/replica.py",
+    "actors/reward.py", "actors/trainer.py", "controller/buffer.py", "controller/checkpoints.py",
+    "controller/loop.py", "controller/parity.py", "controller/recovery.py", "controller/rollouts.py",
+    "controller/stages.py", "controller/supervised.py", "controller/training_batch.py",
+    "controller/update.py", "processes.py", "waiting.py", "weight_sync/store.py",
+)  # fmt: skip
+ELSEWHERE = {
+    '_every("remove_adapter"': "the Tinker server's",
+    '_every("save_adapter"': "the Tinker server's",
+    '_every("load_adapter_state"': "the Tinker server's",
+    '"forward_backward_logprobs"': "the Tinker server's",
+    "_sample(lambda replica: True": "the Tinker server's",
+    "self._rollouts.close()": "an AgentEnv's endpoint: tests/envs",
+    "self.door.close()": "an AgentEnv's endpoint: tests/envs",
+    'self._verb("act"': "an AgentEnv's: tests/envs",
+    "await self.wait_for_room(name)": "a run waits for room before, with a deadline",
+    "return await work": "of work that is done",
+    "await preparing": "of prompts that are made while the update goes on, and long before its end",
+    'self._verb("score': "of an episode that a budget cuts off: tests/envs",
+}
+"""Awaits in which no run of these scenarios waits, by a part of their line, and why."""
+
+
+def base(recipe=quickstart, **changes):
+    settings = replace(
+        recipe(), env=SortLetters(num_eval=2), warmup=WarmupConfig(steps=1, batch_size=2), steps=3,
+        save_every=2, prompts_per_step=2, group_size=2, eval_every=2, max_logprob_diff=1e9,
+    )  # fmt: skip
+    return replace(settings, **changes)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run, and what happens to it first.
+
+    before: a part of an await's line, and what happens when a task comes there; and when: the n-th time.
+    """
+
+    config: object
+    options: dict | None = None
+    before: tuple[str, str, int] | None = None
+
+    def world(self, directory) -> World:
+        return World(self.config, directory, **(self.options or {}))
+
+
+SYNC, ASYNC = base(), base(max_offpolicy_steps=1)
+REFERENCE = base(kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1))
+CRITIC = base(advantages=GAE(), critic=CriticConfig(), save_every=1)
+TWO_RANKS = replace(SYNC, trainer=replace(SYNC.trainer, layout=Layout(shard=2)))
+LONG_EVALUATION = replace(ASYNC, eval_every=1, steps=4)
+DRAINED = replace(ASYNC, generator=replace(ASYNC.generator, updates="drain"))
+EPISODES = replace(
+    calculator(), env=replace(calculator().env, num_eval=2), warmup=WarmupConfig(), steps=2,
+    prompts_per_step=2, group_size=2, eval_every=2, max_logprob_diff=1e9,
+)  # fmt: skip
+SLOW_LOADS = {
+    "num_generators": 2,
+    "slow": {"generator-0.load_weights": 2000, "generator-1.load_weights": 500},
+}
+SCENARIOS = {
+    "synchronous": Scenario(SYNC),
+    "asynchronous": Scenario(ASYNC, {"slow": {"sample": 9}}),
+    "streamed": Scenario(base(stream_groups=1), {"slow": {"sample": 20}}),
+    "drained": Scenario(DRAINED, {"slow": {"sample": 9}}),
+    "reference": Scenario(REFERENCE),
+    "critic": Scenario(CRITIC),
+    "adapter": Scenario(base(kl=KL(coef=0.1), trainer=replace(SYNC.trainer, lora=LoRA(rank=4)))),
+    "demonstrations": Scenario(base(sft, warmup=WarmupConfig())),
+    "preferences": Scenario(base(dpo)),
+    "episodes": Scenario(EPISODES),
+    "two ranks": Scenario(TWO_RANKS),
+    "two generators": Scenario(ASYNC, {"num_generators": 2}),
+    "slow loads": Scenario(replace(ASYNC, steps=5), SLOW_LOADS),
+    "a long evaluation": Scenario(LONG_EVALUATION, {"slow": {"sample": 30}}),
+    "a loss that is not finite": Scenario(SYNC, {"fail_on": ("loss", None, 2)}),
+    "a gradient that is not finite": Scenario(SYNC, {"fail_on": ("grad_norm", None, 2)}),
+    "a streamed loss that is not finite": Scenario(base(stream_groups=1), {"fail_on": ("loss", None, 2)}),
+    "a mismatch": Scenario(replace(SYNC, max_logprob_diff=1e-9), {"mismatch": 1.0}),
+    "a death at the start": Scenario(SYNC, before=("await self.ready()", "trainer dies", 1)),
+    "a death": Scenario(REFERENCE, before=("asyncio.shield(updating)", "trainer dies", 3)),
+    "a critic's death": Scenario(CRITIC, before=("asyncio.shield(updating)", "critic dies", 3)),
+    "a rank's death": Scenario(TWO_RANKS, before=("asyncio.shield(updating)", "trainer dies", 1)),
+    "a death while loading": Scenario(
+        replace(ASYNC, steps=5), SLOW_LOADS, ("await stages.publish(step)", "trainer dies", 1)),
+    "a generator's death": Scenario(SYNC, before=("_caller.call(call, \"sample\"", "generator dies", 3)),
+    "a worker's death": Scenario(EPISODES, before=("answer = await self._ask", "reward dies", 1)),
+    "an interrupt": Scenario(REFERENCE, before=("await stages.save(step)", "interrupt", 1)),
+    "an interrupt of an update": Scenario(REFERENCE, before=("asyncio.shield(updating)", "interrupt", 1)),
+    "an interrupt of an episode": Scenario(EPISODES, before=("answer = await self._ask", "interrupt", 1)),
+    "an interrupt of an evaluation": Scenario(
+        LONG_EVALUATION, {"slow": {"sample": 30}}, ("self._rollouts.evaluate(sampler)", "interrupt", 3)),
+}  # fmt: skip
+
+
+def _do(world: World, what: str, task: asyncio.Task) -> None:
+    """What happens, in a word or two: `trainer dies`, `generator dies for good`, `interrupt`, ..."""
+    role, _, how = what.partition(" ")
+    match how:
+        case "dies":
+            world.kill(role)
+        case "dies for good":
+            world.kill(role, for_good=True)
+        case "hangs":
+            world.hang(role)
+        case "and trainer die":  # as a signal to a whole job
+            task.cancel()
+            world.kill("trainer")
+        case "":
+            task.cancel()
+
+
+class _Loop(VirtualLoop):
+    """Asks at each of its turns."""
+
+    at_turn: Callable[[], None] = staticmethod(lambda: None)
+
+    def _run_once(self) -> None:
+        self.at_turn()
+        super()._run_once()
+
+
+@dataclass
+class Outcome:
+    """`error`: what ended the run; None: it came to its end. `turns`: await -> the loop's turn that saw it first."""
+
+    world: World
+    turns: dict[Await, int]
+    first_turn: int  # in which the scenario's own event happened
+    error: BaseException | None
+    seconds: float
+    happened: bool
+
+
+def happen(
+    scenario: Scenario, directory, at: Await | None = None, what: str = "", hint: Outcome | None = None
+) -> Outcome:
+    """Run it. at: when a task first waits there, after what the scenario has happen itself.
+
+    hint: of the same run without the event: turns before are not looked at, which takes most of the time.
+    """
+    world, turns, turn, first_turn = scenario.world(directory), {}, 0, 0
+    happened, was_before = not what, False
+    begin = min(hint.first_turn, hint.turns[at]) - 3 if hint and at and scenario.before is None else 0
+
+    def look() -> None:
+        nonlocal happened, was_before, turn, first_turn
+        turn += 1
+        assert loop.time() < 3 * _LIMIT, "it waits for ever: only heartbeats go on"
+        task = tasks[0] if tasks else None
+        if task is None or task.done() or turn < begin or (happened and at is not None and not pending):
+            return
+        places = waiting(loop)
+        for place in places:
+            turns.setdefault(place, turn)
+        if pending:
+            part, first, times = pending[0]
+            is_before = any(part in place.code for place in places)
+            if is_before and not was_before:
+                pending[0] = part, first, times - 1
+            was_before = is_before
+            if pending[0][2] == 0:
+                pending.clear()
+                first_turn = turn
+                _do(world, first, task)
+        elif not happened and at in places:
+            happened = True
+            _do(world, what, task)
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(world.run()))
+        await tasks[0]
+
+    tasks: list[asyncio.Task] = []
+    pending = [scenario.before] if scenario.before else []
+    error: BaseException | None = None
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        loop = runner.get_loop()
+        loop.at_turn = look
+        try:
+            runner.run(main())
+        except (RunError, asyncio.CancelledError) as ending:
+            error = ending
+        seconds = loop.time()
+        loop.at_turn = lambda: None
+    return Outcome(world, turns, first_turn, error, seconds, happened)
+
+
+ROLES = ("trainer", "critic", "reference", "generator", "reward")
+EVENTS = [f"{role} {how}" for role in ROLES for how in ("dies", "dies for good", "hangs")]
+EVENTS += ["interrupt", "interrupt and trainer die"]
+_LIMIT = 1.5 * sum(vars(SYNC.deadlines).values())
+"""Virtual seconds: a run may wait for one deadline after the other."""
+
+
+def check(scenario: Scenario, at: Await, what: str, directory, undisturbed: Outcome) -> None:
+    """Raises AssertionError where the run does not end as it should."""
+    outcome = happen(scenario, directory, at, what, undisturbed)
+    if not outcome.happened:  # the turns were others
+        shutil.rmtree(directory)
+        outcome = happen(scenario, directory, at, what)
+    assert outcome.happened, "it happened at no turn"
+    assert outcome.seconds < undisturbed.seconds + _LIMIT
+    error, role = outcome.error, what.split()[0]
+    if undisturbed.error is not None and type(error) is type(undisturbed.error):
+        return
+    if role == "interrupt":
+        assert isinstance(error, asyncio.CancelledError), f"the interrupt is forgotten: {error}"
+    elif what.endswith(("for good", "hangs")):  # what hangs may have been given too little time
+        assert error is None or role in str(error), error
+    else:
+        assert error is None, error
+        if not scenario.config.max_offpolicy_steps and undisturbed.error is None:
+            assert outcome.world.numbers == undisturbed.world.numbers
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    logging.getLogger("rl").setLevel(logging.ERROR)
+    yield {name: happen(s, tmp_path_factory.mktemp("run")) for name, s in SCENARIOS.items()}
+    logging.getLogger("rl").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def reached(undisturbed):
+    """Await -> the first scenario in which a task waits there."""
+    first: dict[Await, str] = {}
+    for name, outcome in undisturbed.items():
+        for place in outcome.turns:
+            first.setdefault(place, name)
+    return {place: first[place] for file in FILES for place in awaits(file) if place in first}
+
+
+def test_every_await_of_the_controller_is_reached(reached):
+    every = [place for file in FILES for place in awaits(file)]
+    # An `async with` is reached where its beginning or its end waits, which most never do.
+    must = [place for place in every if not place.code.startswith(("async with", "async for"))]
+    missed = [place for place in must if place not in reached]
+    unknown = [place for place in missed if not any(part in place.code for part in ELSEWHERE)]
+    assert not unknown, "no scenario waits in\n" + "\n".join(map(str, unknown))
+    unused = [part for part in ELSEWHERE if not any(part in place.code for place in missed)]
+    assert not unused
+    print(f"{len(reached)} awaits of {len(FILES)} files are reached; {len(missed)} are not, see ELSEWHERE")
+
+
+def _cases(reached, undisturbed):
+    for place, name in reached.items():
+        meshes = {mesh.split("-")[0] for mesh in undisturbed[name].world.meshes}
+        for what in EVENTS:
+            if what.split()[0] in (*meshes, "interrupt"):
+                yield name, place, what
+
+
+def _check_all(cases, undisturbed, directory):
+    failed = []
+    for number, (name, place, what) in enumerate(cases):
+        try:
+            check(SCENARIOS[name], place, what, directory / str(number), undisturbed[name])
+        except AssertionError as error:
+            failed.append(f"{what} | {name} | {place} | {error!r:.300}")
+        shutil.rmtree(directory / str(number), ignore_errors=True)
+    assert not failed, f"{len(failed)} of {len(cases)}:\n" + "\n".join(failed)
+
+
+def test_whatever_happens_at_an_await_the_run_ends(reached, undisturbed, tmp_path):
+    """Each await with a few of the events, other ones at each; all of them: the slow test below."""
+    cases = list(_cases(reached, undisturbed))
+    _check_all(cases[::7], undisturbed, tmp_path)
+
+
+@pytest.mark.slow
+def test_whatever_happens_at_any_await_the_run_ends(reached, undisturbed, tmp_path):
+    _check_all(list(_cases(reached, undisturbed)), undisturbed, tmp_path)
