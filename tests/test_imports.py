@@ -14,6 +14,7 @@ LAYERS = [
         "rl.hub",
         "rl.paths",
         "rl.output",
+        "rl.owned_directory",
         "rl.waiting",
         "rl.micro_batch",
         "rl.http_server",
