@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SECONDS = 2.0
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_with_parent() -> None:
@@ -30,6 +31,16 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent has ended, so that they can be found and ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def on_interrupt(handle: Callable[[int], None]) -> None:
+    """Have the running event loop call it with the number of each SIGINT, SIGTERM and SIGHUP.
+
+    A signal that is ignored stays ignored: `nohup`, and a shell's `&`, start a process so.
+    """
+    for number in _INTERRUPTS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, handle, number)
 
 
 @dataclass(frozen=True, slots=True)
