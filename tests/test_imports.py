@@ -15,6 +15,7 @@ LAYERS = [
         "rl.paths",
         "rl.output",
         "rl.owned_directory",
+        "rl.cgroups",
         "rl.waiting",
         "rl.micro_batch",
         "rl.http_server",
