@@ -30,11 +30,12 @@ def memory_left(root: Path = Path("/")) -> float:
 
 
 def num_killed(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for lack of memory: in these cgroups, or on this host."""
-    counts = [_counter(root / "proc/vmstat", "oom_kill")]
+    """How many processes the kernel has killed for lack of memory: of this cgroup, else of this host."""
     for level in _levels(root, "memory"):
-        counts += [_counter(level / name, "oom_kill") for name in ("memory.events", "memory.oom_control")]
-    return max(counts)
+        for counters in (level / "memory.events", level / "memory.oom_control"):
+            if counters.exists():
+                return _counter(counters, "oom_kill")
+    return _counter(root / "proc/vmstat", "oom_kill")
 
 
 def _memory(root: Path) -> Iterator[tuple[float, int]]:

@@ -45,27 +45,27 @@ V1 = "9:name=systemd:/\n5:memory:{0}\n4:cpu,cpuacct:{0}\n0::/\n"
 UNLIMITED = {"a/": {}, "": {}}
 CASES = {
     "no cgroups": ({}, "", (inf, inf, inf, 3)),
-    "v2, unlimited": (v2("job"), "0::/job\n", (inf, inf, inf, 3)),
+    "v2, unlimited": (v2("job"), "0::/job\n", (inf, inf, inf, 0)),
     "v2": (v2("job", "150000 100000", 6 * GIB, GIB, 0, 4), "0::/job\n", (1.5, 6 * GIB, 5 * GIB, 4)),
-    "v2, files make room": (v2("job", most=6 * GIB, used=6 * GIB, files=2 * GIB), "0::/job\n", (inf, 6 * GIB, 2 * GIB, 3)),
+    "v2, files make room": (v2("job", most=6 * GIB, used=6 * GIB, files=2 * GIB), "0::/job\n", (inf, 6 * GIB, 2 * GIB, 0)),
     "v2, the middle is tightest": (
         v2("a", "800000 100000", 64 * GIB, 3 * GIB) | v2("a/b", "200000 100000", 8 * GIB, 3 * GIB) | v2("a/b/c"),
-        "0::/a/b/c\n", (2, 8 * GIB, 5 * GIB, 3),
+        "0::/a/b/c\n", (2, 8 * GIB, 5 * GIB, 0),
     ),
     "v2, the outermost is fullest": (
-        v2("a", most=64 * GIB, used=63 * GIB) | v2("a/b", most=8 * GIB), "0::/a/b\n", (inf, 8 * GIB, GIB, 3)
+        v2("a", most=64 * GIB, used=63 * GIB) | v2("a/b", most=8 * GIB), "0::/a/b\n", (inf, 8 * GIB, GIB, 0)
     ),
-    "v2, over its limit": (v2("job", most=GIB, used=2 * GIB), "0::/job\n", (inf, GIB, 0, 3)),
-    "v2, a container's own is the mount": (v2("", "50000 100000", GIB), "0::/docker/12ab\n", (0.5, GIB, GIB, 3)),
-    "v2, outside the namespace": (v2("", "50000 100000", GIB), "0::/../../pod\n", (0.5, GIB, GIB, 3)),
-    "v1, unlimited": (v1("") | v1("job/"), V1.format("/job"), (inf, inf, inf, 3)),
+    "v2, over its limit": (v2("job", most=GIB, used=2 * GIB), "0::/job\n", (inf, GIB, 0, 0)),
+    "v2, a container's own is the mount": (v2("", "50000 100000", GIB), "0::/docker/12ab\n", (0.5, GIB, GIB, 0)),
+    "v2, outside the namespace": (v2("", "50000 100000", GIB), "0::/../../pod\n", (0.5, GIB, GIB, 0)),
+    "v1, unlimited": (v1("") | v1("job/"), V1.format("/job"), (inf, inf, inf, 0)),
     "v1": (v1("") | v1("job/", 100000, 6 * GIB, 3 * GIB, GIB, 5), V1.format("/job"), (1, 6 * GIB, 4 * GIB, 5)),
     "v1, nested": (
-        v1("") | v1("a/", 300000, 8 * GIB, 7 * GIB) | v1("a/b/", -1, 6 * GIB, GIB), V1.format("/a/b"), (3, 6 * GIB, GIB, 3)
+        v1("") | v1("a/", 300000, 8 * GIB, 7 * GIB) | v1("a/b/", -1, 6 * GIB, GIB), V1.format("/a/b"), (3, 6 * GIB, GIB, 0)
     ),
-    "v1, a container's own is the mount": (v1("", 250000, GIB), V1.format("/docker/12ab"), (2.5, GIB, GIB, 3)),
+    "v1, a container's own is the mount": (v1("", 250000, GIB), V1.format("/docker/12ab"), (2.5, GIB, GIB, 0)),
     "both, by controllers": (
-        v1("job/", most=GIB) | {"unified/cgroup.procs": 1}, "5:memory:/job\n0::/\n", (inf, GIB, GIB, 3)
+        v1("job/", most=GIB) | {"unified/cgroup.procs": 1}, "5:memory:/job\n0::/\n", (inf, GIB, GIB, 0)
     ),
 }  # fmt: skip
 

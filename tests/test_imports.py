@@ -16,6 +16,7 @@ LAYERS = [
         "rl.output",
         "rl.owned_directory",
         "rl.cgroups",
+        "rl.out_of_memory",
         "rl.waiting",
         "rl.micro_batch",
         "rl.http_server",
