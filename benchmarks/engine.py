@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from rl.cluster.machine import num_cores
+
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -246,7 +248,7 @@ def run_all(rounds: int) -> str:
             f"| {spread} | {memory[name]:.1f} |"
         )
     facts = (
-        f"{os.cpu_count()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of "
+        f"{num_cores()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of "
         f"{min(map(len, rows))} to {max(map(len, rows))} tokens, {padded} tokens when padded; "
         f"{step_flops() / 1e12:.2f} TFLOP a step without padding; {rounds} rounds."
     )
@@ -255,7 +257,7 @@ def run_all(rounds: int) -> str:
 
 def _child(model_dir: str, *arguments: str) -> Any:
     command = [sys.executable, "-m", "benchmarks.engine", "--model_dir", model_dir, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_cores())}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])

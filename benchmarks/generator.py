@@ -180,7 +180,7 @@ async def main(rounds: int) -> None:
             Path(os.path.realpath(f"/proc/{c.pid}/fd/1")).stem: c.pid for c in psutil.Process().children()
         }
         watched = {name: pids[name] for name in ("trainer", "generator-0")}
-        (shared_dir,) = Path("/dev/shm").glob(f"rl-{os.getpid()}-*")
+        (shared_dir,) = Path("/dev/shm").glob(f"rl-*/{os.getpid()}-*")
         written, loaded = [], []
         with Peak(watched, shared_dir) as peak:
             for version in range(1, rounds + 2):

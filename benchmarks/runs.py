@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from rl.cluster.environment import engine_environment
+from rl.cluster.machine import num_cores
 
 
 def run(
@@ -72,7 +73,7 @@ def _pin(pid: int, run_dir: Path, cores: Mapping[str, int]) -> None:
 
 def as_trainer(**changes: str) -> None:
     """Start this benchmark again with the environment of a process that trains, unless it has it."""
-    environment = engine_environment(os.cpu_count() or 1) | changes
+    environment = engine_environment(num_cores()) | changes
     if not environment.items() <= os.environ.items():
         os.execve(sys.executable, sys.orig_argv, os.environ | environment)
 

@@ -63,7 +63,7 @@ def main() -> None:
             for name, mib in memory(process.pid, run_dir).items():
                 samples[name].append((step, mib))
         time.sleep(1)
-    left = [str(path) for path in Path("/dev/shm").glob(f"rl-{process.pid}-*")]
+    left = [str(path) for path in Path("/dev/shm").glob(f"rl-*/{process.pid}-*")]
     shares = (0.1, 0.25, 0.5, 0.75, 1)
     rows = [["MiB at step", *(f"{share * options.steps:.0f}" for share in shares), "KiB a step, second half"]]
     for name, points in samples.items():
@@ -83,7 +83,7 @@ def memory(pid: int, run_dir: Path) -> dict[str, float]:
         name = Path(os.path.realpath(f"/proc/{child.pid}/fd/1")).stem
         if (run_dir / "logs" / f"{name}.log").exists():
             found[name] = _resident(child)
-    shared = [p.stat().st_size for d in Path("/dev/shm").glob(f"rl-{pid}-*") for p in d.glob("*")]
+    shared = [p.stat().st_size for d in Path("/dev/shm").glob(f"rl-*/{pid}-*") for p in d.glob("*")]
     return found | {"/dev/shm": sum(shared) / 2**20}
 
 

@@ -9,8 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from rl.cluster.machine import free_memory, num_cores, total_memory
 from rl.envs.sandbox import why_no_sandbox
 
 _REQUIRED = (
@@ -65,12 +64,12 @@ def _package(name: str, problems: list[str]) -> None:
 
 
 def _machine(problems: list[str]) -> None:
-    memory = psutil.virtual_memory()
-    print(f"cores          {os.cpu_count()}")
-    print(f"memory         {memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
-    if memory.available / 2**30 < _MIN_MEMORY_GIB:
+    free_gib = free_memory() / 2**30
+    print(f"cores          {num_cores()}")
+    print(f"memory         {total_memory() / 2**30:.1f} GiB, {free_gib:.1f} GiB free")
+    if free_gib < _MIN_MEMORY_GIB:
         problems.append(
-            f"{memory.available / 2**30:.1f} GiB of memory are free and the smallest run takes "
+            f"{free_gib:.1f} GiB of memory are free and the smallest run takes "
             f"{_MIN_MEMORY_GIB:.0f}; end other programs"
         )
     if shutil.which("lscpu") is None:

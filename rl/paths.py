@@ -44,21 +44,45 @@ def write_whole(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
+class NoLocks(OSError):
+    """The file system has no flock."""
+
+
+def lock(file: int) -> bool:
+    """Whether the open file is now locked for this process, until it is closed; else another has it.
+
+    Raises NoLocks on a file system without locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise NoLocks(error.errno, f"its file system has no locks (flock: {error.strerror})") from error
+    return True
+
+
 def lock_directory(directory: Path, owner: str) -> int:
     """A file descriptor that keeps the directory for this process until it is closed, or the process ends.
 
-    owner: what has it, for people. Raises ConfigError where another process has it.
+    owner: what has it, for people. Raises ConfigError where another process has it, or nothing can be locked.
     """
-    lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.read(lock, 32).decode(errors="replace").strip()
-        os.close(lock)
+        is_locked = lock(file)
+    except NoLocks as error:
+        os.close(file)
+        raise ConfigError(
+            f"the {owner}'s directory {directory} cannot be kept from others: {error.strerror}; give a "
+            f"directory on a local disk, or mount the file system with locks"
+        ) from error
+    if not is_locked:
+        pid = os.read(file, 32).decode(errors="replace").strip()
+        os.close(file)
         raise ConfigError(
             f"the {owner}'s directory {directory} belongs to a {owner} that is under way (pid {pid}); "
             f"wait for it, end it, or give another directory"
-        ) from None
-    os.truncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
-    return lock
+        )
+    os.truncate(file, 0)
+    os.write(file, f"{os.getpid()}\n".encode())
+    return file

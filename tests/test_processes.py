@@ -1,15 +1,22 @@
 """What the operating system says of processes."""
 
+import asyncio
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
+from configs.quickstart import quickstart
+from rl.controller import run
 from rl.processes import ProcessInfo, is_gone, is_stopped
+from rl.tinker import serve
 
 
 def test_a_process_that_stands_still_is_told_from_one_that_runs_waits_or_is_gone():
@@ -32,9 +39,102 @@ def test_a_process_that_stands_still_is_told_from_one_that_runs_waits_or_is_gone
     assert not is_gone(ProcessInfo(child.pid, "another host", "cpu"))
 
 
+ADOPTS = """
+import asyncio, itertools, os, subprocess, sys, time
+import psutil
+from rl.processes import Reaper, adopt_orphans
+
+adopt_orphans()
+reaper, number = Reaper(), itertools.count(10)
+PARENT = "import subprocess, sys; kept = [subprocess.Popen(['sleep', sys.argv[1]], start_new_session=own) for own in (False, True)]; "
+
+def fork(own_session):
+    if pid := os.fork():
+        return pid
+    if own_session:
+        os.setsid()
+    os._exit(7)
+
+async def main():
+    # Orphans whose parents are in a session of their own, or in ours, and end before or after they do.
+    for own_session, seconds, after in ((True, 0.3, ""), (True, 0.0, "import time; time.sleep(0.5)"), (False, 0.3, "")):
+        parent = subprocess.Popen([sys.executable, "-c", PARENT + (after or "input()"), str(seconds)],
+                                  start_new_session=own_session, stdin=subprocess.PIPE)
+        while len(psutil.Process(parent.pid).children()) < 2:
+            time.sleep(0.01)
+        reaper.reap()
+        parent.stdin.write(b"\\n")
+        parent.stdin.close()
+        parent.wait()
+    exits = [sys.executable, "-c", "raise SystemExit(7)"]
+    popen = [subprocess.Popen(exits, start_new_session=own) for own in (False, True)]
+    forked = [fork(own) for own in (False, True)]
+    awaited = [await asyncio.create_subprocess_exec(*exits, start_new_session=own) for own in (False, True)]
+    own = {*forked, *(process.pid for process in [*popen, *awaited])}
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        reaper.reap()  # while children run, as they end, and when all are zombies
+        children = psutil.Process().children()
+        if {child.pid for child in children} <= own and {child.status() for child in children} == {"zombie"}:
+            break
+        time.sleep(0.01)
+    reaper.reap()
+    print([child for child in psutil.Process().children() if child.pid not in own])
+    print([p.wait() for p in popen], [os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) for p in forked])
+    print([await p.wait() for p in awaited])
+
+asyncio.run(main())
+"""
+
+
+def test_adopted_zombies_are_reaped_and_no_status_is_stolen():
+    ended = subprocess.run([sys.executable, "-c", ADOPTS], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split("\n")[:3] == ["[]", "[7, 7] [7, 7]", "[7, 7]"], ended.stderr
+
+
 def test_a_frozen_heap_ends_quietly():
     """nanobind, of triton's modules, writes dozens of lines where its objects are there at the end."""
     pytest.importorskip("triton")
     code = "import triton, gc; from rl.processes import freeze_heap; freeze_heap(); print(gc.get_freeze_count() > 1000)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def train(monkeypatch, probe):
+    monkeypatch.setattr(run, "run_recipe", lambda *_: probe())
+    asyncio.run(run._main("quickstart", quickstart(), Path(), False))
+
+
+def start_server(monkeypatch, probe):
+    asyncio.run(serve._interruptible(probe()))
+
+
+def listen(monkeypatch, probe):
+    monkeypatch.setattr(serve.Server, "serve", lambda *_, **__: probe())
+    asyncio.run(serve._listen(FastAPI(), None))
+
+
+@pytest.mark.parametrize("command", [train, start_server, listen])
+@pytest.mark.parametrize("ignored", [c for n in range(4) for c in itertools.combinations(SIGNALS, n)])
+def test_what_was_ignored_at_the_start_stays_so_and_the_rest_is_handled(ignored, command, monkeypatch):
+    """As `nohup` starts a process, or a shell without job control by `&`."""
+
+    async def probe():
+        during.extend(number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN)
+        handled.extend(
+            number for number in SIGNALS if asyncio.get_running_loop().remove_signal_handler(number)
+        )
+
+    before, during, handled = {number: signal.getsignal(number) for number in SIGNALS}, [], []
+    try:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        command(monkeypatch, probe)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert tuple(during) == ignored
+    assert {*handled} == {*SIGNALS} - {*ignored}

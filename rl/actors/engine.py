@@ -82,10 +82,8 @@ class EngineHandle:
         """The other ranks' collectives fail at once; Monarch may notice a death seconds later."""
         for rank, process in enumerate(self._caller.processes):
             if is_gone(process):
-                raise EngineDied(
-                    f"the process of {self.name} rank {rank} died in {method} (pid {process.pid} on "
-                    f"{process.host}); see logs/{self.name}-*.log of the run"
-                ) from error
+                who, where = f"{self.name} rank {rank}", f"pid {process.pid} on {process.host}"
+                raise EngineDied(self._caller.death(who, method, where)) from error
 
     async def _watch(self, method: str) -> None:
         """Raises EngineDied where a rank is stopped, which nobody else would notice before the deadline."""

@@ -10,6 +10,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from rl.errors import ConfigError, RunError
+from rl.out_of_memory import MemoryWatch
 from rl.processes import ProcessInfo
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Caller:
         self.name = name
         self.processes: tuple[ProcessInfo, ...] = ()  # once they have answered for the first time
         self._last = "start"
+        self._memory = MemoryWatch(name)
         self._logs = logs
 
     async def call(
@@ -97,10 +99,12 @@ class Caller:
             if str(error).startswith(_NOT_SPAWNED):
                 what = str(error).splitlines()[0]  # a backtrace of Rust's follows
                 raise ProcessDied(
-                    f"the processes of {self.name} did not all start ({what}); see {self._logs}"
+                    f"the processes of {self.name} did not all start ({what}){self._memory_words()}; see "
+                    f"{self._logs}"
                 ) from error
             raise RunError(f"{self.name}.{verb} failed: {error!r}; see {self._logs}") from error
         self._last = verb
+        self._memory.look(process.pid for process in self.processes)
         return result
 
     async def call_ranks(
@@ -146,9 +150,15 @@ class Caller:
     def _died(self, who: str, where: str, verb: str, error: SupervisionError) -> RunError:
         if failed := _OWN_ERROR.search(str(error)):  # what an actor's constructor raises arrives as text
             return RunError(failed[1])
-        return ProcessDied(
-            f"the process of {who} died in {verb} ({where}: {_last_line(error)}); see {self._logs}"
-        )
+        return ProcessDied(self.death(who, verb, f"{where}: {_last_line(error)}"))
+
+    def death(self, who: str, verb: str, where: str) -> str:
+        """What is known of it, and what to do."""
+        return f"the process of {who} died in {verb} ({where}){self._memory_words()}; see {self._logs}"
+
+    def _memory_words(self) -> str:
+        why = self._memory.why_died()
+        return f"; {why}" if why else ""
 
     def _who(self) -> str:
         return self._where(self.processes)

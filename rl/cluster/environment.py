@@ -5,6 +5,7 @@ Called before torch or Monarch is imported.
 
 import os
 import sys
+import tempfile
 
 _DEFAULTS = {
     # Find a dead process within a second; Monarch's default is up to ten. It reads this as it is imported.
@@ -36,6 +37,12 @@ def engine_environment(num_threads: int) -> dict[str, str]:
         # Micro-batches are of many lengths: blocks of fixed sizes would leave a GPU's memory in pieces.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
+
+
+def kernel_cache() -> dict[str, str]:
+    """Where kernels that torch compiles stay for later runs: a run's own TMPDIR goes with it."""
+    default = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    return {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)}
 
 
 def prepare_environment() -> None:

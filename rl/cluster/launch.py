@@ -23,8 +23,8 @@ from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.cluster.actor_specs import ActorSpecs, EngineSpec
 from rl.cluster.environment import engine_environment
+from rl.cluster.machine import num_cores
 from rl.cluster.placement import ENGINE_ROLES, Place, place
-from rl.cluster.shared_directory import shared_directory
 from rl.cluster.spawn import (
     free_ports,
     join_group,
@@ -39,7 +39,8 @@ from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
-from rl.processes import adopt_orphans, freeze_heap
+from rl.owned_directory import SHARED_MEMORY, owned_directory, temporary_files
+from rl.processes import adopt_orphans, freeze_heap, reap_orphans
 from rl.types import POLICY, REFERENCE
 from rl.waiting import Signal, beside, together
 from rl.weight_sync.manifest import MODEL
@@ -67,13 +68,13 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
     monarch.actor.unhandled_fault_hook = note
 
     adopt_orphans()
-    others = {child.pid for child in psutil.Process().children(recursive=True)}
-    with shared_directory(run_dir.name) as shared:
+    with temporary_files(), owned_directory(SHARED_MEMORY, str(run_dir)) as shared:
+        others = {child.pid for child in psutil.Process().children(recursive=True)}
         launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
         try:
             actors = await launcher.start()
             judge = [launcher.judge.run()] if launcher.judge else []
-            async with beside(actors.generators.run(), actors.rewards.run(), *judge):
+            async with beside(reap_orphans(), actors.generators.run(), actors.rewards.run(), *judge):
                 await launcher.ready(actors)
                 try:
                     yield actors
@@ -102,7 +103,7 @@ class _Launcher:
         self._timeline = timeline
         num_devices = len(visible_devices())
         self._places = place(
-            specs.roles, specs.threads, specs.overlap, num_devices=num_devices, shared=specs.share_devices
+            specs.roles, num_cores(), specs.threads, specs.overlap, num_devices, specs.share_devices
         )
         num_starts = 1 + specs.max_trainer_restarts
         self._ports = iter(free_ports(num_starts * len(ENGINE_ROLES)))
@@ -194,7 +195,7 @@ class _Launcher:
         self, role: str, number: int, config: VLLMConfig, transport: Transport
     ) -> Callable[[], Awaitable[GeneratorProcesses]]:
         specs, name = self._specs, f"{role}-{number}"
-        config = replace(config, shared_prefix=self._shared.name)
+        config = replace(config, shared_directory=str(self._shared))
         all_of_them = self._places[role]
         first = number * config.tensor_parallel
         devices = all_of_them.devices[first : first + config.tensor_parallel]

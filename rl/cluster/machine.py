@@ -1,5 +1,6 @@
 """What a host has. Plain data, so that a plan or a test can stand in for a host that is not here."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from functools import lru_cache
 
 import psutil
 
+from rl.cgroups import core_quota, memory_left, memory_limit
 from rl.errors import ConfigError
 
 _CAPABILITIES = {
@@ -27,11 +29,29 @@ class GPU:
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. `free_gib`: of its own memory, not the GPUs'."""
+    """One host, as far as this process may use it. `free_gib`: of its own memory, not the GPUs'."""
 
     num_cores: int
     free_gib: float
     gpus: tuple[GPU, ...] = ()
+
+
+def num_cores() -> int:
+    """Cores that this process may use: by affinity, and by its cgroup's quota, rounded up."""
+    # macOS has no affinity.
+    by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = core_quota()
+    return by_affinity if math.isinf(quota) else max(1, min(by_affinity, math.ceil(quota)))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the host's, and of its cgroup's limit."""
+    return int(min(psutil.virtual_memory().available, memory_left()))
+
+
+def total_memory() -> int:
+    """Bytes that this process may take in all."""
+    return int(min(psutil.virtual_memory().total, memory_limit()))
 
 
 @lru_cache(maxsize=1)
@@ -43,7 +63,7 @@ def this_machine() -> Machine:
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(i)
         gpus.append(GPU(found.name, found.total_memory / 2**30, (found.major, found.minor)))
-    return Machine(os.cpu_count() or 1, psutil.virtual_memory().available / 2**30, tuple(gpus))
+    return Machine(num_cores(), free_memory() / 2**30, tuple(gpus))
 
 
 def parse_machine(text: str) -> Machine:

@@ -1,6 +1,5 @@
 """Placement: which role has how many processes, on which devices, with how many threads. Pure functions."""
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -18,9 +17,9 @@ class Place:
 
 def place(
     roles: Mapping[str, int],
+    num_cores: int,
     threads: Mapping[str, int] | None = None,
     overlap: bool = False,
-    num_cores: int | None = None,
     num_devices: int = 0,
     shared: bool = False,
 ) -> dict[str, Place]:
@@ -45,7 +44,7 @@ def place(
         if overlap:
             beside = {*beside, *(ENGINE_ROLES if role == "generator" else ("generator",))}
         at_work = sum(roles.get(other, 0) for other in beside)
-        shared_out = max(1, (num_cores or os.cpu_count() or 1) // at_work)
+        shared_out = max(1, num_cores // at_work)
         devices = tuple(range(first_device, first_device + count))
         if shared and num_devices:
             devices = tuple(device % num_devices for device in devices)

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import torch
 
+from rl.cluster.environment import kernel_cache
+
 
 def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequence[int], log: Path) -> Any:
     """A mesh with the one dimension `procs`, each process with one GPU, if any: its number among the visible.
@@ -22,7 +24,7 @@ def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequ
     names = visible_devices()
 
     def command(point: Any) -> Any:
-        device = {}
+        device = kernel_cache()
         if names:
             device["CUDA_VISIBLE_DEVICES"] = names[devices[point.rank]] if devices else ""
         return default_bootstrap_cmd().with_env(dict(env) | device)

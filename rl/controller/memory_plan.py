@@ -75,7 +75,8 @@ def role_memories(config: RunConfig, machine: Machine) -> dict[str, Memory]:
 def processes(config: RunConfig, machine: Machine) -> list[Process]:
     """All that need a device, in the order in which devices are dealt out."""
     memories = role_memories(config, machine)
-    places = place(roles(config), num_devices=len(machine.gpus), shared=config.placement == "shared")
+    shared = config.placement == "shared"
+    places = place(roles(config), machine.num_cores, num_devices=len(machine.gpus), shared=shared)
     found = []
     for role, where in places.items():
         if role != "reward":

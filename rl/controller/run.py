@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,8 +29,8 @@ from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import SharingWatch
 from rl.paths import lock_directory
+from rl.processes import on_interrupt
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SIGNAL_SECONDS = 1.0
 
 
@@ -83,8 +82,6 @@ def _go_on(run_dir: Path) -> str:
 async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -> None:
     main = asyncio.current_task()
     assert main is not None
-    loop = asyncio.get_running_loop()
-
     came: list[tuple[int, float]] = []
 
     def interrupt(number: int) -> None:
@@ -98,8 +95,7 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -
         if len(came) <= 2:
             main.cancel()
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, interrupt, number)
+    on_interrupt(interrupt)
     try:
         await run_recipe(recipe, config, run_dir, in_place)
     except asyncio.CancelledError:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.paths import lock_directory
+from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
 from rl.tinker.database import Database
@@ -39,7 +39,6 @@ from rl.tinker.service import Service
 from rl.types import LoRA
 from rl.waiting import Deadlines, beside
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_ANSWERS_SECONDS = 2
 
 
@@ -130,8 +129,7 @@ async def _interruptible(main: Coroutine[Any, Any, None]) -> None:
         came.append(number)
         starting.cancel()
 
-    for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
+    on_interrupt(interrupt)
     try:
         await starting
     except asyncio.CancelledError:
@@ -181,8 +179,7 @@ async def _listen(app: FastAPI, listener: socket.socket) -> None:
     """Until a signal."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_LAST_ANSWERS_SECONDS)
     server = Server(config)
-    for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    on_interrupt(lambda number: server.stop())
     await server.serve(sockets=[listener])
 
 

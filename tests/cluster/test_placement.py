@@ -20,5 +20,5 @@ def test_those_that_work_at_the_same_time_share_the_cores():
 
 
 def test_what_is_asked_for_is_given_and_nobody_has_no_thread():
-    assert place({"trainer": 1}, {"trainer": 5}, num_cores=2)["trainer"] == Place(1, (0,), 5)
-    assert place({"trainer": 8}, {"trainer": 0}, num_cores=2)["trainer"].num_threads == 1
+    assert place({"trainer": 1}, 2, {"trainer": 5})["trainer"] == Place(1, (0,), 5)
+    assert place({"trainer": 8}, 2, {"trainer": 0})["trainer"].num_threads == 1

@@ -1075,7 +1075,7 @@ def without_network_or_new_files() -> Iterator[None]:
 
 def what_is_there(directory: Path) -> set[str]:
     """Every file, and what runs of this process hold in shared memory."""
-    return {str(path) for path in [*directory.rglob("*"), *Path("/dev/shm").glob(f"rl-{os.getpid()}-*")]}
+    return {str(path) for path in [*directory.rglob("*"), *Path("/dev/shm").glob(f"rl-*/{os.getpid()}-*")]}
 
 
 @pytest.fixture(scope="module")

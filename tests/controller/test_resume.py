@@ -1,5 +1,7 @@
 """Which checkpoint is meant, in whose directory, and one run at a time in a directory."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.controller.resume import is_own, with_newest_checkpoint
+from rl.controller.run import run
 from rl.errors import ConfigError
 from rl.paths import lock_directory
 
@@ -43,3 +46,16 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_pa
     other.kill()
     other.wait()
     os.close(lock_directory(tmp_path, "run"))
+
+
+def test_a_file_system_without_locks_is_refused_by_its_cause(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(
+        ConfigError, match="its file system has no locks .*No locks available.*; give a directory on"
+    ):
+        lock_directory(tmp_path, "run")
+    with pytest.raises(ConfigError, match="has no locks"):
+        run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))

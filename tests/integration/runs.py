@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from rl.owned_directory import SHARED_MEMORY
 from tests.devices import with_all
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,7 +29,7 @@ class SharedVersions(threading.Thread):
 
     def run(self):
         while not self._over.is_set():
-            names = [p.stem for d in Path("/dev/shm").glob(f"rl-{self.pid}-*") for p in d.glob("*.bin")]
+            names = [p.stem for d in SHARED_MEMORY.glob(f"rl-*/{self.pid}-*") for p in d.glob("*.bin")]
             there = {name.rsplit("-rank", 1)[0] for name in names}
             of_each = Counter(name.rsplit("-v", 1)[0] for name in there)
             self.most = max(self.most, *of_each.values(), 0)
@@ -79,8 +80,8 @@ def pid_of(process, run_dir, name):
 
 def shared_leftovers():
     """Of runs whose controller is gone."""
-    found = [*Path("/dev/shm").glob("rl-*"), *Path(tempfile.gettempdir()).glob("rl-*-adapters-*")]
-    return [path.name for path in found if not psutil.pid_exists(int(path.name.split("-")[1]))]
+    owned = [*SHARED_MEMORY.glob("rl-*/*"), *Path(tempfile.gettempdir()).glob("rl-*/*")]
+    return [path.name for path in owned if not psutil.pid_exists(int(path.name.split("-")[0]))]
 
 
 def read_metrics(run_dir):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from configs.smollm2 import smollm2
-from rl.cluster.machine import Machine
+from rl.cluster.machine import Machine, num_cores
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import role_memories
 from tests.devices import NUM_GPUS
@@ -35,7 +35,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peaks(tmp_path):
             peaks[log] = max(peaks.get(log, 0), int(line.split()[1]) << 10)
         time.sleep(0.3)
     assert process.wait() == 0, process.stdout.read()
-    machine = Machine(os.cpu_count() or 1, 64.0)
+    machine = Machine(num_cores(), 64.0)
     planned = role_memories(by_device(smollm2(), machine), machine)
     for role, log in (("trainer", "trainer.log"), ("generator", "generator-0.log")):
         measured = peaks[log] / GIB

@@ -2,17 +2,14 @@
 
 # holds: meaning, a generator that lacks an update is 1e-3 off or more
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from rl.batching import pack, supervised_sample
-from rl.cluster.shared_directory import ROOT, remove_shared
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.titan import TitanEngine
+from rl.owned_directory import SHARED_MEMORY, owned_directory
 from rl.types import OptimParams
 from rl.weight_sync.shared_memory import SharedMemory
 from tests.devices import limit
@@ -75,13 +72,14 @@ def test_two_ranks_are_one_generator(versions):
     directory, transport, manifests, logprobs = versions
     loads = [(str(version), manifest, [None]) for version, manifest in enumerate(manifests)]
     one = ask(directory, VLLMConfig(str(directory / "model"), **SMALL), transport, PROMPT, loads)
-    prefix = f"rl-{os.getpid()}-test"
-    config = VLLMConfig(str(directory / "model"), **SMALL, tensor_parallel=2, shared_prefix=prefix)
-    two = ask(directory, config, transport, PROMPT, loads)
-    left = [path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
-    assert left and all(name.startswith(prefix) for name in left)  # vLLM's own, which a launcher removes
-    remove_shared(ROOT / prefix)
-    assert not any("cpushm" in path.name for path in Path("/dev/shm").iterdir())
+    with owned_directory(SHARED_MEMORY, "test") as shared:
+        config = VLLMConfig(
+            str(directory / "model"), **SMALL, tensor_parallel=2, shared_directory=str(shared)
+        )
+        two = ask(directory, config, transport, PROMPT, loads)
+        left = [path for path in SHARED_MEMORY.iterdir() if shared.name in path.name]
+        assert len(left) == 2  # vLLM's own, which is noted in the directory, and goes with it
+    assert not any(path.exists() for path in left)
     assert len({tuple(one[label][0]) for label in one}) > 1
     for version in range(3):
         tokens, two_ranks = two[f"{version}/None"]

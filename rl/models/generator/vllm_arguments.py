@@ -1,11 +1,13 @@
 """What vLLM's engine is given that depends on the device, apart from it: no test need import vLLM."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl.models.generator.vllm_config import VLLMConfig
+from rl.owned_directory import note_beside
 
 
 def graph_args(config: VLLMConfig) -> dict[str, Any]:
@@ -30,17 +32,21 @@ def take_own_device() -> None:
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
 
 
-def name_shared_memory(prefix: str) -> None:
+def name_shared_memory(directory: str) -> None:
     """Give this engine's ranks a name of their own for what they share on a CPU.
 
     vLLM 0.32 makes one of the rendezvous' address, which is "env://" under an external launcher: two engines
-    on one host would write into each other's memory.
+    on one host would write into each other's memory. vLLM leaves it there; it goes with the owned directory.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     of_one_engine = _CPUSHMDistributed.make_group_name
 
     def make_group_name(communicator: Any) -> str:
-        return f"{prefix}-{os.environ['MASTER_PORT']}-{of_one_engine(communicator).strip('/-')}"
+        owner = f"rl-{Path(directory).name}" if directory else "rl"
+        name = f"{owner}-{os.environ['MASTER_PORT']}-{of_one_engine(communicator).strip('/-')}"
+        if directory:
+            note_beside(Path(directory), f"{name}_{communicator.rank}")  # so vLLM calls this rank's part
+        return name
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

@@ -20,9 +20,7 @@ class VLLMConfig:
     tensor_parallel: int = (
         1  # ranks, under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     )
-    shared_prefix: str = (
-        "rl"  # of what its ranks keep in shared memory, so that its owner finds and removes it
-    )
+    shared_directory: str = ""  # an owned directory: with it goes what its ranks keep in shared memory
     max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
     max_adapters: int = 1
     stop_texts: bool = False  # load the tokenizer, for requests with SamplingParams.stop_texts

@@ -54,7 +54,7 @@ class VLLM:
             # Without it, bf16 attention on a CPU with AMX dies of SIGILL in a small model.
             torch.cpu._init_amx()
             if config.tensor_parallel > 1:
-                name_shared_memory(config.shared_prefix)
+                name_shared_memory(config.shared_directory)
             if config.max_lora_rank:
                 cpu_lora.install()
         take_own_device()
@@ -77,7 +77,7 @@ class VLLM:
         self._adapters = AdapterSlots(self._engine.add_lora, self._engine.remove_lora, held)
         self._running: dict[str, _Running] = {}  # by the number of its command
         self._waiting: list[Admit] = []  # for a place for their adapter
-        self._adapter_files = tempfile.TemporaryDirectory(prefix=f"{config.shared_prefix}-adapters-")
+        self._adapter_files = tempfile.TemporaryDirectory(prefix="rl-adapters-")
         # Of the model (None) and of each adapter.
         self._versions: dict[str | None, PolicyVersion] = {None: 0} if config.weights == "directory" else {}
 

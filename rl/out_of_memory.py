@@ -1,0 +1,79 @@
+"""Whether a process died because the kernel killed it for lack of memory, and what would have helped."""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rl.cgroups import memory_limit, num_killed
+
+_LOOK_SECONDS = 5.0
+_LOWER_BY = {
+    "trainer": "trainer.max_tokens, or set --trainer.activation_checkpointing full",
+    "critic": "trainer.max_tokens",
+    "reference": "trainer.max_tokens",
+    "generator": "generator.kv_cache_gib or generator.num_replicas",
+    "judge": "judge.kv_cache_gib or judge.num_replicas",
+    "reward": "reward.num_procs",
+}
+
+
+class MemoryWatch:
+    """Of the processes behind one name: their size and the kernel's count when they last answered."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._num_killed = num_killed()
+        self._resident = 0  # bytes, of all of them
+        self._next_look = 0.0
+
+    def look(self, pids: Iterable[int]) -> None:
+        """They have answered. Called often: it looks every few seconds."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._num_killed = num_killed()
+            self._resident = sum(map(_resident, pids))
+
+    def why_died(self) -> str:
+        """That memory ran out, what each process of the run took, and how to need less; else empty.
+
+        The kernel counts the processes that it kills, of a cgroup or of the host, and not which.
+        """
+        before, self._num_killed = self._num_killed, num_killed()
+        if self._num_killed <= before:
+            return ""
+        sizes = residents()
+        ranks = [name for name in sizes if re.fullmatch(re.escape(self._name) + r"(-\d+)?", name)]
+        sizes[self._name] = max(sum(sizes.pop(name) for name in ranks), self._resident)
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        took = ", ".join(f"{name} {sizes[name] / 2**30:.1f}" for name in largest)
+        room = min(memory_limit(), psutil.virtual_memory().total) / 2**30
+        roles = dict.fromkeys(role for name in largest if (role := name.split("-")[0]) in _LOWER_BY)
+        lower = " and ".join(_LOWER_BY[role] for role in list(roles)[:2]) or "what the run needs"
+        num_killed_since = self._num_killed - before
+        killed = "a process" if num_killed_since == 1 else f"{num_killed_since} processes"
+        return (
+            f"memory ran out: since {self._name} last answered, the kernel killed {killed} for it; of "
+            f"{room:.1f} GiB the run took, in GiB: {took}; lower {lower}, or end other programs"
+        )
+
+
+def residents() -> dict[str, int]:
+    """Resident bytes of this process and of its descendants, by the name of the log that each writes to."""
+    sizes = {"controller": _resident(os.getpid())}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(OSError):
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+            name = log.stem if log.suffix == ".log" else "others"
+            sizes[name] = sizes.get(name, 0) + _resident(process.pid)
+    return sizes
+
+
+def _resident(pid: int) -> int:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss
+    return 0
