@@ -17,6 +17,7 @@ from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import with_budgets
+from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
 from rl.controller.resume import is_own, with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
@@ -57,7 +58,8 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
             f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"
         ) from error
     try:
-        asyncio.run(_main(recipe, config, run_dir, in_place))
+        with modules_of(source):
+            asyncio.run(_main(recipe, config, run_dir, in_place))
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
