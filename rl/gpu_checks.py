@@ -222,8 +222,7 @@ async def _parity(
     from rl.batching import to_sample
     from rl.cluster.launch import launch
     from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig
-    from rl.controller.device_defaults import by_device
-    from rl.controller.specs import actor_specs
+    from rl.controller.device_defaults import specs_on
     from rl.envs.sort_letters import SortLetters
     from rl.loss.clip import Clip
     from rl.models.sources import ModelDir
@@ -238,7 +237,7 @@ async def _parity(
         dtype=dtype,  # type: ignore[arg-type]
     )
     tokenizer, gaps, seconds, sync, tokens = HFTokenizer(model), [], 0.0, 0.0, 0
-    async with launch(actor_specs(by_device(config, this_machine()), model, run_dir), run_dir) as actors:
+    async with launch(specs_on(this_machine(), config, model, run_dir), run_dir) as actors:
         prompts = [config.env.encode(config.env.train_problem(i), tokenizer) for i in range(_NUM_PROMPTS)]
         for version in range(3):
             began = time.monotonic()

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequ
     return this_host().spawn_procs(
         per_host={"procs": num_procs},
         name=name,
-        bootstrap=_prepare_process(str(log.resolve()), num_procs > 1),
+        bootstrap=_prepare_process(str(log.resolve()), num_procs > 1, list(sys.path)),
         bootstrap_command=command,
     )
 
@@ -46,17 +47,19 @@ def visible_devices() -> list[str]:
     return [name.strip() for name in given.split(",")][:count] if given else [str(i) for i in range(count)]
 
 
-def _prepare_process(log: str, with_rank: bool) -> Callable[[], None]:
-    """What each new process runs first."""
+def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[], None]:
+    """What each new process runs first. path: where it finds modules: where this process does."""
 
     def prepare() -> None:
         import os
+        import sys
         from contextlib import suppress
 
         from monarch.actor import current_rank
 
         from rl.processes import end_with_parent
 
+        sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
         end_with_parent()
         with suppress(PermissionError):  # it leads a session already
             os.setsid()  # Ctrl-C is for the controller, which needs this process to save a checkpoint

@@ -13,6 +13,7 @@ from rl.controller.config import RunConfig
 from rl.errors import ConfigError
 
 _NAME = "config.json"
+_TYPE_FIELD = ".type"  # the key of a field called type, where the key `type` is the class's
 
 
 def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
@@ -42,8 +43,15 @@ def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
 def to_json(value: Any) -> Any:
     """Nested dataclasses as plain data, each with its class; what JSON does not know as its repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {
+            _TYPE_FIELD if f.name == "type" else f.name: to_json(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+        }
         return {"type": _name(type(value))} | fields
+    if type(value) is dict:  # its keys may be anything
+        return {"dict": [[to_json(key), to_json(item)] for key, item in value.items()]}
+    if inspect.isroutine(value) and (owner := _owner(value)) is not None:
+        return {"method": value.__name__, "of": to_json(owner)}
     if inspect.isroutine(value) or isinstance(value, type):
         return {"python": _name(value)}
     if isinstance(value, tuple | list):
@@ -67,6 +75,8 @@ def from_json(data: Any, where: str = "config.json") -> Any:
             if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
                 raise ConfigError(f"{where} names {name!r}, which is no dataclass; give a recipe")
             known = {field.name for field in dataclasses.fields(kind)}
+            if _TYPE_FIELD in fields:
+                fields["type"] = fields.pop(_TYPE_FIELD)
             if unknown := sorted(fields.keys() - known):
                 raise ConfigError(
                     f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
@@ -77,11 +87,30 @@ def from_json(data: Any, where: str = "config.json") -> Any:
                 return kind(**made)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
+        case {"dict": list(items)}:
+            return {from_json(key, where): from_json(item, where) for key, item in items}
+        case {"method": str(name), "of": owner}:
+            return _attribute(from_json(owner, where), name, where)
         case {"python": str(name)}:
             return _find(name, where)
         case {"path": str(path)}:
             return Path(path)
     raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
+
+
+def _owner(routine: Any) -> Any:
+    """What a method is bound to; None for a function."""
+    owner = getattr(routine, "__self__", None)
+    return None if inspect.ismodule(owner) else owner
+
+
+def _attribute(owner: Any, name: str, where: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{where} names a method {name!r} that is not there ({error}); give a recipe"
+        ) from error
 
 
 def _name(thing: Any) -> str:

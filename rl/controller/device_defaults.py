@@ -1,13 +1,17 @@
 """Settings whose default depends on the device: one table for the code, `rl doctor` and the docs."""
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+from rl.cluster.actor_specs import ActorSpecs
 from rl.cluster.machine import Machine
 from rl.controller.config import RunConfig
-from rl.controller.memory_plan import cache_left, shares_devices
+from rl.controller.memory_plan import cache_left, processes, role_memories, shares_devices, with_budgets
+from rl.controller.specs import actor_specs
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,35 @@ DEVICE_DEFAULTS = (
 )
 
 
-def by_device(config: RunConfig, machine: Machine) -> RunConfig:
-    """The config with the device's own value wherever a setting asks for it."""
-    shared = shares_devices(config, machine)
+def by_device(config: RunConfig, machine: Machine, without: Collection[str] = ()) -> RunConfig:
+    """The config with the device's own value wherever a setting asks for it.
+
+    without: roles that are not started.
+    """
+    shared = shares_devices(config, machine, without)
     for default in DEVICE_DEFAULTS:
         if attrgetter(default.setting)(config) == default.unset:
             config = _replace(config, default.setting, default.gpu if machine.gpus else default.cpu)
     if shared:
         config = dataclasses.replace(config, placement="shared")
-        if not config.generator.kv_cache_gib:
-            config = _replace(config, "generator.kv_cache_gib", cache_left(config, machine))
+        if not config.generator.kv_cache_gib and "generator" not in without:
+            left = cache_left(processes(config, machine, without), machine)
+            config = _replace(config, "generator.kv_cache_gib", left)
     return config
+
+
+def specs_on(
+    machine: Machine, config: RunConfig, model_dir: Path, run_dir: Path, without: Collection[str] = ()
+) -> ActorSpecs:
+    """What is started on a machine, with the device's own values and memory budgets.
+
+    model_dir, run_dir: as of `actor_specs`. without: roles that are not started.
+    """
+    config = by_device(config, machine, without)
+    specs = actor_specs(config, model_dir, run_dir, without)
+    if not specs.share_devices or not machine.gpus:
+        return specs
+    return with_budgets(specs, role_memories(config, machine), machine)
 
 
 def _replace(config: Any, setting: str, value: Any) -> Any:

@@ -36,7 +36,7 @@ def check_devices(config: RunConfig, machine: Machine, model_known: bool = True)
 def _gpus(config: RunConfig, machine: Machine) -> list[str]:
     found, gpus = [], len(machine.gpus)
     counts = {role: count for role, count in roles(config).items() if role != "reward"}
-    if config.placement == "separate" and (needed := num_device_procs(config)) > gpus:
+    if config.placement == "separate" and (needed := num_device_procs(counts)) > gpus:
         parts = " + ".join(f"{role} {count}" for role, count in counts.items())
         found.append(
             f"{needed} processes ({parts}) need a GPU each but the machine has {gpus}; use fewer, or set "

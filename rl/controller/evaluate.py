@@ -9,20 +9,19 @@ import json
 import math
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import by_device
-from rl.controller.memory_plan import with_budgets
-from rl.controller.recipes import load_recipe
+from rl.controller.device_defaults import specs_on
+from rl.controller.recipe_modules import modules_of
+from rl.controller.recipes import load_recipe, source_of
 from rl.controller.rollouts import check_rewards
 from rl.controller.settings import override
-from rl.controller.specs import actor_specs
+from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
 from rl.controller.validate import validate
 from rl.errors import ConfigError
@@ -34,11 +33,12 @@ from rl.observability.metrics import eval_metrics, group_metrics
 from rl.observability.rollout_log import rollout_record
 from rl.types import Group
 
+NOT_STARTED = ("critic", "reference")
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """Print a table, and write eval.json and rollouts.jsonl into --run_dir. Raises ConfigError."""
+    """Print a table, and write eval.json, rollouts.jsonl and logs into --run_dir. Raises ConfigError."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
             f"{_USAGE}\n\nMODEL: a Hugging Face directory or id, a run, or one of its checkpoints; "
@@ -52,27 +52,36 @@ def evaluate(arguments: Sequence[str]) -> int:
     if not recipes:
         raise ConfigError(f"no recipe is named; {_USAGE}")
     configs = {name: _config(model, name, rest) for name in recipes}
-    given = configs[recipes[0]].run_dir
-    out = Path(given or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
-    out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, float]] = {}
+    with own_directory("eval", configs[recipes[0]].run_dir) as out:
+        print(f"directory: {out}", flush=True)
+        metrics = _measure_all(configs, num_samples, out)
+        results = {"model": model, "samples": num_samples, **metrics}
+        (out / "eval.json").write_text(json.dumps(results, indent=1))
+    for name, of_recipe in metrics.items():
+        print(f"\n{name}")
+        for metric, value in of_recipe.items():
+            print(f"  {metric:28} {value:.4f}")
+    print(f"\n{out}")
+    return 0
+
+
+def _measure_all(
+    configs: Mapping[str, RunConfig], num_samples: int, out: Path
+) -> dict[str, dict[str, float]]:
+    """By recipe. Every answer goes into out/rollouts.jsonl."""
+    metrics: dict[str, dict[str, float]] = {}
     with (out / "rollouts.jsonl").open("w") as file:
         for name, config in configs.items():
-            print(f"{name}: {len(config.env.eval_problems())} problems ...", flush=True)
-            greedy, sampled = asyncio.run(_answers(config, num_samples))
-            found[name] = measures(greedy, sampled)
+            with modules_of(source_of(name)):
+                print(f"{name}: {len(config.env.eval_problems())} problems ...", flush=True)
+                greedy, sampled = asyncio.run(_answers(config, num_samples, out))
+            metrics[name] = measures(greedy, sampled)
             for split, groups in (("greedy", greedy), ("sampled", sampled)):
                 for group in groups:
                     for rollout, score in zip(group.rollouts, group.scores, strict=True):
                         record = rollout_record(group.index, rollout, score)
                         print(json.dumps({"recipe": name, "split": split} | record), file=file)
-    (out / "eval.json").write_text(json.dumps({"model": model, "samples": num_samples, **found}, indent=1))
-    for name, metrics in found.items():
-        print(f"\n{name}")
-        for metric, value in metrics.items():
-            print(f"  {metric:28} {value:.4f}")
-    print(f"\n{out}")
-    return 0
+    return metrics
 
 
 def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, float]:
@@ -108,13 +117,13 @@ def _take_samples(rest: list[str]) -> int:
 
 def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
     """The recipe's, with this model; of a checkpoint, with what its run learned."""
-    _, config = load_recipe(name)
     run_dir, checkpoint = _of_a_run(Path(model))
-    if run_dir is None:
+    learned = None if run_dir is None else load_recipe(str(run_dir / "config.json"))[1]
+    _, config = load_recipe(name)  # last: its modules are those that its checks import
+    if learned is None:
         config = replace(config, model=ModelDir(model))
     else:
-        _, theirs = load_recipe(str(run_dir / "config.json"))
-        config = replace(config, model=theirs.model, trainer=theirs.trainer, dtype=theirs.dtype)
+        config = replace(config, model=learned.model, trainer=learned.trainer, dtype=learned.dtype)
     config, misread = override(config, flags, prog="rl eval")
     config, wrong = check_fields(config)
     config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
@@ -137,15 +146,12 @@ def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
     return None, None
 
 
-async def _answers(config: RunConfig, num_samples: int) -> tuple[list[Group], list[Group]]:
+async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list[Group], list[Group]]:
     with tempfile.TemporaryDirectory(prefix="rl-eval-") as scratch:
-        directory, machine = Path(scratch), this_machine()
-        settled = by_device(config, machine)
+        directory = Path(scratch)
         model_dir = config.model.materialize(directory)
-        specs = with_budgets(actor_specs(settled, model_dir, directory), settled, machine)
-        kept = {role: n for role, n in specs.roles.items() if role not in ("critic", "reference")}
-        specs = replace(specs, roles=kept, critic=None, reference=None)
-        async with launch(specs, directory) as actors:
+        specs = specs_on(this_machine(), config, model_dir, directory, without=NOT_STARTED)
+        async with launch(specs, out) as actors:
             if config.resume:
                 await actors.trainer.load_checkpoint(config.resume)
             await actors.publish(0)

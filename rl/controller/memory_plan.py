@@ -4,7 +4,7 @@ The figures of `rl plan`, of validation, and of a cache that shares its GPU.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from rl.cluster.actor_specs import ActorSpecs
@@ -37,16 +37,16 @@ class Process:
     memory: Memory
 
 
-def shares_devices(config: RunConfig, machine: Machine) -> bool:
+def shares_devices(config: RunConfig, machine: Machine, without: Collection[str] = ()) -> bool:
     """Whether roles share GPUs: asked for, or because there are fewer than processes that need one."""
     if not machine.gpus or config.placement == "shared":
         return bool(machine.gpus)
-    return config.placement == "auto" and num_device_procs(config) > len(machine.gpus)
+    return config.placement == "auto" and num_device_procs(roles(config, without)) > len(machine.gpus)
 
 
-def num_device_procs(config: RunConfig) -> int:
-    """Processes that need a device."""
-    return sum(count for role, count in roles(config).items() if role != "reward")
+def num_device_procs(started: Mapping[str, int]) -> int:
+    """Processes that need a device. started: role -> number of processes."""
+    return sum(count for role, count in started.items() if role != "reward")
 
 
 def role_memories(config: RunConfig, machine: Machine) -> dict[str, Memory]:
@@ -72,17 +72,26 @@ def role_memories(config: RunConfig, machine: Machine) -> dict[str, Memory]:
     return memories
 
 
-def processes(config: RunConfig, machine: Machine) -> list[Process]:
-    """All that need a device, in the order in which devices are dealt out."""
-    memories = role_memories(config, machine)
-    shared = config.placement == "shared"
-    places = place(roles(config), machine.num_cores, num_devices=len(machine.gpus), shared=shared)
-    found = []
+def processes(config: RunConfig, machine: Machine, without: Collection[str] = ()) -> list[Process]:
+    """All of a run that need a device, in the order in which devices are dealt out.
+
+    without: roles that are not started.
+    """
+    started, shared = roles(config, without), config.placement == "shared"
+    return placed(started, role_memories(config, machine), machine, shared)
+
+
+def placed(
+    started: Mapping[str, int], memories: Mapping[str, Memory], machine: Machine, shared: bool
+) -> list[Process]:
+    """started: role -> number of processes, all of which are placed. memories: of each process of a role."""
+    places = place(started, machine.num_cores, num_devices=len(machine.gpus), shared=shared)
+    planned = []
     for role, where in places.items():
         if role != "reward":
             devices = where.devices if machine.gpus else (None,) * where.num_procs
-            found += [Process(role, i, device, memories[role]) for i, device in enumerate(devices)]
-    return found
+            planned += [Process(role, i, device, memories[role]) for i, device in enumerate(devices)]
+    return planned
 
 
 def on_devices(planned: list[Process]) -> Mapping[int, list[Process]]:
@@ -94,10 +103,10 @@ def on_devices(planned: list[Process]) -> Mapping[int, list[Process]]:
     return found
 
 
-def cache_left(config: RunConfig, machine: Machine) -> float:
+def cache_left(planned: list[Process], machine: Machine) -> float:
     """GiB for the cache of each generator that shares its GPU; under 0 where there is none: by how much."""
     left = math.inf
-    for device, those in on_devices(processes(config, machine)).items():
+    for device, those in on_devices(planned).items():
         if (num_caches := sum(p.role == "generator" for p in those)) == 0:
             continue
         engines = sum(p.memory.total for p in those if p.role != "generator") * _MARGIN
@@ -108,12 +117,13 @@ def cache_left(config: RunConfig, machine: Machine) -> float:
     return gib if gib > 0 else min(gib, -0.1)
 
 
-def with_budgets(specs: ActorSpecs, config: RunConfig, machine: Machine) -> ActorSpecs:
-    """Engines that share a GPU may take what is planned for nobody else."""
-    if config.placement != "shared" or not machine.gpus:
-        return specs
+def with_budgets(specs: ActorSpecs, memories: Mapping[str, Memory], machine: Machine) -> ActorSpecs:
+    """Engines that share GPUs may take what is planned for nobody else that is started.
+
+    memories: of each process of a role.
+    """
     budgets: dict[str, float] = {}
-    for device, those in on_devices(processes(config, machine)).items():
+    for device, those in on_devices(placed(specs.roles, memories, machine, shared=True)).items():
         room = machine.gpus[device].gib * USABLE
         for process in those:
             others = sum(p.memory.total for p in those if p is not process) / GIB

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
-
 from rl.controller.config import RunConfig
 from rl.controller.config_json import from_json, is_config, read_config
+from rl.controller.recipe_modules import import_recipe, split_name
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, parts_of, postpone_refusals, short
 
@@ -107,10 +106,10 @@ def _from_config(name: str) -> tuple[str, RunConfig]:
     """An earlier run's settings; it gets a directory of its own."""
     recipe, data = read_config(name)
     if ".py" in recipe:  # where its classes are
-        path = recipe.partition(":")[0]
+        path, _ = split_name(recipe)
         if not Path(path).is_file():
             raise ConfigError(f"{name} was written for {recipe}, which is gone; give a recipe")
-        _run_user_code(path, lambda: _import_file(path))
+        _run_user_code(path, lambda: import_recipe(path))
     config = from_json(data, name)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} is not the config.json of a run; give a recipe")
@@ -118,12 +117,11 @@ def _from_config(name: str) -> tuple[str, RunConfig]:
 
 
 def _from_file(name: str) -> tuple[str, RunConfig]:
-    path, _, function = name.partition(":")
-    path = os.path.abspath(os.path.expanduser(path))
+    path, function = split_name(name)
     if not os.path.isfile(path):
         what = "is no file" if os.path.exists(path) else "does not exist"
         raise ConfigError(f"recipe file {path} {what}; give path/to/file.py:function")
-    module = _run_user_code(path, lambda: _import_file(path))
+    module = _run_user_code(path, lambda: import_recipe(path))
     functions = {
         n: f
         for n, f in _functions(module).items()
@@ -145,28 +143,6 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} returned {kind(config)}; a recipe returns a RunConfig")
     return function, config
-
-
-def _import_file(path: str) -> ModuleType:
-    """A recipe's module, which may import others beside it.
-
-    The actors' processes cannot import them: their classes and functions travel by value.
-    """
-    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file; give path/to/file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    before, directory = set(sys.modules), os.path.dirname(path)
-    sys.path.insert(0, directory)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(directory)
-    for imported in [module, *(sys.modules[name] for name in set(sys.modules) - before)]:
-        if os.path.dirname(os.path.abspath(getattr(imported, "__file__", None) or "/")) == directory:
-            cloudpickle.register_pickle_by_value(imported)
-    return module
 
 
 def _run_user_code(path: str, code: Callable[[], Any]) -> Any:

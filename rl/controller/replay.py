@@ -12,14 +12,13 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
-from rl.cluster.placement import ENGINE_ROLES
 from rl.controller.checkpoints import load_checkpoint
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import by_device
+from rl.controller.device_defaults import specs_on
 from rl.controller.recipes import load_recipe
 from rl.controller.recovery import step_of
 from rl.controller.settings import override
-from rl.controller.specs import actor_specs
+from rl.controller.side_run import own_directory
 from rl.controller.update import learn
 from rl.controller.updaters import updaters
 from rl.controller.validate import validate
@@ -30,6 +29,7 @@ from rl.models.checkpoint_dir import is_complete
 from rl.observability.batches import has_batch, read_batch
 from rl.observability.rollout_log import read_records
 
+NOT_STARTED = ("generator", "judge", "reward")
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
 
 
@@ -46,14 +46,16 @@ def replay(arguments: Sequence[str]) -> int:
     config, misread = override(config, rest, prog="rl replay")
     config, wrong = check_fields(config)
     checkpoint = _checkpoint_before(run_dir, step)
-    config = replace(config, resume=str(checkpoint), run_dir="")
+    config = replace(config, resume=str(checkpoint))
     if found := [*misread, *wrong, *validate(config)]:
         raise ConfigError("\n".join(found))
     recorded = next(
         (r for r in read_records(run_dir / "metrics.jsonl") if r["step"] == step and "loss" in r), {}
     )
     print(f"{recipe}: steps {step_of(config.resume) + 1} to {step}, from {checkpoint}", flush=True)
-    replayed = asyncio.run(_learn_again(config, run_dir, step))
+    with own_directory("replay", config.run_dir) as out:
+        print(f"directory: {out}", flush=True)
+        replayed = asyncio.run(_learn_again(config, run_dir, step, out))
     print(f"\n{'step ' + str(step):28} {'recorded':>14} {'replayed':>14} {'difference':>12}")
     for name in sorted(replayed):
         before, now = recorded.get(name), replayed[name]
@@ -88,14 +90,12 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
     )
 
 
-async def _learn_again(config: RunConfig, run_dir: Path, step: int) -> dict[str, float]:
+async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
         directory = Path(scratch)
-        settled = by_device(config, this_machine())
-        specs = actor_specs(settled, config.model.materialize(directory), directory)
-        learners = {role: n for role, n in specs.roles.items() if role in ENGINE_ROLES}
-        specs = replace(specs, roles=learners, num_generators=0, num_reward_procs=0, judge=None)
-        async with launch(specs, directory) as actors:
+        model_dir = config.model.materialize(directory)
+        specs = specs_on(this_machine(), config, model_dir, directory, without=NOT_STARTED)
+        async with launch(specs, out) as actors:
             await load_checkpoint(actors, config.resume)
             policy, critic = updaters(config, actors)
             learned: dict[str, float] = {}

@@ -23,18 +23,19 @@ class Rollouts:
     adapter: str | None = None  # the policy, where it is one
     episodes: Episodes | None = None  # where a ChatEnv's code runs
     door: Door | None = None  # where an AgentEnv's agents find the policy
-    _prepared: dict[int, Prompt] = field(default_factory=dict)
+    _prepared: "_Prepared" = field(default_factory=lambda: _Prepared())
 
     async def train_group(self, index: int, sampler: Sampler) -> Group:
         """`group_size` samples of the prompt with this index."""
-        prompt = self._prepared.pop(index, None) or self._train_prompt(index)
+        prompt = self._prepared.take(index) or self._train_prompt(index)
         seed = derive_seed(self.seed, "sample", index) % 2**32
         return await self._group(index, prompt, sampler, self.group_size, 1.0, seed)
 
     async def prepare(self, indices: Iterable[int]) -> None:
         """Make the next prompts while the processes are busy, so that none of them waits for it later."""
         for index in indices:
-            self._prepared[index] = self._train_prompt(index)
+            if self._prepared.is_wanted(index):
+                self._prepared.put(index, self._train_prompt(index))
             await asyncio.sleep(0)
 
     def _train_prompt(self, index: int) -> Prompt:
@@ -65,6 +66,28 @@ class Rollouts:
         unscored = [rollout for rollout in rollouts if rollout.score is None]
         scores = iter(await self.score(unscored) if unscored else ())
         return Group(index, tuple(rollouts), tuple(r.score or next(scores) for r in rollouts))
+
+
+class _Prepared:
+    """Prompts that were made before their turn, all of indices over every one that has started."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Prompt] = {}
+        self._newest_started = -1
+
+    def is_wanted(self, index: int) -> bool:
+        return index > self._newest_started
+
+    def put(self, index: int, prompt: Prompt) -> None:
+        self._prompts[index] = prompt
+
+    def take(self, index: int) -> Prompt | None:
+        """The index starts: its prompt, if it was made."""
+        prompt = self._prompts.pop(index, None)
+        self._newest_started = max(self._newest_started, index)
+        for passed in [i for i in self._prompts if i < self._newest_started]:
+            del self._prompts[passed]
+        return prompt
 
 
 def check_rewards(groups: Sequence[Group]) -> None:

@@ -14,11 +14,11 @@ from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
-from rl.controller.device_defaults import by_device
-from rl.controller.memory_plan import with_budgets
+from rl.controller.device_defaults import specs_on
+from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
 from rl.controller.resume import is_own, with_newest_checkpoint
-from rl.controller.specs import actor_specs, roles
+from rl.controller.specs import roles
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest
@@ -56,7 +56,8 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
             f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"
         ) from error
     try:
-        asyncio.run(_main(recipe, config, run_dir, in_place))
+        with modules_of(source):
+            asyncio.run(_main(recipe, config, run_dir, in_place))
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
@@ -119,9 +120,7 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bo
     ):
         if in_place:
             recorder.rewind(step_of(config.resume) if config.resume else -1)
-        machine = this_machine()
-        settled = by_device(config, machine)
-        specs = with_budgets(actor_specs(settled, model_dir, run_dir), settled, machine)
+        specs = specs_on(this_machine(), config, model_dir, run_dir)
         async with launch(specs, run_dir, timeline) as actors:
             await train_and_export(config, actors, tokenizer, recorder, in_place)
         curve = recorder.draw_curve(_title(recipe, config))

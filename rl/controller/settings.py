@@ -168,7 +168,7 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
     Values out of bounds are left for `check_fields`, which reports them all. Prints and exits for --help.
     """
     if {"-h", "--help"} & set(arguments):
-        _parse(config, ["--help"], prog)
+        _parse(config, [["--help"]], prog)
     with postpone_refusals():  # a flag alone may conflict with one that follows
         return _overridden(config, arguments, prog)
 
@@ -176,12 +176,12 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
 def _overridden(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
     flags, found = _flags(config, arguments)
     try:
-        changed = _parse(config, [word for flag in flags for word in flag], prog) if flags else config
+        changed = _parse(config, flags, prog) if flags else config
     except ConfigError:  # one by one, to find all that is wrong
         changed = config
         for flag in flags:
             try:
-                changed = _parse(changed, flag, prog)
+                changed = _parse(changed, [flag], prog)
             except ConfigError as error:
                 found.append(str(error))
     return expand_paths(_without_what_was_switched_off(config, changed)), found
@@ -226,14 +226,14 @@ def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
     return f"{where} belongs to no setting; settings are written --section.field VALUE"
 
 
-def _parse(config: RunConfig, arguments: Sequence[str], prog: str) -> RunConfig:
-    """Raises ConfigError where a value cannot be read."""
+def _parse(config: RunConfig, flags: Sequence[Sequence[str]], prog: str) -> RunConfig:
+    """flags: each with its values. Raises ConfigError where a value of the first cannot be read."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(
                 RunConfig,
                 default=config,
-                args=list(arguments),
+                args=[word for flag in flags for word in _words(*flag)],
                 prog=prog,
                 use_underscores=True,
                 config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
@@ -241,9 +241,14 @@ def _parse(config: RunConfig, arguments: Sequence[str], prog: str) -> RunConfig:
     except SystemExit as exit:
         if not exit.code:
             raise
-        flag, *values = arguments
+        flag, *values = flags[0]
         expected = expectation(config, flag.removeprefix("--"))
         raise ConfigError(f"{flag} {short(shlex.join(values))} must be {expected}") from None
+
+
+def _words(flag: str, *values: str) -> list[str]:
+    """As one word with its first value, which may then begin with a dash."""
+    return [f"{flag}={values[0]}", *values[1:]] if values else [flag]
 
 
 def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> RunConfig:

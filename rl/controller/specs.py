@@ -1,5 +1,6 @@
 """From a run's settings to what its processes are started with."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from rl.models.hf import max_positions
 from rl.models.layout import Layout
 
 
-def roles(config: RunConfig) -> dict[str, int]:
-    """Role -> number of its processes, in the order in which devices are dealt out; "reward" gets none."""
+def roles(config: RunConfig, without: Collection[str] = ()) -> dict[str, int]:
+    """Role -> number of its processes, in the order in which devices are dealt out; "reward" gets none.
+
+    without: roles that are not started.
+    """
     counts = {
         "trainer": config.trainer.layout.num_procs,
         "generator": config.generator.num_replicas * config.generator.tensor_parallel,
@@ -23,35 +27,39 @@ def roles(config: RunConfig) -> dict[str, int]:
         counts["reference"] = config.reference.layout.num_procs
     if config.judge.model is not None:
         counts["judge"] = config.judge.num_replicas * config.judge.tensor_parallel
-    return counts | {"reward": config.reward.num_procs}
+    counts["reward"] = config.reward.num_procs
+    return {role: count for role, count in counts.items() if role not in without}
 
 
-def actor_specs(config: RunConfig, model_dir: Path, run_dir: Path) -> ActorSpecs:
+def actor_specs(
+    config: RunConfig, model_dir: Path, run_dir: Path, without: Collection[str] = ()
+) -> ActorSpecs:
     """The config's settings by device are known (by_device).
 
-    model_dir: what `config.model.materialize` gave. A teacher is put into run_dir if need be.
+    model_dir: what `config.model.materialize` gave. A teacher and a judge are put into run_dir if need be.
+    without: roles that are not started.
     """
-    kind, algorithm = config.trainer.engine, config.algorithm
+    kind, started = config.trainer.engine, roles(config, without)
     critic = reference = None
-    if algorithm.needs_critic:
+    if "critic" in started:
         critic = EngineSpec(kind, model_dir, critic_config(config))
-    if algorithm.needs_reference and not config.reference_is_adapter:
+    if "reference" in started:
         teacher = config.reference.model
         directory = model_dir if teacher is None else teacher.materialize(run_dir / "teacher")
         reference = EngineSpec(kind, directory, reference_config(config))
     return ActorSpecs(
-        roles=roles(config),
+        roles=started,
         trainer=EngineSpec(kind, model_dir, trainer_config(config)),
         generator=generator_config(config, model_dir),
         env=config.env,
         threads={"trainer": config.trainer.num_threads, "generator": config.generator.num_threads},
         share_devices=config.placement == "shared",
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
-        num_generators=config.generator.num_replicas,
+        num_generators=config.generator.num_replicas if "generator" in started else 0,
         in_flight_updates=config.generator.updates == "in_flight",
-        judge=judge_config(config, run_dir / "judge"),
+        judge=judge_config(config, run_dir / "judge") if "judge" in started else None,
         num_judges=config.judge.num_replicas,
-        num_reward_procs=config.reward.num_procs,
+        num_reward_procs=started.get("reward", 0),
         reward_limit_seconds=config.reward.limit_seconds,
         lora=config.trainer.lora,
         reference_is_adapter=config.reference_is_adapter,

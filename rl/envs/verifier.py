@@ -71,6 +71,7 @@ class Verifier:
         )
         try:
             to_child, from_child = _pipes(child)
+            send(to_child, sys.path)  # where a recipe finds the modules beside it
             send_pickled(to_child, self._env)
             failure = receive(from_child, START_SECONDS)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
@@ -144,6 +145,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     end_with_parent()
     try:
+        sys.path[:] = receive(requests)
         env: Env = receive(requests)
         env.prepare()
     except Exception as error:  # the user's own code: named by whoever started this process

@@ -15,7 +15,7 @@ from rl.errors import ConfigError, RunError
 from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner, whole
 from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
-from rl.models.platform import fail_together, new_group
+from rl.models.platform import agreed, new_group, not_written
 from rl.types import LoRA
 
 OPTIMIZER = "optimizer.safetensors"
@@ -77,13 +77,9 @@ class Adapters:
     def save(self, name: str, out_dir: str | Path, base_model: str) -> None:
         """Write an adapter in PEFT's format. base_model: what adapter_config.json says that it belongs to."""
         tensors = {n: whole(p.detach()).cpu() for n, p in self[name].parameters.items()}
-        failure = None
-        try:
+        with agreed(not_written(out_dir)):
             if dist.get_rank() == 0:
                 write_adapter(Path(out_dir), self[name].lora, base_model, tensors)
-        except OSError as error:
-            failure = RunError(f"{out_dir} could not be written: {error}")
-        fail_together(failure)
 
     def save_state(self, name: str, out_dir: str | Path, base_model: str) -> None:
         """As `save`, with the optimizer's moments beside it: all that `load_state` goes on from."""
@@ -94,13 +90,9 @@ class Adapters:
             for key, tensor in tensors.items()
             if key != "value"
         }
-        failure = None
-        try:
+        with agreed(not_written(out_dir)):
             if dist.get_rank() == 0:
                 save_file(state, Path(out_dir) / OPTIMIZER)
-        except OSError as error:
-            failure = RunError(f"{out_dir} could not be written: {error}")
-        fail_together(failure)
 
     @torch.no_grad()
     def load_state(self, name: str, path: str | Path, optimizer: bool = True) -> None:

@@ -31,7 +31,7 @@ from rl.models.checkpoint_dir import (
     write_checksums,
 )
 from rl.models.learner import Learner
-from rl.models.platform import fail_together, new_group
+from rl.models.platform import agreed, fail_together, new_group
 
 _FULL_MIB = 16
 
@@ -77,15 +77,11 @@ class Checkpoints:
         self._directory = path.parent
         record = {"state": state, "adapters": self._adapters.record()}
         partial = path.with_name(path.name + ".partial")
-        failure = None
-        try:
+        with agreed(self._reason, self._group):
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 (partial / RECORD).write_text(json.dumps(record))
-        except OSError as error:
-            failure = error
-        self._agree(failure)
         tensors = self._tensors() | rng_state(self._device)
         writer = _Writer(partial)
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
@@ -121,16 +117,11 @@ class Checkpoints:
             self._writing, failure = writing, error  # it may still write: no other may start
         except (Exception, CheckpointException) as error:
             failure = _cause(error)
-        self._agree(failure)
+        fail_together(None if failure is None else self._reason(failure), self._group)
 
-    def _agree(self, failure: BaseException | None) -> None:
-        reason = None
-        if failure is not None:
-            reason = RunError(
-                f"a checkpoint could not be written: {_words(failure, self._directory)}; "
-                f"the one before it is still there"
-            )
-        fail_together(reason, self._group)
+    def _reason(self, failure: BaseException) -> RunError:
+        words = _words(failure, self._directory)
+        return RunError(f"a checkpoint could not be written: {words}; the one before it is still there")
 
     def load(self, path: Path) -> dict[str, Any]:
         """Load what any layout saved, adapters included; returns the caller's `state`.
@@ -138,12 +129,8 @@ class Checkpoints:
         The random state is restored where as many processes saved it. Raises RunError where there is no
         complete checkpoint.
         """
-        broken = None
-        try:
+        with agreed(group=self._group):
             check_content(path, dist.get_rank(), dist.get_world_size())
-        except RunError as error:
-            broken = error
-        fail_together(broken, self._group)
         record = read_record(path)
         self._adapters.match(record["adapters"], path)
         random = saved_rng_state(path, self._device)

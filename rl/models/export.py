@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl.errors import RunError
 from rl.models.layout import Layout
 from rl.models.learner import local, whole
 from rl.models.lora import Adapter
-from rl.models.platform import fail_together
+from rl.models.platform import agreed, not_written
 from rl.weight_sync.manifest import LocalShard
 
 Split = Callable[[str, int], list[str] | None]
@@ -87,15 +86,13 @@ def write_directory(
     write: Callable[[Path, Iterator[tuple[str, torch.Tensor]]], None],
 ) -> None:
     """Have rank 0 write what `whole_tensors` yields. Raises RunError on every rank where that fails."""
-    failure = None
-    try:
-        if dist.get_rank() == 0:
-            write(out_dir, tensors)
-    except OSError as error:
-        failure = RunError(f"{out_dir} could not be written: {error}")
-    for _ in tensors:  # every rank takes part in every gather, whatever happens on the first
-        pass
-    fail_together(failure)
+    with agreed(not_written(out_dir)):
+        try:
+            if dist.get_rank() == 0:
+                write(out_dir, tensors)
+        finally:
+            for _ in tensors:  # every rank takes part in every gather, whatever happens on the first
+                pass
 
 
 def _speaks_for(param: torch.Tensor, layout: Layout) -> bool:

@@ -31,7 +31,7 @@ from rl.models.export import named_state, shards, whole_tensors
 from rl.models.hf_model import HFModel
 from rl.models.hf_self_check import choose_rows
 from rl.models.lora import Adapter, Site, freeze
-from rl.models.platform import DEVICE_TYPE, fail_together, reshard, sum_gradients_over_ranks
+from rl.models.platform import DEVICE_TYPE, agreed, reshard, sum_gradients_over_ranks
 from rl.weight_sync.manifest import LocalShard
 
 
@@ -84,11 +84,11 @@ class HFEngine(Engine):
 
     def _read_on_first_rank(self) -> HFModel:
         """The whole model, on the host and checked; on other ranks its shapes alone. A collective."""
-        model, failure = None, None
+        model = None
         chosen: list[Any] = [None]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed or 0)
-            try:
+            with agreed():  # whatever transformers makes of a broken directory
                 if dist.get_rank() == 0:
                     model = HFModel(self._causal_lm(), self.config.head == "value")
                     # Of dropout each sequence has its own.
@@ -97,9 +97,6 @@ class HFEngine(Engine):
                 else:
                     with torch.device("meta"):
                         model = HFModel(self._random_lm(), self.config.head == "value")
-            except Exception as error:  # whatever transformers makes of a broken directory
-                failure = error
-        fail_together(failure)
         assert model is not None
         dist.broadcast_object_list(chosen, src=0)
         packed, self._shares_prefixes, self._disk = chosen[0]
@@ -209,15 +206,13 @@ class HFEngine(Engine):
     @torch.no_grad()
     def load_weights(self, model_dir: str | Path) -> None:
         read = self._model  # other ranks read nothing
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                read = HFModel(self._read(Path(model_dir)), self.config.head == "value")
-            except RuntimeError as error:  # transformers', of shapes that differ
-                failure = RunError(f"{model_dir} holds another model than {self._model_dir}: {error}")
-            except Exception as error:
-                failure = error
-        fail_together(failure)
+        with agreed():
+            if dist.get_rank() == 0:
+                try:
+                    read = HFModel(self._read(Path(model_dir)), self.config.head == "value")
+                except RuntimeError as error:  # transformers', of shapes that differ
+                    what = f"{model_dir} holds another model than {self._model_dir}: {error}"
+                    raise RunError(what) from error
         tensors, whole = ([tensor for _, tensor in named_state(m)] for m in (self._model, read))
         self._take_from_first_rank(tensors, whole)
 

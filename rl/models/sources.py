@@ -177,7 +177,7 @@ def write_character_tokenizer(alphabet: str, out_dir: Path) -> None:
     special = ["<pad>", "<bos>", "<eos>"]
     vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # . is no newline
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     tokenizer.add_special_tokens(special)

@@ -4,12 +4,17 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from rl.paths import write_whole
 
 
 def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
     """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest."""
-    write_whole(_path(run_dir, step), pickle.dumps((batch, entropy_coef)))
+    content = cloudpickle.dumps(
+        (batch, entropy_coef)
+    )  # a problem's metadata may have classes of the recipe's
+    write_whole(_path(run_dir, step), content)
     _path(run_dir, step - keep_last).unlink(missing_ok=True)
 
 

@@ -78,7 +78,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/errors": len(scores) - len(rewards),
         **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
-        **_by_name("reward", [s.components for s in scores if s.error is None], statistics.fmean),
+        **_by_name("reward/part", [s.components for s in scores if s.error is None], statistics.fmean),
         **_by_name("episode", [rollout.counts for rollout in rollouts], statistics.fmean),
         "group/with_signal": statistics.fmean(group.has_signal for group in groups),
         "tokens/sampled": sum(lengths),

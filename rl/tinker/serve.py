@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +17,7 @@ from fastapi import FastAPI
 from rl.bounds import FilePath, NonNegativeFloat, Port, PositiveInt
 from rl.cluster.actor_specs import ActorSpecs, EngineSpec
 from rl.cluster.launch import launch
+from rl.cluster.machine import Machine, this_machine
 from rl.errors import ConfigError
 from rl.http_server import Server
 from rl.models.engine_config import EngineConfig
@@ -36,6 +36,7 @@ from rl.tinker.keys import read_keys
 from rl.tinker.limits import Limits
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
+from rl.tinker.share_gpus import share_gpus
 from rl.types import LoRA
 from rl.waiting import Deadlines, beside
 
@@ -145,12 +146,13 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
+    specs = _specs(config, model_dir, context_length, this_machine())
     said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
     tokenizer, timeline = HFTokenizer(model_dir), Timeline()
     print("starting the training engine and the generators ...", flush=True)
     with contextlib.closing(database), listener:
-        async with launch(_specs(config, model_dir, context_length), directory, timeline) as actors:
+        async with launch(specs, directory, timeline) as actors:
             await actors.publish(0)  # the base model, which stays
             await actors.generators.wait_served(0)
             backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
@@ -183,8 +185,9 @@ async def _listen(app: FastAPI, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def _specs(config: ServeConfig, model_dir: Path, context_length: int) -> ActorSpecs:
-    on_gpu = torch.accelerator.is_available()
+def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: Machine) -> ActorSpecs:
+    """Raises ConfigError where the machine has too few GPUs, or too little memory on shared ones."""
+    on_gpu = bool(machine.gpus)
     auto: Literal["float32", "bfloat16"] = "bfloat16" if on_gpu else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
     engine = EngineConfig(
@@ -203,7 +206,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int) -> ActorSp
         max_adapters=config.limits.max_models,
         stop_texts=True,
     )
-    return ActorSpecs(
+    specs = ActorSpecs(
         roles={"trainer": config.layout.num_procs, "generator": config.num_generators, "reward": 0},
         trainer=EngineSpec(config.engine, model_dir, engine),
         generator=generator,
@@ -214,6 +217,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int) -> ActorSp
         max_generator_restarts=1000,
         deadlines=config.deadlines,
     )
+    return share_gpus(specs, machine) if on_gpu else specs
 
 
 def _eos_ids(model_dir: Path, eos_id: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class WeightStore:
         try:
             manifest = await write()
         finally:
-            self._writing[name] -= 1
+            self._writing -= Counter([name])  # keeps no zeros
         newest = self.newest(name)
         if newest is not None and manifest.version < newest.version:
             raise RunError(
@@ -71,7 +71,7 @@ class WeightStore:
         try:
             yield manifest
         finally:
-            self._readers[key] -= 1
+            self._readers -= Counter([key])
             await self._free(manifest.name)
 
     async def forget(self, name: str) -> None:
@@ -109,4 +109,6 @@ class WeightStore:
             finally:
                 self._freeing.discard(key)
                 del versions[version]
+                if not versions:
+                    del self._versions[name]
                 self.changed.notify()

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl.controller.config import ReferenceConfig, TrainerConfig
 from rl.controller.config_json import from_json, to_json, write_config
@@ -74,3 +77,80 @@ def test_what_cannot_be_read_back_is_named():
     with pytest.raises(ConfigError, match="cannot be read back"):
         from_json(to_json(object()))
     assert json.dumps(to_json(dataclasses.make_dataclass("D", ["a", "b"])((Path("x"), 1.5), {1, 2})))
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Fields whose names are also keys of the file."""
+
+    type: object = None
+    type_: object = None
+    type__: object = None
+    dict: object = None
+    python: object = None
+    path: object = None
+    of: object = None
+    recipe: object = None
+
+    def method(self):
+        return self.type
+
+    @classmethod
+    def of_the_class(cls):
+        return cls
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4),
+    st.sampled_from([Path("a/b"), Path("/"), math.sqrt, replace, Odd, Odd.method, Odd.of_the_class, len]),
+)  # fmt: skip
+KEYS = st.one_of(st.sampled_from(["type", "dict", "python", "path", "repr", "method", "of"]), st.text(max_size=3), st.integers())  # fmt: skip
+
+
+def deeper(inner):
+    return st.one_of(
+        st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(Odd)]), inner, max_size=3).map(
+            lambda fields: Odd(**fields)
+        ),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(KEYS, st.tuples(KEYS, KEYS)), inner, max_size=3),
+    )
+
+
+VALUES = st.recursive(LEAVES, deeper, max_leaves=8)
+
+
+def through_a_file(value):
+    return from_json(json.loads(json.dumps(to_json(value))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES)
+def test_what_is_written_is_read_back(value):
+    again = through_a_file(value)
+    assert again == value and type(again) is type(value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALUES)
+def test_a_method_comes_back_with_what_it_is_bound_to(value):
+    again = through_a_file(Odd(type=value).method)
+    assert again.__func__ is Odd.method and again() == value
+
+
+def test_files_of_earlier_versions_are_read():
+    @dataclass(frozen=True)
+    class Underscored:
+        type_: int = 0
+        type__: int = 0
+
+    name = f"{__name__}:Underscored"
+    globals()["Underscored"] = Underscored
+    try:
+        assert from_json({"type": name, "type_": 1, "type__": 2}) == Underscored(1, 2)
+    finally:
+        del globals()["Underscored"]
+    assert from_json({"type": f"{__name__}:Odd", "path": {"path": "a"}}) == Odd(path=Path("a"))
+    assert from_json(to_json("ab".upper))() == "AB"
+    with pytest.raises(ConfigError, match="names a method 'gone' that is not there"):
+        from_json({"method": "gone", "of": "text"})

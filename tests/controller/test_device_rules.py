@@ -2,6 +2,7 @@
 
 # holds: exact, sums of whole bytes in float64
 
+import asyncio
 import dataclasses
 import json
 
@@ -10,13 +11,16 @@ import pytest
 from configs import gpu
 from configs.smollm2 import smollm2
 from rl.cluster.machine import GPU, Machine, parse_machine
-from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig
-from rl.controller.device_defaults import DEVICE_DEFAULTS, by_device
+from rl.cluster.placement import ENGINE_ROLES, place
+from rl.controller import evaluate, replay
+from rl.controller.config import GeneratorConfig, JudgeConfig, RunConfig, TrainerConfig
+from rl.controller.device_defaults import DEVICE_DEFAULTS, by_device, specs_on
 from rl.controller.device_rules import check_devices
-from rl.controller.memory_plan import processes, with_budgets
+from rl.controller.memory_plan import USABLE, processes, role_memories
 from rl.controller.plan import plan
-from rl.controller.specs import actor_specs
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
+from rl.loss.advantages.gae import GAE
+from rl.loss.kl import KL
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.types import LoRA
@@ -243,14 +247,73 @@ def test_roles_deal_out_gpus_in_turn(model):
 def test_an_engine_that_shares_a_gpu_may_take_what_is_planned_for_nobody_else(model, tmp_path):
     machine = parse_machine("1xH100-80")
     config = by_device(qwen(model), machine)
-    specs = with_budgets(actor_specs(config, tmp_path, tmp_path), config, machine)
+    specs = specs_on(machine, config, tmp_path, tmp_path)
     by_role = {p.role: p.memory.total / GIB for p in processes(config, machine)}
     budget = specs.trainer.config.device_memory_gib
     assert budget == pytest.approx(machine.gpus[0].gib * 0.92 - by_role["generator"])
     assert by_role["trainer"] < budget < machine.gpus[0].gib
     two = parse_machine("2xH100-80")
-    alone = by_device(qwen(model), two)
-    assert (
-        with_budgets(actor_specs(alone, tmp_path, tmp_path), alone, two).trainer.config.device_memory_gib
-        is None
+    assert specs_on(two, qwen(model), tmp_path, tmp_path).trainer.config.device_memory_gib is None
+
+
+STARTED_BY = {"train": (), "eval": evaluate.NOT_STARTED, "replay": replay.NOT_STARTED}
+
+
+@pytest.mark.parametrize("without", STARTED_BY.values(), ids=STARTED_BY)
+@pytest.mark.parametrize("num_gpus", range(1, 7))
+def test_budgets_are_of_what_is_started_where_it_is_started(model, tmp_path, num_gpus, without):
+    """The devices that the launcher deals out are those that the budgets were made for, and they exist."""
+    machine = Machine(16, 64.0, (GPU("H200", 139.0, (9, 0)),) * num_gpus)
+    config = qwen(
+        model,
+        placement="auto",
+        judge=JudgeConfig(model=model("qwen3-1.7b"), kv_cache_gib=1.0),
+        kl=KL(coef=0.1),
+        advantages=GAE(),
     )
+    specs = specs_on(machine, config, tmp_path, tmp_path, without)
+    assert set(specs.roles) == {"trainer", "generator", "critic", "reference", "judge", "reward"} - {*without}
+    places = place(specs.roles, num_devices=num_gpus, shared=specs.share_devices)
+    assert max(device for where in places.values() for device in where.devices) < num_gpus
+    assert specs.share_devices == (len(specs.roles) - ("reward" in specs.roles) > num_gpus)
+    config = by_device(config, machine, without)
+    memories = role_memories(config, machine)
+    for role in specs.roles.keys() & {*ENGINE_ROLES}:
+        (device,) = places[role].devices
+        others = sum(
+            memories[other].total
+            for other, where in places.items()
+            if device in where.devices and other != role
+        )
+        room = machine.gpus[0].gib * USABLE - others / GIB
+        budget = getattr(specs, role).config.device_memory_gib
+        assert budget == (pytest.approx(room) if specs.share_devices else None), role
+    unstarted = {"critic": specs.critic, "reference": specs.reference, "judge": specs.judge}
+    assert {role for role, part in unstarted.items() if part is None} == unstarted.keys() & {*without}
+    assert ("generator" in without) == (specs.num_generators == 0)
+    assert ("reward" in without) == (specs.num_reward_procs == 0)
+
+
+@pytest.mark.parametrize("command", ["eval", "replay"])
+def test_eval_and_replay_start_that(model, tmp_path, monkeypatch, command):
+    machine = parse_machine("1xH200-141")
+    module, started = {"eval": (evaluate, evaluate._answers), "replay": (replay, replay._learn_again)}[
+        command
+    ]
+    launched = []
+
+    def launch(specs, run_dir):
+        launched.append((specs, run_dir))
+        raise RunError("enough")
+
+    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(module, "this_machine", lambda: machine)
+    config = qwen(model, placement="auto", kl=KL(coef=0.1), advantages=GAE())
+    where = tmp_path / "out"
+    arguments = (config, 0, where) if command == "eval" else (config, tmp_path, 3, where)
+    with pytest.raises(RunError, match="enough"):
+        asyncio.run(started(*arguments))
+    ((specs, run_dir),) = launched
+    assert run_dir == where  # its logs stay
+    assert specs == specs_on(machine, config, specs.trainer.model_dir, tmp_path, STARTED_BY[command])
+    assert specs.trainer.config.device_memory_gib is not None

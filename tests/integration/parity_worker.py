@@ -8,8 +8,7 @@ from pathlib import Path
 from rl.batching import pack, to_sample
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
-from rl.controller.device_defaults import by_device
-from rl.controller.specs import actor_specs
+from rl.controller.device_defaults import specs_on
 from rl.envs.base import RolloutContext
 from rl.models.tokenizer import HFTokenizer
 from rl.types import OptimParams, SamplingParams
@@ -23,7 +22,7 @@ async def main(run_dir: Path) -> dict:
     model_dir = config.model.materialize(run_dir)
     env, tokenizer = config.env, HFTokenizer(model_dir)
     result: dict = {"synced": [], "versions": []}
-    async with launch(actor_specs(by_device(config, this_machine()), model_dir, run_dir), run_dir) as actors:
+    async with launch(specs_on(this_machine(), config, model_dir, run_dir), run_dir) as actors:
         generators = actors.generators
 
         async def publish(version: int) -> None:

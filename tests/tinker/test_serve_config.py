@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.cli import _serve
+from rl.cluster.machine import GPU, Machine
+from rl.cluster.placement import place
 from rl.errors import ConfigError
 from rl.models.layout import Layout
 from rl.models.sources import TinyQwen3
@@ -17,10 +19,12 @@ from rl.tinker.serve import ServeConfig, _specs, serve
 from rl.waiting import Deadlines
 from tests.tiny import write_model
 
+CPU = Machine(8, 64.0)
+
 
 def test_settings_reach_the_processes(tmp_path):
     config = ServeConfig(str(tmp_path))
-    plain = _specs(config, tmp_path, 64)
+    plain = _specs(config, tmp_path, 64, CPU)
     assert plain.trainer.config.adapters and plain.trainer.config.max_seq_len == 64
     assert plain.generator.max_model_len == 64 and plain.generator.stop_texts
     for change, found in [
@@ -37,7 +41,7 @@ def test_settings_reach_the_processes(tmp_path):
         ),
     ]:
         assert not found(plain)
-        assert found(_specs(replace(config, **change), tmp_path, 64)), change
+        assert found(_specs(replace(config, **change), tmp_path, 64, CPU)), change
 
 
 @pytest.fixture
@@ -84,3 +88,42 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, model_dir):
 def test_bad_flags_are_one_line(arguments, match):
     with pytest.raises(ConfigError, match=match):
         _serve(arguments)
+
+
+@pytest.mark.parametrize("num_generators", range(1, 5))
+@pytest.mark.parametrize("num_ranks", range(1, 4))
+@pytest.mark.parametrize("num_gpus", range(1, 5))
+def test_a_server_starts_on_any_number_of_gpus(model_dir, num_gpus, num_ranks, num_generators):
+    """Each process has a GPU that is there; where some share one, both sides know what they may take."""
+    machine = Machine(8, 64.0, (GPU("H100", 78.8, (9, 0)),) * num_gpus)
+    config = ServeConfig(str(model_dir), layout=Layout(shard=num_ranks), num_generators=num_generators)
+    if num_ranks > num_gpus:
+        with pytest.raises(ConfigError, match=f"the layout has {num_ranks} processes and the machine"):
+            _specs(config, model_dir, 64, machine)
+        return
+    specs = _specs(config, model_dir, 64, machine)
+    places = place(specs.roles, num_devices=num_gpus, shared=specs.share_devices)
+    devices = [device for where in places.values() for device in where.devices]
+    assert max(devices) < num_gpus
+    assert (
+        (len(devices) > len(set(devices))) == specs.share_devices == (num_ranks + num_generators > num_gpus)
+    )
+    cache, budget = specs.generator.kv_cache_gib, specs.trainer.config.device_memory_gib
+    if not specs.share_devices:
+        assert cache is budget is None
+        return
+    assert cache > 0 and budget > 0
+    beside = max(
+        sum(device == place for place in places["generator"].devices) for device in places["trainer"].devices
+    )
+    assert beside * cache + budget < machine.gpus[0].gib
+
+
+def test_too_little_memory_for_a_server_is_said_before_anything_starts(model_dir):
+    small = Machine(8, 64.0, (GPU("T4", 2.0, (7, 5)),))
+    with pytest.raises(
+        ConfigError, match="1 GPUs of 2.0 GiB, shared by trainer and generators, have 0.0 GiB"
+    ):
+        _specs(ServeConfig(str(model_dir)), model_dir, 64, small)
+    asked = _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, small)
+    assert asked.generator.kv_cache_gib == 0.5 and asked.share_devices

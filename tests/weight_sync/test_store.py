@@ -163,3 +163,47 @@ def test_versions_that_are_forgotten_go_when_nobody_reads_them_and_lower_ones_ma
         assert memory.store.newest(MODEL).version == 4 and memory.there == {(MODEL, 4)}
 
     asyncio.run(main())
+
+
+def entries(store):
+    """What the store remembers, over all of its containers."""
+    held = [value for value in vars(store).values() if isinstance(value, dict | set | list)]
+    nested = [inner for value in held if isinstance(value, dict) for inner in value.values()]
+    return sum(len(value) for value in held) + sum(len(inner) for inner in nested if isinstance(inner, dict))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["read", "publish", "fail", "forget"]), st.integers(0, 3)), max_size=60
+    )
+)
+def test_what_a_store_remembers_follows_from_what_exists(actions):
+    """However many versions, names and readers there were."""
+
+    async def main():
+        memory, version = Memory(), 0
+        await memory.publish(0)
+
+        async def fail():
+            raise RunError("no")
+
+        for action, number in actions:
+            adapter, version = (f"policy-{number}-{version}", LoRA(rank=4)), version + 1
+            if action == "publish":
+                await memory.publish(version)
+            elif action == "read":
+                async with memory.store.reading(memory.store.newest(MODEL)):
+                    await memory.publish(version)
+            elif action == "fail":
+                with pytest.raises(RunError):
+                    await memory.store.publish(adapter[0], fail)
+            else:
+                await memory.publish(version, adapter)
+                async with memory.store.reading(memory.store.newest(adapter[0])):
+                    pass
+                await memory.store.forget(adapter[0])
+        assert memory.store.versions.keys() == {MODEL}
+        assert entries(memory.store) == 2  # the model, and its newest version
+
+    asyncio.run(main())

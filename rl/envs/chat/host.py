@@ -18,7 +18,7 @@ import cloudpickle
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, Opening, Reply
 from rl.envs.chat.process import ENDED
-from rl.envs.pipes import HEADER, framed, receive, send_pickled
+from rl.envs.pipes import HEADER, framed, receive, send, send_pickled
 from rl.envs.verifier import START_SECONDS
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
 from rl.types import Message, Problem, Score
@@ -53,6 +53,7 @@ class EpisodeHost:
         )
         theirs.close()
         try:
+            send(ours.fileno(), sys.path)  # where a recipe finds the modules beside it
             send_pickled(ours.fileno(), data)
             failure = receive(ours.fileno(), START_SECONDS)
         except (OSError, EOFError) as error:

@@ -124,11 +124,12 @@ def _reap(host: socket.socket) -> None:
 
 
 def main() -> None:
-    """Standard input is the socket to the host, which first sends the environment."""
+    """Standard input is the socket to the host, which first sends where modules are, and the environment."""
     host = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     end_with_parent()
     try:
+        sys.path[:] = receive(host.fileno())
         env = receive(host.fileno())
         env.prepare()
         tools = env.tools()

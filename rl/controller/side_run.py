@@ -1,0 +1,51 @@
+"""The directory of an evaluation or a replay: nobody else's, and its logs stay there."""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl.errors import ConfigError, RunError
+from rl.observability.log_tail import log_tail
+from rl.paths import lock_directory
+
+_NAMES = {"eval": "evaluation", "replay": "replay"}
+
+
+@contextmanager
+def own_directory(kind: str, given: str = "") -> Iterator[Path]:
+    """A directory that no other process writes into meanwhile.
+
+    kind: eval or replay. given: --run_dir; empty: a new one under runs/. Raises ConfigError where it
+    cannot be made or belongs to another. A RunError of the context gets the place of its logs.
+    """
+    try:
+        directory = Path(given) if given else _new_directory(kind)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = lock_directory(directory, _NAMES[kind])
+    except OSError as error:
+        where = given or "runs/"
+        raise ConfigError(f"the directory {where} cannot be made ({error}); give another run_dir") from error
+    try:
+        yield directory
+    except RunError as error:
+        print(log_tail(directory, str(error)), file=sys.stderr, end="")
+        raise RunError(f"{error}; its logs are in {directory / 'logs'}") from error
+    finally:
+        os.close(lock)
+
+
+def _new_directory(kind: str) -> Path:
+    """Made by this call alone, whoever makes one at the same moment."""
+    stem = f"runs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        directory = Path(stem if number == 1 else f"{stem}-{number}")
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            continue
+    raise AssertionError("itertools.count has no end")

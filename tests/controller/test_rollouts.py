@@ -1,0 +1,64 @@
+"""Prompts that are made before their turn: one that has started is kept by nobody."""
+
+import asyncio
+import random
+
+import pytest
+
+from rl.controller.rollouts import Rollouts
+from rl.envs.sort_letters import SortLetters
+from rl.types import Completion, Score, StopReason, VersionRange
+from tests.envs.test_envs import Spelled
+
+NUM_PROMPTS = 24
+
+
+class Sampler:
+    async def sample(self, prompt, n, params):
+        await asyncio.sleep(0)
+        return [Completion([97], [-1.0], VersionRange(0, 0), StopReason.STOP)] * n
+
+
+async def score(rollouts):
+    return [Score(1.0) for _ in rollouts]
+
+
+def kept(rollouts):
+    """The prompts in whatever the owner holds."""
+    return rollouts._prepared._prompts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_stays_of_a_prompt_that_has_started(seed):
+    """Batches are prepared while others start, in any order and at any await; some start twice, as after a resume."""
+    rng = random.Random(seed)
+    rollouts = Rollouts(SortLetters(num_eval=8), Spelled(), score, 2, 0, max_tokens=99)
+
+    async def start(indices):
+        for index in indices:
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            group = await rollouts.train_group(index, Sampler())
+            assert group.rollouts[0].problem == rollouts._train_prompt(index).problem
+
+    async def main():
+        order = [*range(NUM_PROMPTS), *rng.sample(range(NUM_PROMPTS), 4)]
+        if seed % 2:
+            rng.shuffle(order)
+        tasks = [asyncio.create_task(start(order[i::3])) for i in range(3)]
+        while not all(task.done() for task in tasks):
+            first = rng.randrange(NUM_PROMPTS)
+            preparing = asyncio.create_task(rollouts.prepare(range(first, min(NUM_PROMPTS, first + 6))))
+            for _ in range(rng.randrange(8)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.2:
+                preparing.cancel()
+            tasks.append(preparing)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not kept(rollouts)
+        await rollouts.prepare(range(NUM_PROMPTS))
+        assert not kept(rollouts)
+        await rollouts.prepare(range(NUM_PROMPTS, NUM_PROMPTS + 3))
+        assert set(kept(rollouts)) == {NUM_PROMPTS, NUM_PROMPTS + 1, NUM_PROMPTS + 2}
+
+    asyncio.run(main())

@@ -1,0 +1,62 @@
+"""Values on the command line: whatever a value begins with, after = it is the value."""
+
+from dataclasses import replace
+from operator import attrgetter
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.controller.settings import override, setting_names
+from rl.envs.question_file import QuestionFile
+
+CONFIG = replace(quickstart(), env=QuestionFile(path="questions.jsonl", num_eval=1))
+SETTINGS = {name: attrgetter(name)(CONFIG) for name in setting_names(CONFIG)}
+TEXTS = ["run_dir", "tracking.project", "env.prompt_prefix"]
+ODD = [
+    "-x",
+    "-1",
+    "--x",
+    "--",
+    "-",
+    "",
+    "=",
+    "a=b",
+    "--steps",
+    "--steps=3",
+    "-h",
+    "--help",
+    " ",
+    "-x y",
+    "None",
+    "@",
+]
+
+
+@pytest.mark.parametrize("values", [ODD[i::6] for i in range(6)], ids=ascii)
+def test_any_text_is_a_value(values):
+    asked = dict(zip(TEXTS, values, strict=False))
+    config, misread = override(CONFIG, [f"--{name}={value}" for name, value in asked.items()], "rl")
+    assert misread == [] and {name: attrgetter(name)(config) for name in asked} == asked
+
+
+@pytest.mark.parametrize("value", ["-x", "-"])
+def test_a_dash_also_begins_the_next_word(value):
+    config, misread = override(CONFIG, ["--run_dir", value, "--steps", "3"], "rl")
+    assert misread == [] and (config.run_dir, config.steps) == (value, 3)
+
+
+def test_and_the_first_of_several_values():
+    config, misread = override(CONFIG, ["--env.stop=-x", "y", "--steps=3"], "rl")
+    assert misread == [] and (config.env.stop, config.steps) == (("-x", "y"), 3)
+
+
+def test_negative_numbers_are_read_as_such():
+    """Their bounds are another's to check."""
+    numbers = [name for name, value in SETTINGS.items() if type(value) in (int, float)]
+    config, misread = override(CONFIG, [f"--{name}=-3" for name in numbers], "rl")
+    assert misread == [] and {attrgetter(name)(config) for name in numbers} == {-3}
+
+
+def test_a_value_that_cannot_be_read_is_named_beside_others():
+    _, misread = override(CONFIG, ["--steps=-x", "--run_dir=-y"], "rl")
+    assert [line.partition(" must")[0] for line in misread] == ["--steps -x"]

@@ -1,0 +1,43 @@
+"""The tokenizer of single characters."""
+
+import pytest
+
+from rl.models.sources import TinyQwen3, write_character_tokenizer
+from rl.models.tokenizer import HFTokenizer
+
+BREAKS = "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029 \u00a0"
+"""What some regular expression takes for the end of a line, or for nothing."""
+TEXTS = [
+    *BREAKS,
+    *(2 * character for character in BREAKS),
+    *(f"a{character * 3}b" for character in BREAKS),
+    BREAKS,
+    "e\u0301",  # two characters that are drawn as one
+    "\U0001f468\u200d\U0001f469",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def alphabet():
+    return "".join(sorted(set("".join(TEXTS)) | set("ab")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(alphabet, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_character_tokenizer(alphabet, path)
+    (path / "config.json").write_text('{"model_type": "qwen3"}')
+    return HFTokenizer(path)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_each_character_of_the_alphabet_is_one_token(tokenizer, alphabet, text):
+    tokens = tokenizer.encode_plain(text)
+    assert tokens == [3 + alphabet.index(character) for character in text]
+    assert tokenizer.decode(tokens) == text
+
+
+def test_so_is_the_models_own(alphabet):
+    tokenizer = TinyQwen3(alphabet).tokenizer()
+    assert len(tokenizer.encode_plain(BREAKS * 2)) == 2 * len(BREAKS)
