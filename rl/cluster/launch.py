@@ -1,15 +1,17 @@
 """Launch: start every process of a run and wait until each is ready; on the way out, end them all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from rl.actors.actors import Actors, Revival
+from rl.actors.births import Births
 from rl.actors.engine import EngineHandle
 from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator, GeneratorProcesses
@@ -17,7 +19,7 @@ from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica, Updates
 from rl.actors.judge import JudgeReplica, JudgeServer
 from rl.actors.reference import Reference, ReferenceAdapter, ReferenceMesh
-from rl.actors.remote import Caller, Deadline
+from rl.actors.remote import Caller, Deadline, EngineDied, ProcessDied
 from rl.actors.replica import Pool, Replica
 from rl.actors.reward import RewardPool, RewardProcess, RewardWorker
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
@@ -43,7 +45,7 @@ from rl.owned_directory import SHARED_MEMORY, owned_directory, temporary_files
 from rl.processes import adopt_orphans, freeze_heap, reap_orphans
 from rl.types import POLICY, REFERENCE
 from rl.waiting import Signal, beside, together
-from rl.weight_sync.manifest import MODEL
+from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.shared_memory import SharedMemory
 from rl.weight_sync.store import WeightStore
 
@@ -74,7 +76,9 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
         try:
             actors = await launcher.start()
             judge = [launcher.judge.run()] if launcher.judge else []
-            async with beside(reap_orphans(), actors.generators.run(), actors.rewards.run(), *judge):
+            watches = [watch() for watch in launcher.watches]
+            pools = actors.generators.run(), actors.rewards.run()
+            async with beside(reap_orphans(), *pools, *judge, *watches):
                 await launcher.ready(actors)
                 try:
                     yield actors
@@ -96,6 +100,8 @@ class _Launcher:
         self.meshes: list[Any] = []
         self.engines: list[EngineHandle] = []
         self.judge: JudgeServer | None = None
+        self.watches: list[Callable[[], Coroutine[Any, Any, None]]] = []  # over what nothing starts again
+        self._births: dict[str, Births] = {}
         self._specs = specs
         self._logs = run_dir / "logs"
         self._run_dir = run_dir
@@ -112,7 +118,8 @@ class _Launcher:
         """Generators and reward workers are started by who runs their pools; `ready` starts the engines."""
         specs, deadlines = self._specs, self._specs.deadlines
         transport = await self._transport()
-        store = WeightStore(transport.release)
+        self._store = Caller(specs.transport)
+        store = WeightStore(partial(self._release, transport))
         spawn = self._engine_spawner("trainer", specs.trainer, PolicyTrainer, transport)
         trainer = TrainerHandle("trainer", spawn, specs.trainer.config, deadlines, self._timeline)
         critic = self._engine("critic", specs.critic) if specs.critic else None
@@ -124,7 +131,7 @@ class _Launcher:
             self.engines.append(engine)
 
         async def start_engines() -> None:
-            await together(engine.start() for engine in self.engines)
+            await together(self._start_engine(engine) for engine in self.engines)
             if specs.lora.rank:
                 await trainer.add_adapter(POLICY, specs.lora, specs.adapter_seed)
             if specs.reference_is_adapter:
@@ -150,12 +157,24 @@ class _Launcher:
             return SharedMemory(str(self._shared))
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
-        mesh = self._spawn("store", Place(1, (), 1))
-        return await self._started("torchstore", TorchStore.create(mesh))
+        mesh = self._spawn("torchstore", Place(1, (), 1))
+        births = self._births["torchstore"]
+        self.watches.append(partial(births.until_one_dies, "the keeping of published weights"))
+        return await births.watching(self._started("torchstore", TorchStore.create(mesh)))
+
+    async def _release(self, transport: Transport, manifest: Manifest) -> None:
+        deadline = Deadline("sync", self._specs.deadlines.sync)
+        await self._store.call(transport.release(manifest), "release", deadline)
 
     def _engine(self, role: str, spec: EngineSpec) -> EngineHandle:
         spawn = self._engine_spawner(role, spec, EngineActor)
         return EngineHandle(role, spawn, spec.config, self._specs.deadlines, self._timeline)
+
+    async def _start_engine(self, engine: EngineHandle) -> None:
+        try:
+            await self._births_of(engine.name).watching(engine.start())
+        except ProcessDied as death:
+            raise EngineDied(str(death)) from death
 
     def _engine_spawner(
         self, role: str, spec: EngineSpec, actor: type[EngineActor], *others: Any
@@ -209,7 +228,7 @@ class _Launcher:
             actors = mesh.spawn("generator", Generator, config, transport)
             return await _ready(GeneratorProcesses(name, mesh, actors, specs.deadlines, self._timeline))
 
-        return spawn
+        return lambda: self._births_of(name).watching(spawn())
 
     def _rewards(self) -> RewardPool:
         specs, changed = self._specs, Signal()
@@ -227,7 +246,7 @@ class _Launcher:
                 )
                 return await _ready(RewardProcess(name, mesh, actor, limit, specs.deadlines, self._timeline))
 
-            return spawn
+            return lambda: self._births_of(name).watching(spawn())
 
         names = [f"reward-{i}" for i in range(specs.num_reward_procs)]
         replicas = [Replica(name, spawner(name), specs.max_reward_restarts, changed) for name in names]
@@ -237,10 +256,14 @@ class _Launcher:
     def _spawn(self, name: str, where: Place, env: dict[str, str] | None = None, keep: bool = True) -> Any:
         """keep: end it at the end of the run; else its owner does."""
         env = engine_environment(where.num_threads) if env is None else env
+        env = {**env, **self._births_of(name).expect(where.num_procs)}
         mesh = spawn_procs(name, where.num_procs, env, where.devices, self._logs / name)
         if keep:
             self.meshes.append(mesh)
         return mesh
+
+    def _births_of(self, name: str) -> Births:
+        return self._births.setdefault(name, Births(name))
 
     async def _started(self, name: str, answer: Awaitable[Any]) -> Any:
         return await Caller(name).call(answer, "start", Deadline("start", self._specs.deadlines.start))

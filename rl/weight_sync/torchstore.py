@@ -4,13 +4,15 @@ Keys are versioned and never written twice, because putting a key again while it
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torchstore
 import torchstore.api
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import endpoint
 from torchstore.controller import Controller
 
@@ -64,7 +66,8 @@ class TorchStore:
 
         published = write_shards(shards, _key(name, version, rank), allocate)
         if buffers:
-            await torchstore.put(_key(name, version, rank), buffers[0])
+            with _names_the_store():
+                await torchstore.put(_key(name, version, rank), buffers[0])
         return published
 
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
@@ -72,11 +75,13 @@ class TorchStore:
 
         Called from a thread without an event loop.
         """
-        return read_shards(manifest, asyncio.run(self._buffers(manifest)))
+        with _names_the_store():
+            return read_shards(manifest, asyncio.run(self._buffers(manifest)))
 
     async def release(self, manifest: Manifest) -> None:
-        for key in keys(manifest):
-            await torchstore.delete(key)
+        with _names_the_store():
+            for key in keys(manifest):
+                await torchstore.delete(key)
 
     async def _buffers(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         for key in keys(manifest):
@@ -85,6 +90,18 @@ class TorchStore:
                     f"policy version {manifest.version} was released before it was read ({key} is gone)"
                 )
         return {key: await torchstore.get(key) for key in keys(manifest)}
+
+
+@contextmanager
+def _names_the_store() -> Iterator[None]:
+    """What uses the store is not to blame for its death."""
+    try:
+        yield
+    except SupervisionError as death:
+        raise RunError(
+            "the process of torchstore died, and with it the published weights; see logs/torchstore.log of "
+            "the run"
+        ) from death
 
 
 def _key(name: str, version: PolicyVersion, rank: int) -> str:

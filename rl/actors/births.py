@@ -1,0 +1,69 @@
+"""Births: the processes of a mesh from the fork on. Monarch watches over them once they have an actor."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import TypeVar
+
+import psutil
+
+from rl.actors.remote import Caller, ProcessDied
+from rl.processes import ProcessInfo
+from rl.waiting import beside
+
+T = TypeVar("T")
+_VARIABLE = "RL_MESH"  # in a process's environment: which mesh it is of
+_LOOK_SECONDS = 0.25
+_PATIENCE_SECONDS = 5.0  # Monarch may know why, and says so a second or two later
+_NUMBERS = count()
+
+
+class Births:
+    """Of one mesh, which may be spawned again and again under its name."""
+
+    def __init__(self, name: str):
+        self._caller = Caller(name, f"logs/{name}*.log of the run")
+        self._mesh = ""
+        self._num_procs = 0
+        self._born: list[psutil.Process] = []
+
+    def expect(self, num_procs: int) -> Mapping[str, str]:
+        """What the processes of the next spawn must have in their environment."""
+        self._mesh, self._num_procs, self._born = f"{os.getpid()}-{next(_NUMBERS)}", num_procs, []
+        return {_VARIABLE: self._mesh}
+
+    async def watching(self, starting: Awaitable[T]) -> T:
+        """What `starting` gives. Raises ProcessDied where a process is gone before that."""
+        async with beside(self.until_one_dies()):
+            return await starting
+
+    async def until_one_dies(self, verb: str = "start") -> None:
+        """Never returns; raises ProcessDied. verb: what they do."""
+        while (process := self._one_that_is_gone()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_PATIENCE_SECONDS)
+        where = f"pid {process.pid} on {process.host}"
+        raise ProcessDied(self._caller.death(self._caller.name, verb, where))
+
+    def _one_that_is_gone(self) -> ProcessInfo | None:
+        if len(self._born) < self._num_procs:
+            children = [child for child in psutil.Process().children() if child not in self._born]
+            self._born += [child for child in children if _mesh_of(child) == self._mesh]
+            del self._born[self._num_procs :]  # orphans of theirs that were adopted
+        gone = next((process for process in self._born if not _lives(process)), None)
+        return gone and ProcessInfo(gone.pid, socket.gethostname(), "")
+
+
+def _mesh_of(process: psutil.Process) -> str | None:
+    with suppress(psutil.Error, OSError):
+        return process.environ().get(_VARIABLE)
+    return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
