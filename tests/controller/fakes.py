@@ -258,10 +258,11 @@ class QuietRecorder(SimpleNamespace):
         self.evaluations[step] = metrics
 
     async def keep_batch(self, *args):
-        pass
+        await asyncio.sleep(0)  # a turn, in which an interrupt may come
 
     async def flush(self):
-        pass
+        await asyncio.sleep(0)
 
     async def write(self, job):
+        await asyncio.sleep(0)
         return job()

@@ -157,6 +157,6 @@ def test_the_loop_goes_on_while_failed_rollouts_of_many_tokens_are_written(tmp_p
             monkeypatch.undo()
 
     asyncio.run(main())
-    assert threading.get_ident() not in threads and max(lumps) == 4096
+    assert threading.get_ident() not in threads and max(lumps) == 1024
     whole = read_whole_rollouts(tmp_path, "train", 1)
     assert len(whole) == MAX_FAILED and whole[0]["branches"][0][0]["tokens"] == tokens
