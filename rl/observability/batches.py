@@ -6,15 +6,16 @@ from typing import Any
 
 import cloudpickle
 
-from rl.paths import write_whole
+from rl.paths import whole_file
 
 
 def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
-    """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest."""
-    content = cloudpickle.dumps(
-        (batch, entropy_coef)
-    )  # a problem's metadata may have classes of the recipe's
-    write_whole(_path(run_dir, step), content)
+    """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest.
+
+    Pickled into the file in small frames: other threads run in between.
+    """
+    with whole_file(_path(run_dir, step)) as file:
+        cloudpickle.dump((batch, entropy_coef), file)  # a problem's metadata may have classes of the recipe's
     _path(run_dir, step - keep_last).unlink(missing_ok=True)
 
 

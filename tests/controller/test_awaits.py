@@ -44,6 +44,8 @@ ELSEWHERE = {
     "self._rollouts.close()": "an AgentEnv's endpoint: tests/envs",
     "self.door.close()": "an AgentEnv's endpoint: tests/envs",
     'self._verb("act"': "an AgentEnv's: tests/envs",
+    "reaper.reap": "real zombies: tests/test_processes.py",
+    "_REAP_SECONDS": "real zombies: tests/test_processes.py",
     "await self.wait_for_room(name)": "a run waits for room before, with a deadline",
     "return await work": "of work that is done",
     "await preparing": "of prompts that are made while the update goes on, and long before its end",
@@ -97,6 +99,7 @@ SCENARIOS = {
     "reference": Scenario(REFERENCE),
     "critic": Scenario(CRITIC),
     "adapter": Scenario(base(kl=KL(coef=0.1), trainer=replace(SYNC.trainer, lora=LoRA(rank=4)))),
+    "recorded batches": Scenario(base(record_batches=1)),
     "demonstrations": Scenario(base(sft, warmup=WarmupConfig())),
     "preferences": Scenario(base(dpo)),
     "episodes": Scenario(EPISODES),
@@ -296,7 +299,7 @@ def _check_all(cases, undisturbed, directory):
 def test_whatever_happens_at_an_await_the_run_ends(reached, undisturbed, tmp_path):
     """Each await with a few of the events, other ones at each; all of them: the slow test below."""
     cases = list(_cases(reached, undisturbed))
-    _check_all(cases[::7], undisturbed, tmp_path)
+    _check_all(cases[::29], undisturbed, tmp_path)
 
 
 @pytest.mark.slow

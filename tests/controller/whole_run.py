@@ -4,7 +4,6 @@ Every call to a process waits; processes die, hang and come back as a test wants
 """
 
 import asyncio
-import json
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -32,15 +31,13 @@ from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.verifier import score_of
 from rl.models.generator.commands import Progress
 from rl.models.tokenizer import HFTokenizer
-from rl.observability.recorder import Recorder
-from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo
 from rl.types import POLICY, REFERENCE
 from rl.waiting import Signal, beside, together
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.store import WeightStore
-from tests.controller.fakes import FakeEngine, FakeGenerators, FakeRewards
+from tests.controller.fakes import FakeEngine, FakeGenerators, FakeRewards, QuietRecorder
 
 SECONDS = 0.01  # that a call takes
 
@@ -166,6 +163,20 @@ class Reward(FakeRewards):
         self._episodes.pop(number, None)
 
 
+class Recorder(QuietRecorder):
+    """Forgets steps that happen again."""
+
+    @property
+    def accuracies(self):
+        return self.evaluations
+
+    async def rewind(self, step):
+        await asyncio.sleep(0)
+        for lines in (self.steps, self.evaluations):
+            for number in [number for number in lines if number > step]:
+                del lines[number]
+
+
 @dataclass
 class World:
     """`kill` and `hang` take a role: trainer, critic, reference, generator, reward."""
@@ -184,6 +195,7 @@ class World:
     def __post_init__(self):
         self.rng = random.Random(self.seed)
         self.timeline = Timeline()
+        self.recorder = Recorder(self.run_dir)
 
     def slowness(self, name, method) -> float:
         return math.prod(times for part, times in self.slow.items() if part in f"{name}.{method}")
@@ -278,17 +290,19 @@ class World:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = HFTokenizer(self.config.model.materialize(self.run_dir))
         actors, revival = self.actors()
-        quiet = SimpleNamespace(isatty=lambda: False, write=lambda text: None, flush=lambda: None)
-        with Recorder(self.run_dir, self.config.steps, Timeline(), Sinks([]), out=quiet) as recorder:
-            async with beside(actors.generators.run(), actors.rewards.run()):
-                await together((revival.start(), actors.generators.started(), actors.rewards.started()))
-                if actors.policy is not None:
-                    await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
-                await train_and_export(self.config, actors, tokenizer, recorder, goes_on=False)
+        async with beside(actors.generators.run(), actors.rewards.run()):
+            await together((revival.start(), actors.generators.started(), actors.rewards.started()))
+            if actors.policy is not None:
+                await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
+            await train_and_export(self.config, actors, tokenizer, self.recorder, goes_on=False)
 
     @property
     def numbers(self) -> list[dict]:
-        """metrics.jsonl without what deaths may change."""
-        may_differ = ("time/", "idle/", "buffer/", "generators/", "tokens/prompt", "tokens/prompt_computed")
-        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        return [{n: v for n, v in line.items() if not n.startswith(may_differ)} for line in lines]
+        """The metrics of steps and evaluations, without what deaths may change."""
+        may_differ = ("time/", "buffer/", "generators/", "tokens/prompt", "tokens/prompt_computed")
+        recorder = self.recorder
+        return [
+            {n: v for n, v in metrics.items() if not n.startswith(may_differ) and v == v}
+            for lines in (recorder.steps, recorder.evaluations)
+            for _, metrics in sorted(lines.items())
+        ]
