@@ -64,11 +64,11 @@ class MemoryWatch:
 
 def residents() -> dict[str, int]:
     """Resident bytes of this process and of its descendants, by the name of the log that each writes to."""
-    sizes = {"controller": _resident(os.getpid())}
+    sizes, own_output = {"controller": _resident(os.getpid())}, os.readlink("/proc/self/fd/1")
     for process in psutil.Process().children(recursive=True):
         with suppress(OSError):
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            name = log.stem if log.suffix == ".log" else "others"
+            output = os.readlink(f"/proc/{process.pid}/fd/1")
+            name = "controller" if output == own_output else Path(output).stem
             sizes[name] = sizes.get(name, 0) + _resident(process.pid)
     return sizes
 
