@@ -64,13 +64,19 @@ class MemoryWatch:
 
 def residents() -> dict[str, int]:
     """Resident bytes of this process and of its descendants, by the name of the log that each writes to."""
-    sizes = {"controller": _resident(os.getpid())}
+    sizes, own_output = {"controller": _resident(os.getpid())}, _output(os.getpid())
     for process in psutil.Process().children(recursive=True):
-        with suppress(OSError):
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            name = log.stem if log.suffix == ".log" else "others"
-            sizes[name] = sizes.get(name, 0) + _resident(process.pid)
+        output = _output(process.pid)
+        name = output.stem if output.suffix == ".log" else "others"
+        name = "controller" if output == own_output else name
+        sizes[name] = sizes.get(name, 0) + _resident(process.pid)
     return sizes
+
+
+def _output(pid: int) -> Path:
+    with suppress(OSError):
+        return Path(os.readlink(f"/proc/{pid}/fd/1"))
+    return Path()
 
 
 def _resident(pid: int) -> int:

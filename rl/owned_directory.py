@@ -29,7 +29,7 @@ _LONGEST = 107 - len("/") - 36
 # It removes its directory, and what is noted beside it, when the owner is gone, which closes the pipe. The
 # owner's processes end at the same time, and may still write.
 _JANITOR = """
-cat >/dev/null
+while read -r line; do :; done
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
   for note in "$0"/beside/*; do [ -e "$note" ] && rm -f -- "$1/${note##*/}"; done
   rm -rf -- "$0" 2>/dev/null
@@ -55,10 +55,7 @@ def owned_directory(base: Path, what: str) -> Iterator[Path]:
         yield path
     finally:
         _remove(path)
-        janitor.kill()
-        janitor.wait()
-        if janitor.stdin is not None:
-            janitor.stdin.close()
+        janitor.communicate()  # it ends as its pipe closes
         os.close(owner)
 
 

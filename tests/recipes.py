@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,22 @@ class Misbehaving(SortLetters):
         if first == "f":
             os._exit(7)
         return letters_in_place(problem, response)
+
+
+@dataclass(frozen=True)
+class Deserting(SortLetters):
+    """Its reward starts processes that outlive it, in its session and in their own, and hangs for some problems."""
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        if problem.question[0] == "a":
+            for own_session in (False, True):
+                subprocess.Popen(["sleep", "4"], start_new_session=own_session)
+            time.sleep(3600)
+        return letters_in_place(problem, response)
+
+
+def deserting() -> RunConfig:
+    return _small(env=Deserting(num_eval=8), reward=RewardConfig(limit_seconds=1.0))
 
 
 def _small(**changes: object) -> RunConfig:

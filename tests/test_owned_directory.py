@@ -57,7 +57,9 @@ def test_it_goes_with_what_it_holds_and_what_is_noted_beside_it(tmp_path):
         note_beside(path, f"rl-{path.name}-shared")
         (tmp_path / f"rl-{path.name}-shared").touch()
         assert path.parent.stat().st_mode & 0o777 == 0o700 and path.stat().st_mode & 0o777 == 0o700
+        started = psutil.Process().children(recursive=True)
     assert not tree(tmp_path)
+    assert started and not any(process.is_running() for process in started)
 
 
 def strangers(base):

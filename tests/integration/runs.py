@@ -80,7 +80,8 @@ def pid_of(process, run_dir, name):
 
 def shared_leftovers():
     """Of runs whose controller is gone."""
-    owned = [*SHARED_MEMORY.glob("rl-*/*"), *Path(tempfile.gettempdir()).glob("rl-*/*")]
+    root = f"rl-{os.getuid()}/*"
+    owned = [*SHARED_MEMORY.glob(root), *Path(tempfile.gettempdir()).glob(root)]
     return [path.name for path in owned if not psutil.pid_exists(int(path.name.split("-")[0]))]
 
 

@@ -6,6 +6,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 
 from rl.models.generator.environment import generator_environment
 from rl.weight_sync.manifest import Manifest
@@ -27,19 +28,21 @@ def ask(directory, config, transport, prompt, loads, **more):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    ranks = [_start(job, rank, config.tensor_parallel, port) for rank in range(config.tensor_parallel)]
-    try:
-        output, errors = ranks[0].communicate(timeout=200)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    count = config.tensor_parallel
+    with tempfile.TemporaryDirectory() as temporary:  # vLLM's files and sockets go with it
+        ranks = [_start(job, rank, count, port, temporary) for rank in range(count)]
+        try:
+            output, errors = ranks[0].communicate(timeout=200)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
     assert ranks[0].returncode == 0, errors[-3000:]
     return json.loads(output.splitlines()[-1])
 
 
-def _start(job, rank, num_ranks, port):
-    env = with_all() | generator_environment(max(1, 2 // num_ranks))
+def _start(job, rank, num_ranks, port, temporary):
+    env = with_all() | generator_environment(max(1, 2 // num_ranks)) | {"TMPDIR": temporary}
     if num_ranks > 1:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
