@@ -1,11 +1,18 @@
 """What every wait is made of: a deadline of its own kind, and a signal that wakes who waits for a change."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from rl.bounds import PositiveFloat
+
+_TICK_SECONDS = 0.05
+_LAST_LOOK_SECONDS = 0.1  # for an answer that came while the loop was blocked to be handed on
+_SHORTEST_SECONDS = 0.001
+_LAST_LOOK_TURNS = 8  # of the loop, which hand it from task to task
 
 
 @dataclass(frozen=True)
@@ -70,3 +77,101 @@ async def beside(*coroutines: Coroutine, until_done: bool = False) -> AsyncItera
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
+
+
+@asynccontextmanager
+async def within(seconds: float | None) -> AsyncIterator[None]:
+    """A deadline for the body, which is cancelled past it; then this raises TimeoutError. None: no deadline.
+
+    It counts the time in which the event loop ran: while a callback blocks the loop, nobody can see an
+    answer. An answer that has arrived by the end wins, also where the loop was blocked past the end.
+    """
+    if seconds is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    clock = _clocks.setdefault(loop, _LoopClock())
+    with clock.running():
+        async with asyncio.timeout(None) as timeout:
+            deadline = _Deadline(clock, seconds, lambda: timeout.reschedule(loop.time()))
+            try:
+                yield
+            finally:
+                deadline.cancel()
+
+
+class _LoopClock:
+    """The seconds in which an event loop ran. It stands still, but for a tick, while a callback blocks it.
+
+    It ticks while somebody reads it.
+    """
+
+    def __init__(self) -> None:
+        self._num_readers = 0
+        self._stood_still = 0.0
+        self._due = math.inf  # when the next tick is due; it comes late where the loop is blocked
+        self._next: asyncio.TimerHandle | None = None
+
+    def time(self) -> float:
+        now = asyncio.get_running_loop().time()
+        return now - self._stood_still - max(0.0, now - self._due)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._num_readers += 1
+        if self._num_readers == 1:
+            self._schedule()
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers and self._next is not None:
+                self._next.cancel()
+                self._next, self._due = (
+                    None,
+                    math.inf,
+                )  # the clock, which the loop is a key of, forgets the loop
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + _TICK_SECONDS
+        self._next = loop.call_at(self._due, self._tick)
+
+    def _tick(self) -> None:
+        self._stood_still += max(0.0, asyncio.get_running_loop().time() - self._due)
+        self._schedule()
+
+
+_clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClock] = WeakKeyDictionary()
+"""One for each event loop, which is as global."""
+
+
+class _Deadline:
+    """Calls `past` once a clock's seconds are over and the loop has had time to hand on what has arrived."""
+
+    def __init__(self, clock: _LoopClock, seconds: float, past: Callable[[], None]):
+        self._clock = clock
+        self._end = clock.time() + seconds
+        self._past = past
+        self._is_last_look = False
+        self._turns_left = _LAST_LOOK_TURNS
+        self._next: asyncio.Handle = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def cancel(self) -> None:
+        self._next.cancel()
+
+    def _look(self) -> None:
+        loop, left = asyncio.get_running_loop(), self._end - self._clock.time()
+        if left <= 0 and not self._is_last_look:
+            self._is_last_look, self._end, left = (
+                True,
+                self._end - left + _LAST_LOOK_SECONDS,
+                _LAST_LOOK_SECONDS,
+            )
+        if left > 0:
+            self._next = loop.call_later(max(left, _SHORTEST_SECONDS), self._look)
+        elif self._turns_left:
+            self._turns_left -= 1
+            self._next = loop.call_soon(self._look)
+        else:
+            self._past()

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from monarch.actor import ActorError
 from rl.errors import ConfigError, RunError
 from rl.out_of_memory import MemoryWatch
 from rl.processes import ProcessInfo
+from rl.waiting import within
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
@@ -80,7 +82,7 @@ class Caller:
         where its process ended, and `past` when the deadline is over.
         """
         try:
-            async with asyncio.timeout(deadline.seconds):
+            async with within(deadline.seconds):
                 result = await answer
         except TimeoutError:
             raise past(
@@ -131,7 +133,9 @@ class Caller:
             try:
                 _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
                 if pending:
-                    await asyncio.wait(pending, timeout=_PATIENCE_SECONDS)
+                    with suppress(TimeoutError):
+                        async with within(_PATIENCE_SECONDS):
+                            await asyncio.wait(pending)
                 errors = [error for task in tasks if task.done() and (error := task.exception())]
                 for error in sorted(errors, key=lambda error: not isinstance(error, _RankDied)):
                     raise error

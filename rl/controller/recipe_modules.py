@@ -18,6 +18,7 @@ import cloudpickle
 
 from rl.errors import ConfigError
 
+_RECIPE = "recipe_"  # before a file's name, the name of its module; the rest may have dots
 _NAME = re.compile(r"(.+\.py)(?::([^/]*))?")
 
 
@@ -35,35 +36,38 @@ class _Directory:
         self._path = path
         self._imported_elsewhere = {name.partition(".")[0] for name in sys.modules}
         self._set_aside: dict[str, ModuleType] = {}
+        self._is_active = False
 
     def activate(self) -> None:
         """Its own modules come before all others, as a script's do."""
         sys.modules.update(self._set_aside)
         self._set_aside = {}
-        if self._path not in sys.path:
+        if not self._is_active:
             sys.path.insert(0, self._path)
+        self._is_active = True
         importlib.invalidate_caches()  # files may have been written since
 
     def deactivate(self) -> None:
-        self._set_aside = self._own()
+        tops = self._tops()
+        self._set_aside = {n: m for n, m in sys.modules.items() if n in tops or n.partition(".")[0] in tops}
         for name in self._set_aside:
             del sys.modules[name]
-        if self._path in sys.path:
-            sys.path.remove(self._path)
+        if self._is_active and self._path in sys.path:
+            sys.path.remove(self._path)  # the first, which is its own: the user may have put it there, too
+        self._is_active = False
 
     def pickle_by_value(self) -> None:
         """All that is imported from here so far, with the sub-modules of its packages."""
-        for name, module in self._own().items():
-            if "." not in name:
-                cloudpickle.register_pickle_by_value(module)
+        for name in self._tops():
+            cloudpickle.register_pickle_by_value(sys.modules[name])
 
-    def _own(self) -> dict[str, ModuleType]:
-        tops = {name for name, module in list(sys.modules.items()) if self._is_top(name, module)}
-        return {n: module for n, module in sys.modules.items() if n.partition(".")[0] in tops}
+    def _tops(self) -> set[str]:
+        """Names of its modules and packages, without their sub-modules."""
+        return {name for name, module in list(sys.modules.items()) if self._is_top(name, module)}
 
     def _is_top(self, name: str, module: ModuleType) -> bool:
         """Whether this is a module of the directory, and no package that was imported before the recipe."""
-        if "." in name or name in self._imported_elsewhere:
+        if name in self._imported_elsewhere or ("." in name and not name.startswith(_RECIPE)):
             return False
         places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
         return any(os.path.dirname(_module_path(place)) == self._path for place in places if place)
@@ -82,7 +86,7 @@ _active: list[_Directory] = []  # at most one
 def import_recipe(path: str) -> ModuleType:
     """Execute a recipe's file, which may import others beside it. From now on its directory is the active
     one. Raises ConfigError where the file is no Python file, and what the file itself raises."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}".replace(".", "_"), path)
+    spec = importlib.util.spec_from_file_location(f"{_RECIPE}{Path(path).stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file; give path/to/file.py:function")
     directory = _activate(os.path.dirname(path))

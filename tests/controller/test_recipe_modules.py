@@ -4,11 +4,13 @@ import importlib
 import subprocess
 import sys
 from itertools import permutations
+from pathlib import Path
 
 import cloudpickle
 import pytest
 
 from rl.cluster.spawn import _prepare_process
+from rl.controller.config_json import write_config
 from rl.controller.recipe_modules import modules_of, split_name
 from rl.controller.recipes import load_recipe, source_of
 from rl.envs.verifier import Verifier
@@ -127,6 +129,30 @@ def test_packages_that_are_imported_already_are_not_the_recipes(tmp_path, monkey
     assert "earlier" not in cloudpickle.list_registry_pickle_by_value()
     load_recipe(write(tmp_path / "second", 1.0))
     assert sys.modules.pop("earlier") is earlier
+
+
+def test_the_users_own_path_stays_as_it_was(tmp_path, monkeypatch):
+    first, second = write(tmp_path / "a", 1.0), write(tmp_path / "b", 2.0)
+    monkeypatch.syspath_prepend(str(tmp_path / "a"))
+    before = list(sys.path)
+    load_recipe(first)
+    load_recipe(second)
+    with modules_of(source_of(first)):
+        assert sys.path[0] == str(tmp_path / "a") and sys.path[1:] == before
+    assert sys.path == [str(tmp_path / "b"), *before]
+
+
+def test_a_files_name_may_have_dots(tmp_path):
+    file = tmp_path / "my.second.recipe.py"
+    file.write_text(Path(write(tmp_path, 1.0, WAYS["a module"])).read_text())
+    name, config = load_recipe(str(file))
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run", source_of(str(file)), config)
+    assert load_recipe(str(tmp_path / "run"))[1].env.reward(None, None, None) == 1.0
+    load_recipe(write(tmp_path / "other", 2.0))
+    env = cloudpickle.loads(cloudpickle.dumps(config.env))
+    assert name == "mine" and env.reward(None, None, None) == 1.0
+    assert not [name for name in sys.modules if "second" in name]
 
 
 def test_a_recipes_name_is_its_path_and_its_function():

@@ -12,6 +12,7 @@ from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import Tool
 from rl.errors import ConfigError, one_line
+from rl.waiting import within
 
 _CONNECT_SECONDS = 30.0
 
@@ -55,7 +56,7 @@ async def _listed(target: Any) -> list[Schema]:
     from mcp import Client
 
     try:
-        async with asyncio.timeout(_CONNECT_SECONDS), Client(target) as client:
+        async with within(_CONNECT_SECONDS), Client(target) as client:
             listed = (await client.list_tools()).tools
     except Exception as error:  # whatever a server, or none, makes of the client
         raise ConfigError(

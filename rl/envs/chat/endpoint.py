@@ -25,6 +25,7 @@ from rl.http_server import Server
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice
 from rl.types import Message
+from rl.waiting import within
 
 _MODEL = "policy"
 _SAMPLED_AS_TRAINED = {"temperature": 1, "top_p": 1, "n": 1, "frequency_penalty": 0, "presence_penalty": 0}
@@ -68,7 +69,7 @@ class AgentEndpoint:
                 uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_keep_alive=600)
             )
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        async with asyncio.timeout(_START_SECONDS):
+        async with within(_START_SECONDS):
             while not self._server.started:
                 await asyncio.sleep(0.01)
         key = secrets.token_urlsafe(16)

@@ -22,6 +22,7 @@ from rl.envs.pipes import HEADER, framed, receive, send, send_pickled
 from rl.envs.verifier import START_SECONDS
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
 from rl.types import Message, Problem, Score
+from rl.waiting import within
 
 _OUTPUT_BYTES = 64 * 1024  # of what an episode prints: kept in the worker's log
 _STATUS_SECONDS = 5.0  # until the forking process has told how one ended, or is found to be gone itself
@@ -175,7 +176,7 @@ class HostedEpisode:
     async def start(self, problem: Problem, seed: int) -> None:
         self._write((problem, seed))
         try:
-            async with asyncio.timeout(_OPEN_SECONDS):
+            async with within(_OPEN_SECONDS):
                 self.pid = await self._read()
         except TimeoutError as error:
             raise EpisodeFailed(f"a process did not start in {_OPEN_SECONDS:g} s", "timeout") from error
@@ -220,7 +221,7 @@ class HostedEpisode:
     async def _ask(self, verb: str, arguments: tuple, seconds: float, what: str, setting: str) -> Any:
         try:
             self._write((verb, arguments))
-            async with asyncio.timeout(seconds):
+            async with within(seconds):
                 kind, answer = await self._read()
         except TimeoutError:
             self.kill()

@@ -19,6 +19,7 @@ from rl.envs.verifier import check_parts
 from rl.errors import EpisodeFailed, EpisodeLost
 from rl.interfaces import Door, EpisodeProcess, Episodes, Tokenizer
 from rl.types import Message, Problem, Rewards, Rollout, Score, Segment, StopReason
+from rl.waiting import within
 
 if TYPE_CHECKING:
     from rl.envs.chat.env import ChatEnv
@@ -112,7 +113,7 @@ class _Walk:
     async def run(self, episodes: Episodes) -> Rollout:
         seconds = self._env.episode_seconds
         try:
-            async with episodes.open(self._problem, self._seed) as process, asyncio.timeout(seconds):
+            async with episodes.open(self._problem, self._seed) as process, within(seconds):
                 score = await self._talk(process)
         except TooLong as error:
             score = Score(0.0, str(error), cause="too_long")

@@ -1,0 +1,257 @@
+"""`within`: a deadline that counts the time in which the event loop ran, on a loop whose time is made up."""
+
+# holds: exact, seconds of a clock that is made up
+
+import ast
+import asyncio
+import selectors
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+from rl.actors.remote import Caller, Deadline, ProcessDied
+from rl.errors import RunError
+from rl.waiting import within
+
+ROOT = Path(__file__).parent.parent
+SLACK_SECONDS = 0.5  # for a last look, also in pieces
+TICK_SECONDS = 0.05  # of each block at most this much is counted
+ROUNDING = 1e-9
+
+
+class Clock(selectors.SelectSelector):
+    """Where nothing is to be done, the time of the next timer comes at once."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        events = super().select(0)
+        assert events or timeout is not None, "nothing is left that could wake the loop"
+        if not events:
+            self.now += timeout
+        return events
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self):
+        self.clock = Clock()
+        super().__init__(self.clock)
+
+    def time(self):
+        return self.clock.now
+
+    def block(self, seconds):
+        """As a callback that computes for so long."""
+        self.clock.now += seconds
+
+
+def run(main):
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(main)
+
+
+async def nested(future, depth):
+    """An answer that goes from task to task."""
+    if not depth:
+        return await future
+    return await asyncio.ensure_future(nested(future, depth - 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seconds=st.floats(0.2, 20),
+    blocks=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 30)), max_size=6),
+    answer=st.one_of(st.none(), st.floats(0, 60)),
+    depth=st.integers(0, 3),
+)
+def test_a_deadline_counts_the_time_in_which_the_loop_ran(seconds, blocks, answer, depth):
+    """blocks: (pause before it, its length), from the start on. answer: when it arrives, blocked or not."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        future, stood_still = loop.create_future(), 0.0
+
+        async def block():
+            nonlocal stood_still
+            for pause, length in blocks:
+                await asyncio.sleep(pause)
+                loop.block(length)
+                stood_still += length
+
+        blocking = asyncio.create_task(block())
+        if answer is not None:
+            loop.call_at(answer, lambda: future.done() or future.set_result("answer"))
+        try:
+            async with within(seconds):
+                result = await nested(future, depth)
+        except TimeoutError:
+            result = None
+        ran, total = loop.time() - stood_still, loop.time()
+        blocking.cancel()
+        return result, ran, total
+
+    result, ran, total = run(main())
+    if result is None:
+        assert seconds - TICK_SECONDS * len(blocks) - ROUNDING <= ran <= seconds + SLACK_SECONDS
+        assert answer is None or answer > seconds
+    else:
+        assert answer <= total + ROUNDING
+
+
+@pytest.mark.parametrize("length", [0.01, 0.3, 5.0, 500.0])
+@pytest.mark.parametrize("begins", [0.0, 0.5, 0.99, 1.0, 1.05])
+@pytest.mark.parametrize("depth", range(4))
+def test_what_arrives_while_the_loop_is_blocked_wins(length, begins, depth):
+    """Whenever the block begins, up to the last look; the answer is there when it ends."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def block():
+            loop.block(length)
+            loop.call_soon(future.set_result, "answer")  # as what comes from another thread
+
+        loop.call_later(begins, block)
+        async with within(1.0):
+            return await nested(future, depth)
+
+    assert run(main()) == "answer"
+
+
+def test_a_block_is_not_counted():
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.2, loop.block, 100.0)
+        async with within(1.0):
+            await asyncio.sleep(100.5)
+        loop.call_later(0.2, loop.block, 100.0)
+        with pytest.raises(TimeoutError):
+            async with within(1.0):
+                await asyncio.sleep(105.0)
+        return loop.time()
+
+    assert 201.5 <= run(main()) <= 201.5 + SLACK_SECONDS
+
+
+def test_nothing_of_a_deadline_stays_and_without_one_there_is_none():
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with within(None):
+            await asyncio.sleep(1000.0)
+        for error in (None, ValueError, asyncio.CancelledError, TimeoutError):
+            try:
+                async with within(5.0), within(3.0):
+                    await asyncio.sleep(1.0)
+                    if error:
+                        raise error
+            except BaseException as raised:
+                assert type(raised) is error
+        assert round(loop.time()) == 1004
+        await asyncio.sleep(0)
+        assert not [handle for handle in loop._scheduled if not handle.cancelled()]
+        with pytest.raises(TimeoutError):
+            async with within(5.0):
+                await asyncio.sleep(1000.0)
+
+    run(main())
+
+
+def test_who_is_cancelled_is_cancelled():
+    async def main():
+        async def wait():
+            async with within(5.0):
+                await asyncio.sleep(1000.0)
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(main())
+
+
+def call(answer, seconds):
+    caller = Caller("generator-0")
+    return caller.call(answer, "status", Deadline("progress", seconds))
+
+
+def test_a_call_whose_answer_came_while_the_loop_was_blocked_does_not_fail():
+    """In the time of a real clock, from a real thread."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def block():
+            thread = threading.Thread(target=loop.call_soon_threadsafe, args=(future.set_result, "well"))
+            thread.start()
+            time.sleep(0.3)
+            thread.join()
+
+        loop.call_soon(block)
+        return await call(future, 0.05)
+
+    assert asyncio.run(main()) == "well"
+
+
+def test_a_call_without_an_answer_fails_after_a_block_too():
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.5, loop.block, 100.0)
+        with pytest.raises(RunError, match="generator-0 did not finish status within 2 s"):
+            await call(loop.create_future(), 2.0)
+        return loop.time()
+
+    assert 102.0 <= run(main()) <= 102.0 + SLACK_SECONDS
+
+
+def test_a_rank_that_died_is_named_though_the_loop_was_blocked_when_it_was_noticed():
+    """The others' collectives fail first; the patience for the death's report does not pass in a block."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        async def other_rank():
+            raise OSError("a collective failed")
+
+        async def dead_rank():
+            loop.call_soon(loop.block, 60.0)
+            await asyncio.sleep(61.0)
+            raise SupervisionError("its process is gone")
+
+        with pytest.raises(ProcessDied, match="the process of trainer rank 1 died in step"):
+            await Caller("trainer").call_ranks([other_rank(), dead_rank()], "step", Deadline("train", 100.0))
+        return loop.time()
+
+    assert run(main()) < 62.0
+
+
+NO_PROCESS = {
+    "rl/actors/actors.py",  # the owners' own waits
+    "rl/actors/generator_replica.py",
+    "rl/cluster/launch.py",  # past it what is left is killed, answer or not
+    "rl/processes.py",
+    "rl/tinker/requests.py",  # how long a client waits before it asks again
+    "rl/waiting.py",
+}
+
+
+def test_deadlines_for_processes_are_these():
+    uses = set()
+    for path in (ROOT / "rl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "asyncio.timeout",
+                "asyncio.wait_for",
+            ):
+                uses.add(str(path.relative_to(ROOT)))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.wait":
+                assert not any(keyword.arg == "timeout" for keyword in node.keywords), path
+    assert uses <= NO_PROCESS
