@@ -22,7 +22,7 @@ LAYERS = [
         "rl.processes",
     },
     {"rl.interfaces", "rl.openai_format"},
-    {"rl.batching", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
+    {"rl.batching", "rl.bins", "rl.prefixes", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
     {"rl.models"},
     {"rl.actors"},
     {"rl.cluster"},
