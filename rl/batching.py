@@ -8,6 +8,7 @@ from rl.bins import fill_rounds
 from rl.errors import RunError
 from rl.micro_batch import Batch, Rows, Tree
 from rl.prefixes import NoPrefixes, Prefixes, families
+from rl.sequences import joined
 from rl.types import Rollout, Sample, Segment
 
 
@@ -20,24 +21,14 @@ def segments_sample(
     segments: Sequence[Segment], advantages: float | np.ndarray = 0.0, id: str = ""
 ) -> Sample:
     """One sequence. advantages: [M] of its sampled tokens, or one for all of them. Weight 1 each."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    sampled: list[bool] = []
-    for segment in segments:
-        tokens += segment.tokens
-        logprobs += segment.logprobs
-        sampled += [segment.sampled] * len(segment.tokens)
-    loss_mask = np.array(sampled, bool)
-    per_token = np.zeros(len(loss_mask), np.float32)
-    per_token[loss_mask] = advantages
-    return Sample(
-        tokens=np.array(tokens, np.int64),
-        loss_mask=loss_mask,
-        generator_logprobs=np.array(logprobs, np.float32),
-        advantages=per_token,
-        weights=loss_mask.astype(np.float32),
-        id=id,
-    )
+    segments = segments or [Segment.given([])]
+    tokens = joined([segment.tokens for segment in segments])
+    loss_mask = np.repeat([segment.sampled for segment in segments], [len(s.tokens) for s in segments])
+    weights = np.broadcast_to(np.float32(1), len(tokens))
+    logprobs = joined([segment.logprobs for segment in segments])
+    sample = Sample(tokens, loss_mask, logprobs, np.zeros(len(tokens), np.float32), weights, id=id)
+    sample.advantages[loss_mask] = advantages
+    return sample
 
 
 def supervised_sample(prompt: Sequence[int], target: Sequence[int], id: str = "") -> Sample:

@@ -18,6 +18,7 @@ LAYERS = [
         "rl.micro_batch",
         "rl.http_server",
         "rl.rewards",
+        "rl.sequences",
         "rl.types",
         "rl.processes",
     },

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl.paths import write_whole
+from rl.sequences import joined
 from rl.types import Group, Rollout, Sample, Score, Segment
 
 Trained = Callable[[Group], Sequence[Sample]]
@@ -86,14 +87,14 @@ def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]
 
 def _branch(segments: Sequence[Segment], trained: Sequence[Sample]) -> list[dict[str, Any]]:
     """Its segments; the sampled ones with logprobs in nats, and with advantages where it was trained on."""
-    tokens = [token for segment in segments for token in segment.tokens]
+    tokens = joined([segment.tokens for segment in segments])
     sample = next((s for s in trained if np.array_equal(s.tokens, tokens)), None)
     found, end = [], 0
     for segment in segments:
         begin, end = end, end + len(segment.tokens)
-        told: dict[str, Any] = {"sampled": segment.sampled, "tokens": list(segment.tokens)}
+        told: dict[str, Any] = {"sampled": segment.sampled, "tokens": segment.tokens.tolist()}
         if segment.sampled:
-            told["logprobs"] = list(segment.logprobs)
+            told["logprobs"] = segment.logprobs.tolist()
             told["advantages"] = None if sample is None else sample.advantages[begin:end].tolist()
         found.append(told)
     return found
