@@ -18,7 +18,7 @@ from rl.configs.smollm2 import smollm2
 from rl.controller.config import RunConfig, WarmupConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
-from rl.observability.rollout_log import read_records
+from rl.observability.json_lines import read_records
 from rl.types import Problem
 
 

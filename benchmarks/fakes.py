@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,15 @@ class NoRecorder:
 
     def evaluation(self, *args: Any, **settings: Any) -> None:
         pass
+
+    async def keep_batch(self, *args: Any) -> None:
+        pass
+
+    async def flush(self) -> None:
+        pass
+
+    async def write(self, job: Callable[[], Any]) -> Any:
+        return job()
 
 
 def config(**changes: Any) -> RunConfig:

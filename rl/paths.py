@@ -2,7 +2,10 @@
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from rl.errors import ConfigError
 
@@ -38,9 +41,17 @@ def why_not_made(path: str) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """The file has its name only once it is complete; makes its directory."""
+    with whole_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """As write_whole, for content that is written in pieces."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
+    with partial.open("wb") as file:
+        yield file
     partial.replace(path)
 
 

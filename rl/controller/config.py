@@ -244,7 +244,7 @@ class RunConfig:
     """How many of the newest checkpoints to keep; 0 keeps all."""
     record_rollouts: NonNegativeInt = 4
     """Rollouts of each step and evaluation to record: in words in rollouts.jsonl, with all tokens, logprobs
-    and advantages in rollouts/. Those that failed are always recorded."""
+    and advantages in rollouts/. Beside them up to 32 that failed."""
     record_batches: NonNegativeInt = 0
     """Keep what the newest so many steps learned from, for rl replay; 0 keeps none."""
     resume: FilePath = ""

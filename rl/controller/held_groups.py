@@ -7,15 +7,16 @@ part of it: without the file their prompts are started again, as all others that
 import dataclasses
 import hashlib
 import logging
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cloudpickle
 
 from rl.controller.buffer import BufferState
-from rl.paths import write_whole
+from rl.paths import whole_file
 
 _log = logging.getLogger(__name__)
 
@@ -27,9 +28,13 @@ def write_prompts(checkpoint: Path, state: BufferState) -> dict[str, Any]:
         its = checkpoint.with_name(other.stem)
         if not its.exists() and not its.with_name(f"{its.name}.partial").exists():
             other.unlink()
-    content = cloudpickle.dumps(state.held)  # a problem's metadata may have classes of the recipe's
-    write_whole(path, content)
-    return {"next": state.next, "unfinished": state.unfinished, "held": _checksum(content)}
+    with whole_file(path) as file:
+        hashed = _Hashed(file)
+        # In small frames, so that other threads run in between. Metadata may have classes of the recipe's.
+        cloudpickle.dump(state.held, hashed)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"next": state.next, "unfinished": state.unfinished, "held": hashed.checksum}
 
 
 def read_prompts(checkpoint: str, prompts: Mapping[str, Any], is_own: bool) -> BufferState:
@@ -55,9 +60,31 @@ def read_prompts(checkpoint: str, prompts: Mapping[str, Any], is_own: bool) -> B
     return state
 
 
+class _Hashed:
+    """A file that is written to, and the checksum of what was."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._hash = _new_hash()
+
+    def write(self, content: bytes) -> int:
+        self._hash.update(content)
+        return self._file.write(content)
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
+
+
 def _path(checkpoint: Path) -> Path:
     return checkpoint.parent.with_name("held") / f"{checkpoint.name}.pkl"
 
 
 def _checksum(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    hashing = _new_hash()
+    hashing.update(content)
+    return hashing.hexdigest()
+
+
+def _new_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)

@@ -34,7 +34,7 @@ async def train_and_export(
             config = replace(config, resume=str(newest or config.resume))
             goes_on = newest is not None or goes_on or not config.resume
             before = step_of(config.resume)
-            recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
+            await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
             print(f"going on from {config.resume or 'the beginning'}", flush=True)
 
 

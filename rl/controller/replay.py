@@ -28,7 +28,7 @@ from rl.fields import check_fields
 from rl.loss.entropy import EntropyBonus
 from rl.models.checkpoint_dir import is_complete
 from rl.observability.batches import has_batch, read_batch
-from rl.observability.rollout_log import read_records
+from rl.observability.json_lines import read_records
 
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
 

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,17 +111,20 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bo
     tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
-    timeline = Timeline(run_dir / "trace.json" if config.trace else None)
+    timeline = Timeline(with_trace=config.trace)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
     watches = [SharingWatch()] if config.trainer.share_prefixes else []
-    with (
-        closing(timeline),
-        Recorder(
-            run_dir, config.steps, timeline, sinks, watches, num_rollouts=config.record_rollouts
-        ) as recorder,
-    ):
+    async with Recorder(
+        run_dir,
+        config.steps,
+        timeline,
+        sinks,
+        watches,
+        num_rollouts=config.record_rollouts,
+        write_seconds=config.deadlines.checkpoint,
+    ) as recorder:
         if in_place:
-            recorder.rewind(step_of(config.resume) if config.resume else -1)
+            await recorder.rewind(step_of(config.resume) if config.resume else -1)
         machine = this_machine()
         settled = by_device(config, machine)
         specs = with_budgets(actor_specs(settled, model_dir, run_dir), settled, machine)

@@ -26,7 +26,6 @@ from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.loss.entropy import EntropyBonus, EntropyControl
 from rl.models.checkpoint_dir import is_complete, latest
-from rl.observability.batches import write_batch
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
 from rl.types import Group, PolicyVersion
@@ -146,9 +145,9 @@ class RunStages:
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """One that is interrupted ends first, so that a checkpoint is of whole steps."""
-        self._updating = True
         if keep := self._config.record_batches:
-            write_batch(self._recorder.run_dir, step, batch, self._entropy.coef, keep)
+            await self._recorder.keep_batch(step, batch, self._entropy.coef, keep)
+        self._updating = True
         updating = asyncio.create_task(self._update(batch, step))
         try:
             learned = await asyncio.shield(updating)
@@ -192,16 +191,15 @@ class RunStages:
         await self._actors.reference.refresh(step)
         self._refreshed = step
 
-    async def save(self, step: int) -> None:
-        await self._save(step)
-
-    async def _save(self, step: int, *, taken: bool = False) -> None:
+    async def save(self, step: int, *, taken: bool = False) -> None:
         """taken: prompts of the next step have been taken from the buffer."""
         config, buffer = self._config, self.buffer
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
         state = checkpoint_state(config, step) | {"entropy": self._entropy.state}
+        await self._recorder.flush()  # who resumes counts on the lines up to this step
         if buffer is not None:
-            state["prompts"] = write_prompts(path, buffer.state_before_step if taken else buffer.state)
+            prompts = buffer.state_before_step if taken else buffer.state
+            state["prompts"] = await self._recorder.write(lambda: write_prompts(path, prompts))
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
 
     async def _save_what_is_done(self) -> None:
@@ -217,7 +215,7 @@ class RunStages:
         )
         if self._schedule.refreshes(self._done) and self._refreshed != self._done:
             await self.refresh_reference(self._done)
-        await self._save(self._done, taken=self._taken)
+        await self.save(self._done, taken=self._taken)
         await self._actors.trainer.finish_checkpoint()
 
     async def evaluate(self, step: int) -> None:
@@ -293,7 +291,7 @@ class RunStages:
         trainer, checkpoints = self._actors.trainer, self._recorder.run_dir / "checkpoints"
         await trainer.finish_checkpoint()
         if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
-            await self._save(step - 1, taken=True)
+            await self.save(step - 1, taken=True)
             await trainer.finish_checkpoint()
         good = latest(checkpoints) or self._config.resume
         rest = f"go on from --resume {good}" if good else "no checkpoint was due yet: lower save_every"

@@ -4,12 +4,18 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from rl.paths import write_whole
+import cloudpickle
+
+from rl.paths import whole_file
 
 
 def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
-    """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest."""
-    write_whole(_path(run_dir, step), pickle.dumps((batch, entropy_coef)))
+    """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest.
+
+    Pickled into the file in small frames: other threads run in between.
+    """
+    with whole_file(_path(run_dir, step)) as file:
+        cloudpickle.dump((batch, entropy_coef), file)  # a problem's metadata may have classes of the recipe's
     _path(run_dir, step - keep_last).unlink(missing_ok=True)
 
 

@@ -4,15 +4,20 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypeVar
 
-from rl.observability.rollout_log import RolloutLog, Trained, keep_lines
+from rl.observability.batches import write_batch
+from rl.observability.files import Files
+from rl.observability.rollout_log import MAX_FAILED, Trained
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import CollapseWatch, ParityWatch, Watch
 from rl.types import Group
+from rl.waiting import Deadlines
+
+T = TypeVar("T")
 
 _SILENCE_SECONDS = 15.0
 
@@ -21,7 +26,7 @@ class Recorder:
     """metrics.jsonl, rollouts.jsonl, curve.png, the progress line; and what else tracks the run (sinks).
 
     Use as a context manager. Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one
-    evaluation, written at once.
+    evaluation. Threads write (writer.py): `step` and `evaluation` return at once, `flush` waits for files.
     """
 
     def __init__(
@@ -33,14 +38,17 @@ class Recorder:
         watches: Sequence[Watch] = (),
         out: TextIO | None = None,
         num_rollouts: int = 4,
+        write_seconds: float = Deadlines().checkpoint,
     ):
-        """num_rollouts: how many of a step or an evaluation are recorded, beside those that failed."""
+        """num_rollouts: how many of a step or an evaluation are recorded, beside those that failed.
+
+        write_seconds: how long files may take (deadlines.checkpoint).
+        """
         self.run_dir = run_dir
         self._num_steps = num_steps
         self._out = out or sys.stdout
         self._sinks = sinks
-        self._metrics = (run_dir / "metrics.jsonl").open("a")
-        self._rollouts = RolloutLog(run_dir, num_rollouts)
+        self._files = Files(run_dir, num_rollouts, timeline.trace is not None, write_seconds)
         self._last_kept = time.monotonic()
         self._said_no_signal = False
         self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
@@ -49,22 +57,45 @@ class Recorder:
         self.rewards: dict[int, float] = {}  # step -> mean reward
         self.accuracies: dict[int, tuple[float, float]] = {}  # step -> held-out accuracy, standard error
 
-    def __enter__(self) -> "Recorder":
+    async def __aenter__(self) -> "Recorder":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._metrics.close()
-        self._rollouts.close()
-        self._sinks.close(failed=kind is not None)
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Files first, then sinks; each has a deadline, and what is lost is said."""
         if self._out.isatty():
             print(file=self._out)
+        self._write_trace()
+        failure: Exception | None = None
+        try:
+            await self._files.close(in_haste=kind is not None)
+        except Exception as raised:
+            failure = raised
+        self._say(self._files.take_lines())
+        self._say(await self._sinks.close(failed=kind is not None or failure is not None))
+        if failure is not None and kind is None:
+            raise failure
+        if failure is not None:
+            self._say([str(failure)])
 
-    def rewind(self, step: int) -> None:
+    async def write(self, job: Callable[[], T]) -> T:
+        """The job's result, off the loop, after all that was recorded before.
+
+        Raises what went wrong with that or with the job, and RunError where it takes too long.
+        """
+        return await self._files.run(job)
+
+    async def keep_batch(self, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
+        """For `rl replay`; see batches.py. Returns once it is written."""
+        await self.write(lambda: write_batch(self.run_dir, step, batch, entropy_coef, keep_last))
+
+    async def flush(self) -> None:
+        """Until what was recorded is on the disk."""
+        await self._files.run(self._files.sync)
+
+    async def rewind(self, step: int) -> None:
         """Forget what was recorded after `step`, as it happens again; and a line that a crash cut short."""
-        self._metrics.close()
-        kept = keep_lines(self.run_dir / "metrics.jsonl", step)
-        self._metrics = (self.run_dir / "metrics.jsonl").open("a")
-        self._rollouts.rewind(step)
+        self._sinks.rewind(step)
+        kept = await self._files.rewind(step)
         self.rewards = {r["step"]: r["reward/mean"] for r in kept if r.get("reward/mean") is not None}
         self.accuracies = {
             r["step"]: (r["eval/accuracy"], r["eval/standard_error"]) for r in kept if "eval/accuracy" in r
@@ -168,23 +199,34 @@ class Recorder:
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON has neither NaN nor infinity: what could not be measured is null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        print(json.dumps({"step": step} | finite), file=self._metrics, flush=True)
+        self._files.write_metrics(json.dumps({"step": step} | finite))
         self._tell(step, metrics)
 
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
-        if failed := self._sinks.log(step, metrics):
-            self._line(failed, keep=True)
+        self._say(self._sinks.log(step, metrics))
 
     def _write_rollouts(
         self, step: int, split: str, groups: Sequence[Group], trained: Trained = lambda _: ()
     ) -> None:
-        self._rollouts.write(step, split, groups, trained)
+        self._files.write_rollouts(step, split, groups, trained)
+        self._write_trace()
+        self._say(self._files.take_lines())
         failed = [score.error for group in groups for score in group.scores if score.error is not None]
         if failed:
+            recorded = "all" if len(failed) <= MAX_FAILED else f"{MAX_FAILED}, of each cause in turn"
             self._line(
-                f"step {step}: {len(failed)} rewards failed, the first: {failed[0]} (all: rollouts.jsonl)",
+                f"step {step}: {len(failed)} rewards failed, the first: {failed[0]} "
+                f"({recorded}: rollouts.jsonl)",
                 keep=True,
             )
+
+    def _write_trace(self) -> None:
+        if self._timeline.trace is not None:
+            self._files.write_trace(self._timeline.trace.take())
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._line(line, keep=True)
 
     def _line(self, text: str, keep: bool) -> None:
         """On a terminal the next line overwrites one that is not kept; elsewhere only kept ones appear."""

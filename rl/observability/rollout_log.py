@@ -2,63 +2,94 @@
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl.paths import write_whole
+from rl.observability.json_lines import JsonLines
+from rl.paths import whole_file
 from rl.sequences import joined
 from rl.types import Group, Rollout, Sample, Score, Segment
 
 Trained = Callable[[Group], Sequence[Sample]]
 """A group -> those of its samples that were trained on."""
 
+MAX_FAILED = 32
+"""Rollouts whose reward failed: how many of a step or an evaluation are recorded."""
+
+_NUM_AT_ONCE = 1024  # numbers: as text they take 1 ms, in which no other thread runs
+_TOKEN_BYTES = 16  # in memory, with its sample
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A rollout to be recorded."""
+
+    index: int  # the prompt's
+    rollout: Rollout
+    score: Score
+    samples: Sequence[Sample]  # those of its group that were trained on
+
+    @property
+    def size(self) -> int:
+        """Bytes, roughly."""
+        num_tokens = sum(len(s.tokens) for branch in self.rollout.branches for s in branch)
+        return num_tokens * _TOKEN_BYTES + len(self.rollout.response)
+
+
+def choose(groups: Sequence[Group], num_kept: int, trained: Trained = lambda _: ()) -> list[Row]:
+    """The first `num_kept` rollouts, and up to MAX_FAILED more that failed: of each cause in turn."""
+    scored = [(g, *pair) for g in groups for pair in zip(g.rollouts, g.scores, strict=True)]
+    num_before: Counter[str] = Counter()  # of the same cause
+    turns = []
+    for i, (_, _, score) in enumerate(scored[num_kept:], num_kept):
+        if score.error is not None:
+            turns.append((num_before[score.cause], i))
+            num_before[score.cause] += 1
+    chosen = [*range(min(num_kept, len(scored))), *sorted(i for _, i in sorted(turns)[:MAX_FAILED])]
+    rows = []
+    for group, rollout, score in (scored[i] for i in chosen):
+        rows.append(Row(group.index, rollout, score, trained(group)))
+    return rows
+
 
 class RolloutLog:
-    """rollouts.jsonl and rollouts/ of a run."""
+    """rollouts.jsonl and rollouts/ of a run. For one thread."""
 
-    def __init__(self, run_dir: Path, num_kept: int):
-        """num_kept: of a step or an evaluation, beside those that failed."""
-        self._path = run_dir / "rollouts.jsonl"
+    def __init__(self, run_dir: Path):
+        self._lines = JsonLines(run_dir / "rollouts.jsonl")
         self._whole = run_dir / "rollouts"
-        self._num_kept = num_kept
-        self._file = self._path.open("a")
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
-    def write(self, step: int, split: str, groups: Sequence[Group], trained: Trained = lambda _: ()) -> None:
+    def sync(self) -> None:
+        self._lines.sync()
+
+    def write(self, step: int, split: str, rows: Sequence[Row]) -> None:
         """Appends to rollouts.jsonl; rollouts/SPLIT-STEP.jsonl.gz is written as a whole."""
-        lines = []
-        for group, rollout, score in self._kept(groups):
-            record = {"step": step, "split": split} | rollout_record(group.index, rollout, score)
-            print(json.dumps(record, default=str), file=self._file, flush=True)
-            samples = trained(group)
-            branches = [_branch(branch, samples) for branch in rollout.branches]
-            whole = record | {
-                "seconds": rollout.seconds,
-                "counts": dict(rollout.counts),
-                "branches": branches,
-            }
-            lines.append(json.dumps(whole, default=str) + "\n")
-        if lines:
-            content = gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0)
-            write_whole(self._whole / f"{split}-{step}.jsonl.gz", content)
+        if not rows:
+            return
+        with (
+            whole_file(self._whole / f"{split}-{step}.jsonl.gz") as file,
+            gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as whole,
+        ):
+            for row in rows:
+                record = {"step": step, "split": split} | rollout_record(row.index, row.rollout, row.score)
+                self._lines.append(json.dumps(record, default=str))
+                for piece in _whole_line(record, row):
+                    whole.write(piece.encode())
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`."""
-        self._file.close()
-        keep_lines(self._path, step)
+        self._lines.rewind(step)
         for path in self._whole.glob("*-*.jsonl.gz"):
             if int(path.name.split(".")[0].rsplit("-", 1)[1]) > step:
                 path.unlink()
-        self._file = self._path.open("a")
-
-    def _kept(self, groups: Sequence[Group]) -> list[tuple[Group, Rollout, Score]]:
-        rows = [(g, *pair) for g in groups for pair in zip(g.rollouts, g.scores, strict=True)]
-        return [row for i, row in enumerate(rows) if i < self._num_kept or row[2].error is not None]
 
 
 def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]:
@@ -85,40 +116,51 @@ def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]
     return record | {name: value for name, value in of_chats.items() if value}
 
 
+def _whole_line(record: Mapping[str, Any], row: Row) -> Iterator[str]:
+    """As json.dumps would write it with all tokens, in pieces: other threads run between two of them."""
+    rollout = row.rollout
+    start = {**record, "seconds": rollout.seconds, "counts": dict(rollout.counts)}
+    yield json.dumps(start, default=str)[:-1] + ', "branches": '
+    yield from _pieces([_branch(branch, row.samples) for branch in rollout.branches])
+    yield "}\n"
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """The JSON of dicts, of lists of lists or dicts, and of lists of numbers."""
+    if isinstance(value, dict):
+        for i, (name, item) in enumerate(value.items()):
+            yield f"{', ' if i else '{'}{json.dumps(name)}: "
+            yield from _pieces(item)
+        yield "}"
+    elif isinstance(value, list) and value and isinstance(value[0], list | dict):
+        for i, item in enumerate(value):
+            yield ", " if i else "["
+            yield from _pieces(item)
+        yield "]"
+    elif isinstance(value, list) and value:
+        for i in range(0, len(value), _NUM_AT_ONCE):
+            yield (", " if i else "[") + json.dumps(value[i : i + _NUM_AT_ONCE])[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value)
+
+
 def _branch(segments: Sequence[Segment], trained: Sequence[Sample]) -> list[dict[str, Any]]:
     """Its segments; the sampled ones with logprobs in nats, and with advantages where it was trained on."""
     tokens = joined([segment.tokens for segment in segments])
     sample = next((s for s in trained if np.array_equal(s.tokens, tokens)), None)
-    found, end = [], 0
+    records, end = [], 0
     for segment in segments:
         begin, end = end, end + len(segment.tokens)
-        told: dict[str, Any] = {"sampled": segment.sampled, "tokens": segment.tokens.tolist()}
+        record: dict[str, Any] = {"sampled": segment.sampled, "tokens": segment.tokens.tolist()}
         if segment.sampled:
-            told["logprobs"] = segment.logprobs.tolist()
-            told["advantages"] = None if sample is None else sample.advantages[begin:end].tolist()
-        found.append(told)
-    return found
+            record["logprobs"] = segment.logprobs.tolist()
+            record["advantages"] = None if sample is None else sample.advantages[begin:end].tolist()
+        records.append(record)
+    return records
 
 
 def read_whole_rollouts(run_dir: Path, split: str, step: int) -> list[Mapping[str, Any]]:
     """What rollouts/ has of a step: as rollouts.jsonl, and `branches`, `seconds`, `counts`."""
     with gzip.open(run_dir / "rollouts" / f"{split}-{step}.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file]
-
-
-def keep_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Of a .jsonl file, those up to `step`; a line that a crash cut short goes too."""
-    kept = [record for record in read_records(path) if record["step"] <= step]
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-    return kept
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of metrics.jsonl or rollouts.jsonl."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records

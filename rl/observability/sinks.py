@@ -1,15 +1,20 @@
 """Where a run's metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow."""
 
-import contextlib
+import asyncio
 import importlib.util
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+from rl.observability.trackers import MLflow, Sink, TensorBoard, WandB
+from rl.observability.writer import Writer
 
 Name = Literal["tensorboard", "wandb", "mlflow"]
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 @dataclass(frozen=True)
@@ -25,109 +30,116 @@ class TrackingConfig:
     def validate(self) -> list[str]:
         """One line for each problem."""
         missing = [name for name in self.sinks if importlib.util.find_spec(name) is None]
-        found = [
+        problems = [
             f"tracking.sinks names {name}, which is not installed; run: pip install {_PACKAGES[name]}"
             for name in missing
         ]
         if self.project != TrackingConfig.project and not {"wandb", "mlflow"} & set(self.sinks):
-            found.append(
+            problems.append(
                 f"tracking.project={self.project} has no effect without wandb or mlflow in tracking.sinks; "
                 f"add one"
             )
-        return found
-
-
-class Sink(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self, failed: bool) -> None: ...
+        return problems
 
 
 def open_sinks(tracking: TrackingConfig, run_dir: Path, settings: Mapping[str, Any]) -> "Sinks":
     """settings: the run's config, plain data."""
-    makers: dict[Name, Callable[[], Sink]] = {
+    openers: dict[Name, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoard(run_dir),
         "wandb": lambda: WandB(tracking.project, run_dir, settings),
         "mlflow": lambda: MLflow(tracking.project, run_dir, settings),
     }
-    return Sinks([(name, makers[name]()) for name in tracking.sinks])
+    for name in tracking.sinks:
+        importlib.import_module(_MODULES[name])  # here, as threads that import at once may disturb each other
+    return Sinks({name: openers[name] for name in tracking.sinks})
 
 
 class Sinks:
-    """All of them. One that fails is named once, and left out from then on: it must not end a run."""
+    """All of them, each in a thread of its own, where it is opened too.
 
-    def __init__(self, sinks: Sequence[tuple[str, Sink]]):
-        self._sinks = dict(sinks)
+    None ends a run or holds it up: one that fails is named once, and left out from then on; one that does
+    not keep up loses metrics, and that is said. `log` and `close` return what there is to say, a line each.
+    """
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Returns words about the sinks that failed, or nothing."""
-        failed = []
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.log(step, metrics)
-            except Exception as error:  # of another's library: a network, a disk
-                del self._sinks[name]
-                failed.append(f"{name} gets no more metrics: {' '.join(str(error).split()):.200}")
-        return "; ".join(failed)
+    def __init__(
+        self,
+        openers: Mapping[str, Callable[[], Sink]],
+        max_waiting: int = 1000,
+        close_seconds: float = 60.0,
+    ):
+        """max_waiting: steps and evaluations that may wait for a sink. close_seconds: for all, at the end."""
+        self._close_seconds = close_seconds
+        self._threads = [_SinkThread(name, opener, max_waiting) for name, opener in openers.items()]
 
-    def close(self, failed: bool) -> None:
-        for sink in self._sinks.values():
-            with contextlib.suppress(Exception):
-                sink.close(failed)
+    def log(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        for thread in self._threads:
+            thread.log(step, dict(metrics))
+        return self._take_lines()
 
+    def rewind(self, step: int) -> None:
+        """Steps after `step` happen again."""
+        for thread in self._threads:
+            thread.rewind(step)
 
-class TensorBoard:
-    def __init__(self, run_dir: Path):
-        from torch.utils.tensorboard import SummaryWriter  # 1 s to import
+    async def close(self, failed: bool) -> list[str]:
+        seconds = self._close_seconds
+        await asyncio.gather(*(thread.close(failed, seconds) for thread in self._threads))
+        return self._take_lines()
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self, failed: bool) -> None:
-        self._writer.close()
-
-
-class WandB:
-    """An evaluation beside training may come after a later step, so steps are a metric of ours."""
-
-    def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]):
-        import wandb
-
-        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), config=dict(settings))
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **_finite(metrics)})
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    def _take_lines(self) -> list[str]:
+        return [line for thread in self._threads for line in thread.take_lines()]
 
 
-class MLflow:
-    def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]):
-        import mlflow
+class _SinkThread:
+    """One sink, and the thread that calls it."""
 
-        self._mlflow = mlflow
-        mlflow.set_experiment(project)
-        mlflow.start_run(run_name=run_dir.name)
-        mlflow.log_params({name: str(value)[:500] for name, value in _flat(settings).items()})
+    def __init__(self, name: str, opener: Callable[[], Sink], max_waiting: int):
+        self._name = name
+        self._opener = opener
+        self._sink: Sink | None = None  # opened in the thread
+        self._has_failed = False
+        self._is_behind = False
+        self._num_logged = self._num_written = 0  # each is counted by one thread alone
+        self._lines: deque[str] = deque()  # both threads append
+        self._writer = Writer(name, max_waiting)
+        self._writer.put(lambda: self._call(lambda sink: None))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(_finite(metrics), step=step)
+        if self._has_failed:
+            return
+        self._num_logged += 1
+        was_behind = self._is_behind
+        self._is_behind = not self._writer.offer(partial(self._call, partial(self._log, step, metrics)), 1)
+        if self._is_behind and not was_behind:
+            self._lines.append(f"{self._name} does not keep up: it loses the metrics from step {step} on")
 
-    def close(self, failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+    def rewind(self, step: int) -> None:
+        self._writer.put(partial(self._call, lambda sink: sink.rewind(step)))
 
+    async def close(self, failed: bool, seconds: float) -> None:
+        num_left = await self._writer.close(partial(self._call, lambda sink: sink.close(failed)), seconds)
+        num_lost = self._num_logged - self._num_written
+        if num_left:
+            self._lines.append(f"{self._name} did not end within {seconds:.0f} s and is left alone")
+        if num_lost and not self._has_failed:
+            self._lines.append(f"{self._name} lacks the metrics of {num_lost} steps and evaluations")
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    def take_lines(self) -> list[str]:
+        return [self._lines.popleft() for _ in range(len(self._lines))]
 
+    def _log(self, step: int, metrics: Mapping[str, float], sink: Sink) -> None:
+        sink.log(step, metrics)
+        self._num_written += 1
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """ "section.field" -> value."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+    def _call(self, act: Callable[[Sink], None]) -> None:
+        """In the thread."""
+        if self._has_failed:
+            return
+        try:
+            if self._sink is None:
+                self._sink = self._opener()
+            act(self._sink)
+        except BaseException as error:  # of another's library: a network, a disk, an exit
+            self._has_failed = True
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._lines.append(f"{self._name} gets no more metrics: {reason:.200}")

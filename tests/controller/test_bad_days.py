@@ -35,7 +35,7 @@ def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
 
     async def records(recipe, config, run_dir, in_place):
         (run_dir / name).symlink_to("/dev/full")
-        with Recorder(run_dir, 2, Timeline(), Sinks([])) as recorder:
+        async with Recorder(run_dir, 2, Timeline(), Sinks({})) as recorder:
             recorder.evaluation(0, {"eval/accuracy": 0.5, "eval/standard_error": 0.1}, [group(1)])
 
     monkeypatch.setattr(run_module, "_main", records)

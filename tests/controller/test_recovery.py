@@ -72,8 +72,12 @@ def run(settings, directory, max_restarts=3, goes_on=False):
     revival = Revival(start, engines, max_restarts)
     actors = replace(actors, revival=revival)
     tokenizer = HFTokenizer(settings.model.materialize(directory))
-    with Recorder(directory, settings.steps, Timeline(), Sinks([])) as recorder:
-        asyncio.run(train_and_export(settings, actors, tokenizer, recorder, goes_on))
+
+    async def main():
+        async with Recorder(directory, settings.steps, Timeline(), Sinks({})) as recorder:
+            await train_and_export(settings, actors, tokenizer, recorder, goes_on)
+
+    asyncio.run(main())
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     numbers = [{n: v for n, v in line.items() if not n.startswith(MAY_DIFFER)} for line in lines]
     rollouts = (directory / "rollouts.jsonl").read_text()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.observability.rollout_log import read_records
+from rl.observability.json_lines import read_records
 from tests.integration.runs import read_metrics, rl
 
 pytestmark = pytest.mark.slow

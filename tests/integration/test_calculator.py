@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rl.observability.rollout_log import read_records
+from rl.observability.json_lines import read_records
 from tests.integration.runs import read_metrics, rl
 
 

@@ -1,28 +1,215 @@
-"""What a recorder keeps of a run that goes on from an earlier step."""
+"""What a recorder writes, in which thread, and what it keeps of a run that goes on from an earlier step."""
 
+import asyncio
+import io
 import json
+import threading
+from contextlib import suppress
 
+import pytest
+
+from rl.errors import RunError
+from rl.observability import files
+from rl.observability.json_lines import JsonLines, read_records
 from rl.observability.recorder import Recorder
+from rl.observability.rollout_log import MAX_FAILED, RolloutLog
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
+from rl.types import Score
+from tests.controller.test_training_batch import group
+from tests.observability.test_sinks import Hanging, Keeping
+
+METRICS = {"reward/mean": 0.5, "logprob_diff/mean": 0.0, "loss": 1.0}
+EVALUATION = {"eval/accuracy": 0.5, "eval/standard_error": 0.1}
 
 
-def record(directory, steps):
-    with Recorder(directory, 9, Timeline(), Sinks([])) as recorder:
-        for step in steps:
-            recorder.step(step, {"reward/mean": step / 10, "logprob_diff/mean": 0.0, "loss": 1.0}, [])
-            recorder.evaluation(step, {"eval/accuracy": step / 10, "eval/standard_error": 0.1}, [])
+def step(recorder, number, *groups):
+    recorder.step(number, {**METRICS, "reward/mean": number / 10}, groups)
+
+
+def steps_in(directory, name="metrics.jsonl"):
+    return [line["step"] for line in read_records(directory / name)]
 
 
 def test_what_comes_after_the_step_is_forgotten_with_a_line_that_was_cut_short(tmp_path):
-    record(tmp_path, range(1, 6))
+    async def first():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({})) as recorder:
+            for number in range(1, 6):
+                step(recorder, number)
+                recorder.evaluation(number, EVALUATION, [])
+
+    asyncio.run(first())
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "reward/me')
-    with Recorder(tmp_path, 9, Timeline(), Sinks([])) as recorder:
-        recorder.rewind(3)
-        assert list(recorder.rewards) == list(recorder.accuracies) == [1, 2, 3]
-        recorder.evaluation(4, {"eval/accuracy": 0.5, "eval/standard_error": 0.1}, [])
-        assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1] == lines[:6]
-        assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["eval/accuracy"] == 0.5
-        recorder.rewind(-1)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+    async def again():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({})) as recorder:
+            await recorder.rewind(3)
+            assert list(recorder.rewards) == list(recorder.accuracies) == [1, 2, 3]
+            recorder.evaluation(4, {"eval/accuracy": 0.25, "eval/standard_error": 0.1}, [])
+            await recorder.flush()
+            *kept, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+            assert kept == lines[:6] and json.loads(last)["eval/accuracy"] == 0.25
+            await recorder.rewind(-1)
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+    asyncio.run(again())
+
+
+def test_what_still_waits_is_written_before_steps_are_forgotten(tmp_path):
+    gate, keeping = threading.Event(), Keeping()
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({"x": lambda: keeping})) as recorder:
+            writing = asyncio.create_task(recorder.write(gate.wait))
+            await asyncio.sleep(0)
+            for number in range(1, 6):
+                step(recorder, number, group(1))
+            forgetting = asyncio.create_task(recorder.rewind(3))
+            await asyncio.sleep(0)
+            step(recorder, 4, group(1))
+            assert steps_in(tmp_path) == []
+            gate.set()
+            await writing
+            await forgetting
+            await recorder.flush()
+            assert steps_in(tmp_path) == steps_in(tmp_path, "rollouts.jsonl") == [1, 2, 3, 4]
+
+    asyncio.run(main())
+    assert [number for number, _ in keeping.seen] == [1, 2, 3, 4]
+
+
+def test_a_sink_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path):
+    hanging, out = Hanging(), io.StringIO()
+
+    async def main():
+        sinks = Sinks({"mlflow": lambda: hanging}, close_seconds=0.02)
+        async with Recorder(tmp_path, 3, Timeline(), sinks, out=out) as recorder:
+            for number in (1, 2, 3):
+                step(recorder, number)
+
+    asyncio.run(main())
+    assert steps_in(tmp_path) == [1, 2, 3]
+    assert "mlflow did not end within 0 s and is left alone" in out.getvalue()
+    assert "mlflow lacks the metrics of 3 steps and evaluations" in out.getvalue()
+    hanging.gate.set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_disk_that_hangs_ends_the_run_with_its_name(tmp_path, monkeypatch, fails):
+    gate, out = threading.Event(), io.StringIO()
+    monkeypatch.setattr(JsonLines, "append", lambda self, line: gate.wait())
+
+    async def main():
+        async with Recorder(tmp_path, 3, Timeline(), Sinks({}), out=out, write_seconds=0.02) as recorder:
+            step(recorder, 1)
+            if fails:
+                raise ValueError("of the run")
+            with pytest.raises(
+                RunError, match=r"has not taken what was written within deadlines.checkpoint=0 s"
+            ):
+                await recorder.flush()
+
+    with pytest.raises(ValueError if fails else RunError) as raised:
+        asyncio.run(main())
+    said = out.getvalue() if fails else str(raised.value)
+    assert f"{tmp_path} has not taken what was written within 0 s: the ends of metrics.jsonl" in said
+    gate.set()
+
+
+def test_rollouts_that_the_disk_is_too_slow_for_are_dropped_and_metrics_are_not(tmp_path, monkeypatch):
+    gate, out = threading.Event(), io.StringIO()
+    monkeypatch.setattr(files, "_MAX_BYTES", 2000)
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({}), out=out) as recorder:
+            writing = asyncio.create_task(recorder.write(gate.wait))
+            await asyncio.sleep(0)
+            for number in range(1, 6):
+                step(recorder, number, group(1))
+            gate.set()
+            await writing
+
+    asyncio.run(main())
+    kept = steps_in(tmp_path, "rollouts.jsonl")
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5] and kept == list(range(1, len(kept) + 1)) and len(kept) < 5
+    assert out.getvalue().count("does not keep up: rollouts.jsonl loses what is not written yet") == 1
+    assert f"rollouts.jsonl lacks {5 - len(kept)} steps and evaluations" in out.getvalue()
+
+
+def test_metrics_that_no_disk_takes_end_the_run(tmp_path, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(files, "_MAX_BYTES", 1000)
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({})) as recorder:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(recorder.write(gate.wait), 0.01)
+            try:
+                for number in range(1, 99):
+                    step(recorder, number)
+            finally:
+                gate.set()
+
+    with pytest.raises(RunError, match=r"the directory .* does not keep up: \d+ writes wait for it"):
+        asyncio.run(main())
+
+
+class NoJSON:
+    def __str__(self):
+        raise ZeroDivisionError("it has no words")
+
+
+def test_only_the_disk_ends_a_run_and_not_what_an_environment_noted(tmp_path, monkeypatch):
+    out = io.StringIO()
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({}), out=out) as recorder:
+            step(recorder, 1, group(Score(1.0, notes={"x": NoJSON()})))
+            step(recorder, 2, group(1))
+            await recorder.flush()
+            monkeypatch.setattr(
+                RolloutLog, "write", lambda *_: (_ for _ in ()).throw(OSError(5, "it is gone"))
+            )
+            step(recorder, 3, group(1))
+            with pytest.raises(OSError, match="it is gone"):
+                await recorder.flush()
+
+    asyncio.run(main())
+    assert steps_in(tmp_path, "rollouts.jsonl") == [2] and steps_in(tmp_path) == [1, 2, 3]
+    assert "step 1: train rollouts are not recorded: ZeroDivisionError: it has no words" in out.getvalue()
+
+
+def test_how_many_failed_and_how_many_of_them_are_recorded(tmp_path):
+    out = io.StringIO()
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({}), out=out, num_rollouts=0) as recorder:
+            for number, count in ((1, MAX_FAILED), (2, 1000)):
+                step(recorder, number, group(*[Score(0.0, "ValueError: x", cause="raised")] * count))
+
+    asyncio.run(main())
+    assert (
+        f"step 1: {MAX_FAILED} rewards failed, the first: ValueError: x (all: rollouts.jsonl)"
+        in out.getvalue()
+    )
+    assert f"step 2: 1000 rewards failed, the first: ValueError: x ({MAX_FAILED}, of each" in out.getvalue()
+    assert steps_in(tmp_path, "rollouts.jsonl") == [1] * MAX_FAILED + [2] * MAX_FAILED
+
+
+def test_a_run_that_is_started_again_has_a_trace_of_each_start(tmp_path):
+    async def main(verb):
+        timeline = Timeline(with_trace=True)
+        async with Recorder(tmp_path, 9, timeline, Sinks({})) as recorder:
+            with timeline.span("trainer", verb):
+                pass
+            recorder.evaluation(0, EVALUATION, [])
+            with timeline.span("trainer", "save_hf"):
+                pass
+
+    for verb in ("forward", "optim_step"):
+        asyncio.run(main(verb))
+    for name, verb in (("trace.json", "forward"), ("trace-2.json", "optim_step")):
+        events = json.loads((tmp_path / name).read_text())
+        assert [event["name"] for event in events if event["ph"] == "X"] == [verb, "save_hf"]
+    assert len(list(tmp_path.glob("trace*"))) == 2

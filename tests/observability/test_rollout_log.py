@@ -2,19 +2,26 @@
 
 # holds: exact, the literal has four digits
 
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from rl.observability.rollout_log import RolloutLog, read_records, read_whole_rollouts
-from rl.types import Score
+from rl.observability import rollout_log
+from rl.observability.json_lines import read_records
+from rl.observability.rollout_log import MAX_FAILED, RolloutLog, choose, read_whole_rollouts
+from rl.types import Score, Segment
 from tests.controller.fakes import build
 from tests.controller.test_training_batch import group, quickstart
 
 FAILED = Score(0.0, "ValueError: x", cause="raised")
 
 
-def test_as_many_as_asked_and_every_failed_one(tmp_path):
-    log = RolloutLog(tmp_path, num_kept=2)
-    log.write(1, "train", [group(1, 0, 0), group(0, FAILED)])
+def test_as_many_as_asked_and_those_that_failed(tmp_path):
+    log = RolloutLog(tmp_path)
+    log.write(1, "train", choose([group(1, 0, 0), group(0, FAILED)], num_kept=2))
     log.close()
     lines = read_records(tmp_path / "rollouts.jsonl")
     assert [line["error"] for line in lines] == [None, None, "ValueError: x"]
@@ -23,12 +30,24 @@ def test_as_many_as_asked_and_every_failed_one(tmp_path):
     assert whole[2]["cause"] == "raised"
 
 
+def test_of_many_that_failed_a_bounded_number_of_each_cause_in_turn():
+    def failed(cause):
+        return Score(0.0, f"it {cause}", cause=cause)
+
+    scores = [*[failed("raised")] * 1000, *[failed("timeout")] * 3, failed("crashed")]
+    rows = choose([group(1, *scores[:600]), group(1, *scores[600:])], num_kept=1)
+    causes = [row.score.cause for row in rows]
+    assert causes == ["", *["raised"] * (MAX_FAILED - 4), *["timeout"] * 3, "crashed"]
+    assert len(choose([group(*scores)], num_kept=10**6)) == 1004
+    assert choose([group(1, 0)], num_kept=0) == choose([], num_kept=4) == []
+
+
 def test_every_token_with_what_was_learnt_from_it(tmp_path):
     groups = [group(0, 1)]
     batch, _ = build(groups, quickstart(), tmp_path)
-    log = RolloutLog(tmp_path, num_kept=4)
-    log.write(3, "train", groups, batch.samples_of)
-    log.write(3, "eval", groups)
+    log = RolloutLog(tmp_path)
+    log.write(3, "train", choose(groups, 4, batch.samples_of))
+    log.write(3, "eval", choose(groups, 4))
     ((given, sampled),) = read_whole_rollouts(tmp_path, "train", 3)[0]["branches"]
     assert given == {"sampled": False, "tokens": [1, 2]}
     assert sampled["tokens"] == [3, 4, 5] and sampled["logprobs"] == [-1.0] * 3
@@ -38,12 +57,32 @@ def test_every_token_with_what_was_learnt_from_it(tmp_path):
     log.close()
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 5, 9])
+@pytest.mark.parametrize("num_forks", [0, 2])
+def test_in_pieces_it_is_the_json_of_the_whole(monkeypatch, num_tokens, num_forks):
+    monkeypatch.setattr(rollout_log, "_NUM_AT_ONCE", 4)
+    (row,) = choose([group(1)], num_kept=1)
+    logprobs = [-1.5, math.nan, -math.inf, 0.1 + 0.2, 1e-30, 1.0, 2.0, 3.0, 4.0][:num_tokens]
+    logprobs = np.array(logprobs, np.float32).tolist()
+    segments = (Segment([1, 2], False, [0.0, 0.0]), Segment(list(range(num_tokens)), True, logprobs))
+    rollout = replace(row.rollout, segments=segments, forks=(segments,) * num_forks, counts={"turns": 2})
+    record = {"step": 1, "note": {"nested": [object, {"a": 1}]}}
+    branch = [
+        {"sampled": False, "tokens": [1, 2]},
+        {"sampled": True, "tokens": list(range(num_tokens)), "logprobs": logprobs, "advantages": None},
+    ]
+    whole = {**record, "seconds": 0.0, "counts": {"turns": 2}, "branches": [branch] * (1 + num_forks)}
+    pieces = list(rollout_log._whole_line(record, replace(row, rollout=rollout)))
+    assert "".join(pieces) == json.dumps(whole, default=str) + "\n"
+    assert max(piece.count(", ") for piece in pieces[1:]) <= 4
+
+
 def test_what_comes_after_a_step_is_forgotten(tmp_path):
-    log = RolloutLog(tmp_path, num_kept=4)
+    log = RolloutLog(tmp_path)
     for step in (1, 2, 10):
-        log.write(step, "train", [group(1)])
+        log.write(step, "train", choose([group(1)], 4))
     log.rewind(2)
-    log.write(3, "train", [group(1)])
+    log.write(3, "train", choose([group(1)], 4))
     log.close()
     assert [line["step"] for line in read_records(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())

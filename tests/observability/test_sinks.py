@@ -1,26 +1,30 @@
-"""Sinks of metrics: one that fails leaves the run alone; W&B and MLflow offline, with their own packages."""
+"""Sinks of metrics: none ends a run or holds it up; what they have after a restart, with their own packages."""
 
+import asyncio
 import json
 import math
+import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from rl.observability.sinks import Sinks, TrackingConfig, open_sinks
+from tests.observability.test_writer import EXITS, RAISED
 
 
 class Failing:
-    def __init__(self, after):
-        self.left, self.closed = after, False
+    def __init__(self, after, error):
+        self.left, self.error = after, error
 
     def log(self, step, metrics):
         self.left -= 1
         if self.left < 0:
-            raise OSError("the network is gone")
+            raise self.error
 
     def close(self, failed):
-        self.closed = failed
-        raise OSError("still gone")
+        raise self.error
 
 
 class Keeping:
@@ -30,18 +34,98 @@ class Keeping:
     def log(self, step, metrics):
         self.seen.append((step, dict(metrics)))
 
+    def rewind(self, step):
+        self.seen = [(n, metrics) for n, metrics in self.seen if n <= step]
+
     def close(self, failed):
         self.closed = failed
 
 
-def test_a_sink_that_fails_is_named_once_and_the_others_go_on():
-    keeping, failing = Keeping(), Failing(after=1)
-    sinks = Sinks([("wandb", failing), ("mlflow", keeping)])
-    said = [sinks.log(step, {"loss": 1.0}) for step in (1, 2, 3)]
-    assert said == ["", "wandb gets no more metrics: the network is gone", ""]
-    assert [step for step, _ in keeping.seen] == [1, 2, 3]
-    sinks.close(failed=True)
-    assert keeping.closed is True
+class Hanging(Keeping):
+    """Until the gate is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    def log(self, step, metrics):
+        self.gate.wait()
+        super().log(step, metrics)
+
+
+def log_and_close(sinks, steps, failed=False):
+    """What was said."""
+
+    async def main():
+        lines = [line for step in steps for line in sinks.log(step, {"loss": float(step)})]
+        return lines + await sinks.close(failed)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [*RAISED, *EXITS], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_sink_that_fails_is_named_once_and_the_others_go_on(error, after):
+    keeping = Keeping()
+    sinks = Sinks({"wandb": lambda: Failing(after, error), "mlflow": lambda: keeping})
+    assert log_and_close(sinks, (1, 2, 3), failed=True) == ["wandb gets no more metrics: x"]
+    assert [step for step, _ in keeping.seen] == [1, 2, 3] and keeping.closed is True
+
+
+def test_a_sink_that_cannot_be_opened_is_named():
+    def opener():
+        raise OSError("no server")
+
+    assert log_and_close(Sinks({"mlflow": opener}), (1, 2)) == ["mlflow gets no more metrics: no server"]
+
+
+def test_a_sink_that_hangs_loses_metrics_and_says_how_many():
+    hanging, keeping = Hanging(), Keeping()
+    sinks = Sinks({"mlflow": lambda: hanging, "wandb": lambda: keeping}, max_waiting=3, close_seconds=0.05)
+
+    async def main():
+        lines = []
+        for step in range(1, 11):
+            lines += sinks.log(step, {"loss": 1.0})
+            while len(keeping.seen) < step:  # the others keep up
+                await asyncio.sleep(0.001)
+        return lines + await sinks.close(False)
+
+    *dropped, late, lacks = asyncio.run(main())
+    assert len(dropped) == 1 and dropped[0].startswith(
+        "mlflow does not keep up: it loses the metrics from step "
+    )
+    assert late == "mlflow did not end within 0 s and is left alone"
+    assert lacks == "mlflow lacks the metrics of 10 steps and evaluations"
+    assert keeping.closed is False and hanging.closed is None
+    hanging.gate.set()
+
+
+def test_a_sink_that_is_behind_for_a_while_lacks_what_did_not_fit():
+    slow = Hanging()
+    sinks = Sinks({"mlflow": lambda: slow}, max_waiting=2)
+
+    async def main():
+        lines = [line for step in range(1, 9) for line in sinks.log(step, {})]
+        slow.gate.set()
+        while len(slow.seen) < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        return lines + sinks.log(9, {}) + await sinks.close(False)
+
+    first, lacks = asyncio.run(main())
+    num_kept = len(slow.seen)
+    assert first.startswith("mlflow does not keep up")
+    assert lacks == f"mlflow lacks the metrics of {9 - num_kept} steps and evaluations"
+
+
+def test_what_was_logged_before_is_there_when_steps_are_forgotten():
+    keeping = Keeping()
+    sinks = Sinks({"x": lambda: keeping})
+    for step in range(1, 6):
+        sinks.log(step, {})
+    sinks.rewind(3)
+    assert log_and_close(sinks, (4,)) == [] and [step for step, _ in keeping.seen] == [1, 2, 3, 4]
 
 
 def test_what_is_not_installed_is_found_before_the_run(monkeypatch):
@@ -53,43 +137,92 @@ def test_what_is_not_installed_is_found_before_the_run(monkeypatch):
     assert "tracking.project=x has no effect" in line
 
 
+def restarted(tracking, run_dir, settings):
+    """Steps 1 to 3, of which 3 happens again; the process starts again after 2. Each step has its own value."""
+    lines = []
+    for before, steps, values in ((-1, (1, 2, 3), 1), (2, (3,), 2), (None, (), 0), (2, (3, 4), 3)):
+        if before in (-1, None):
+            sinks = open_sinks(tracking, run_dir, settings)
+        if before is not None:
+            sinks.rewind(before)
+        for step in steps:
+            lines += sinks.log(step, {"reward/mean": step + values / 8, "loss": math.nan})
+        if values in (2, 3):
+            lines += asyncio.run(sinks.close(failed=values == 2))
+    assert not lines
+
+
+def test_tensorboard_has_each_step_once_after_a_restart(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    restarted(TrackingConfig(), tmp_path, {})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    values = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert values == [(1, 1.125), (2, 2.125), (3, 3.375), (4, 4.375)]
+    assert json.dumps(sorted(events.Tags()["scalars"])) == '["loss", "reward/mean"]'
+
+
+def test_mlflow_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    (tmp_path / "run").mkdir()
+    restarted(TrackingConfig(("mlflow",), "p"), tmp_path / "run", {"steps": 2, "trainer": {"lr": 0.1}})
+    (run,) = mlflow.search_runs(experiment_names=["p"], output_format="list")
+    assert run.info.status == "FINISHED" and run.data.params["trainer.lr"] == "0.1"
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "reward/mean")
+    assert [(metric.step, metric.value) for metric in history] == [
+        (1, 1.125),
+        (2, 2.125),
+        (3, 3.125),
+        (4, 4.375),
+    ]
+    assert set(run.data.metrics) == {"reward/mean"}
+
+
+def test_wandb_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):
+    asked, logged, ended = [], [], []
+
+    def init(**options):
+        asked.append(options)
+        return SimpleNamespace(
+            id=options.get("id", "new"),
+            define_metric=lambda name, step_metric: None,
+            log=logged.append,
+            finish=lambda exit_code: ended.append(exit_code),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **limits: limits))
+    restarted(TrackingConfig(("wandb",), "p"), tmp_path, {"steps": 2})
+    first, again = asked
+    assert "id" not in first and (again["id"], again["resume"]) == ("new", "allow")
+    assert first["settings"]["finish_timeout"] == 50.0 and first["config"] == {"steps": 2}
+    assert [line["step"] for line in logged] == [1, 2, 3, 4] and ended == [1, 0]
+
+
+def test_a_broken_note_is_named_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())
+    (tmp_path / "tracking").mkdir()
+    for content in ("", "3", "{}", '{"id": 1, "steps": 2}'):
+        (tmp_path / "tracking" / "wandb.json").write_text(content)
+        (line,) = log_and_close(open_sinks(TrackingConfig(("wandb",), "p"), tmp_path, {}), (1,))
+        assert "tracking/wandb.json is broken (" in line and line.endswith("remove it to begin another run")
+
+
 def test_wandb_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    sinks = open_sinks(TrackingConfig(("wandb",), "p"), tmp_path, {"steps": 2, "trainer": {"lr": 0.1}})
-    assert sinks.log(1, {"reward/mean": 0.25, "loss": math.nan}) == ""
-    sinks.close(failed=False)
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    tracking, settings = TrackingConfig(("wandb",), "p"), {"steps": 2, "trainer": {"lr": 0.1}}
+    for step in (1, 2):
+        sinks = open_sinks(tracking, tmp_path, settings)
+        assert sinks.log(step, {"reward/mean": step / 4, "loss": math.nan}) == []
+        assert asyncio.run(sinks.close(failed=False)) == []
+    file, again = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert file.name == again.name  # named by the run's id
     written, deadline = b"", time.monotonic() + 20  # another process writes it
     while b"runtime" not in written and time.monotonic() < deadline:
         time.sleep(0.05)
         written = file.read_bytes()
     assert b"reward/mean" in written and b"0.25" in written and b"steps" in written
-
-
-def test_mlflow_in_files(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    sinks = open_sinks(
-        TrackingConfig(("mlflow",), "p"), tmp_path / "run", {"steps": 2, "trainer": {"lr": 0.1}}
-    )
-    assert sinks.log(1, {"reward/mean": 0.25, "loss": math.nan}) == ""
-    assert sinks.log(2, {"reward/mean": 0.5}) == ""
-    sinks.close(failed=True)
-    (run,) = mlflow.search_runs(experiment_names=["p"], output_format="list")
-    assert run.info.status == "FAILED" and run.data.params["trainer.lr"] == "0.1"
-    assert run.data.metrics == {"reward/mean": 0.5}
-
-
-def test_tensorboard_files(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sinks = open_sinks(TrackingConfig(), tmp_path, {})
-    sinks.log(3, {"reward/mean": 0.25})
-    sinks.close(failed=False)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(3, 0.25)]
-    assert json.dumps(events.Tags()["scalars"]) == '["reward/mean"]'

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from rl.observability.timeline import Timeline, covered
+from rl.observability.trace import TraceFile
 
 
 class Clock:
@@ -59,10 +60,13 @@ def test_time_between_steps_is_skipped():
 
 def test_the_trace_is_json_with_a_row_for_each_call_that_overlaps(tmp_path):
     clock = Clock()
-    timeline = Timeline(tmp_path / "trace.json", clock)
+    timeline = Timeline(with_trace=True, clock=clock)
     with timeline.span("generator-0", "sample"), timeline.span("generator-0", "sample"):
         clock.now = 0.25
-    timeline.close()
+    file = TraceFile(tmp_path)
+    file.write(timeline.trace.take())
+    file.close()
+    assert timeline.trace.take() == ""
     events = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"], e["tid"]) for e in events] == [
         ("sample", 0.0, 250000.0, 0),
