@@ -22,7 +22,7 @@ MAX_FAILED = 32
 """Rollouts whose reward failed: how many of a step or an evaluation are recorded."""
 
 _NUM_AT_ONCE = 1024  # numbers: as text they take 1 ms, in which no other thread runs
-_TOKEN_BYTES = 16  # in memory, with its sample
+_TOKEN_BYTES = 100  # in memory: its numbers as Python's objects
 
 
 @dataclass(frozen=True, slots=True)
