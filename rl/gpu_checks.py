@@ -250,7 +250,8 @@ async def _parity(
             seconds = time.monotonic() - began
             rollouts = [rollout for group in groups for rollout in group]
             tokens = sum(sum(rollout.turn_lengths) for rollout in rollouts)
-            batch = actors.trainer.pack([to_sample(r, 1.0 - 2 * (i % 2)) for i, r in enumerate(rollouts)])
+            samples = [to_sample(r, 1.0 - 2 * (i % 2)) for i, r in enumerate(rollouts)]
+            batch = await actors.trainer.pack(samples)
             metrics = await actors.trainer.forward_backward(batch, Clip())
             gaps.append((metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]))
             await actors.trainer.optim_step(OptimParams(lr=1e-4, grad_scale=1 / metrics["tokens:sum"]))

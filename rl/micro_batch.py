@@ -1,9 +1,14 @@
 """What engines compute: packed rows of sequences. T tokens of a row, M targets."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+
+from rl.types import Sample
+
+Tree = list[tuple[int, int]]
+"""Samples in the order of a row, each with how many leading tokens it shares with the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +34,32 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The micro-batches of one data-parallel rank, each made when it is asked for.
+
+    A row takes three times the memory of its samples; so it exists only where and while it is computed.
+    """
+
+    samples: Mapping[int, Sample]  # of these rows, by their index among the samples that were packed
+    trees: tuple[Tree, ...]  # one for each micro-batch
+    multiple_of: int  # rows are filled up to a multiple of so many tokens
+    names: tuple[str, ...]  # of the loss inputs
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        return _micro_batch(self.samples, self.trees[index], self.multiple_of, self.names)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self[index] for index in range(len(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; all have equally many."""
 
-    ranks: tuple[tuple[MicroBatch, ...], ...]
+    ranks: tuple[Rows, ...]
     # Of all ranks, so that all raise where one would.
     longest: int  # tokens of the longest sequence
     num_tokens: int  # of all rows, without filler
@@ -41,8 +68,59 @@ class Batch:
 
     def for_rank(self, rank: int) -> "Batch":
         """What one data-parallel rank is sent: its own micro-batches."""
-        return replace(self, ranks=tuple(part if i == rank else () for i, part in enumerate(self.ranks)))
+        ranks = [rows if i == rank else Rows({}, (), 1, ()) for i, rows in enumerate(self.ranks)]
+        return replace(self, ranks=tuple(ranks))
 
     @property
     def num_target_tokens(self) -> int:
-        return sum(len(micro.targets) for rank in self.ranks for micro in rank)
+        return sum(sample.num_targets for rows in self.ranks for sample in rows.samples.values())
+
+
+def _micro_batch(
+    samples: Mapping[int, Sample], tree: Tree, multiple_of: int, names: Sequence[str]
+) -> MicroBatch:
+    ids = [i for i, _ in tree]
+    lengths = np.array([len(samples[i]) for i in ids], np.int64)
+    num_shared = np.array([shared for _, shared in tree], np.int64)
+
+    def every(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+        """Of all tokens of the samples, the shared ones as often as they are shared."""
+        return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    own = positions >= np.repeat(num_shared, lengths)
+    targets = np.flatnonzero(every((samples[i].loss_mask for i in ids), bool) & (positions > 0))
+    filler = max(-int(own.sum()) % multiple_of, 0 if tree else multiple_of)
+
+    def row(values: np.ndarray, filled: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[own], filled])
+
+    def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return every(arrays, np.float32)[targets]
+
+    return MicroBatch(
+        tokens=row(every((samples[i].tokens for i in ids), np.int64), np.zeros(filler, np.int64)),
+        positions=row(positions, np.arange(filler)),
+        targets=every((_scored(samples[i]) for i in ids), np.int64)[targets],
+        predictors=every(_places(tree, lengths), np.int64)[targets - 1],
+        sample_ids=np.repeat(np.array(ids, np.int64), lengths)[targets],
+        generator_logprobs=column(samples[i].generator_logprobs for i in ids),
+        advantages=column(samples[i].advantages for i in ids),
+        weights=column(samples[i].weights for i in ids),
+        loss_inputs={name: column(samples[i].loss_inputs[name] for i in ids) for name in names},
+    )
+
+
+def _places(tree: Tree, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """[T] of each sample: where in the row its tokens stand."""
+    path = np.zeros(lengths.max(initial=0), np.int64)  # the sample's places, those of the one before after it
+    num_tokens = 0
+    for (_, shared), length in zip(tree, lengths.tolist(), strict=True):
+        path[shared:length] = np.arange(num_tokens, num_tokens + length - shared)
+        num_tokens += length - shared
+        yield path[:length].copy()
+
+
+def _scored(sample: Sample) -> np.ndarray:
+    """[T]"""
+    return sample.tokens if sample.labels is None else sample.labels

@@ -13,7 +13,7 @@ def choice(index: int, completion: Completion, with_token_ids: bool) -> dict[str
     """Without its message or text."""
     made: dict[str, Any] = {"index": index, "logprobs": None}
     made["finish_reason"] = "stop" if completion.stop == StopReason.STOP else "length"
-    return made | ({"token_ids": completion.tokens} if with_token_ids else {})
+    return made | ({"token_ids": completion.tokens.tolist()} if with_token_ids else {})
 
 
 def chat_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any]:
@@ -25,7 +25,9 @@ def chat_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any
                 **_token(tokenizer, token, logprob),
                 "top_logprobs": [_token(tokenizer, *pair) for pair in place],
             }
-            for token, logprob, place in zip(completion.tokens, completion.logprobs, likeliest, strict=True)
+            for token, logprob, place in zip(
+                completion.tokens.tolist(), completion.logprobs.tolist(), likeliest, strict=True
+            )
         ]
     }
 

@@ -15,6 +15,9 @@ import numpy as np
 
 from rl.bounds import NonNegativeFloat, NonNegativeInt
 from rl.rewards import all_equal, is_success
+from rl.sequences import Sample as Sample
+from rl.sequences import Segment as Segment
+from rl.sequences import are_equal, become_arrays
 
 PolicyVersion = int
 """0 for the weights before the first RL step, then one more for each optimizer step that was published."""
@@ -88,30 +91,27 @@ Likeliest = tuple[tuple[int, float], ...]
 """Tokens with their logprobs in nats at temperature 1, the likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What a generator returns for one sample."""
+    """What a generator returns for one sample. It may be made of lists, which become arrays."""
 
-    tokens: list[int]  # [T] sampled tokens only, the stop token included
-    logprobs: list[float]  # [T] nats, at temperature 1, under the policy that sampled them
+    tokens: np.ndarray  # [T] int32, sampled tokens only, the stop token included
+    logprobs: np.ndarray  # [T] float32, nats, at temperature 1, under the policy that sampled them
     versions: VersionRange
     stop: StopReason
-    token_versions: tuple[
-        PolicyVersion, ...
-    ] = ()  # [T] which version sampled each token; empty where all are the same
+    token_versions: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # [T] int32, which version sampled each token; empty where all are the same
     num_cached_tokens: int = 0  # of the prompt: found in the cache, not computed
     likeliest: tuple[Likeliest, ...] = ()  # [T], where asked for
     prompt_logprobs: tuple[float | None, ...] = ()  # of each prompt token, the first None; where asked for
     prompt_likeliest: tuple[Likeliest, ...] = ()  # of each prompt token's position, the first empty
 
+    def __post_init__(self) -> None:
+        become_arrays(self, tokens=np.int32, logprobs=np.float32, token_versions=np.int32)
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of tokens that were all sampled by the policy, or all given to it. `logprobs` is 0 if given."""
-
-    tokens: list[int]
-    sampled: bool
-    logprobs: list[float]
+    def __eq__(self, other: object) -> bool:
+        return are_equal(self, other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +137,14 @@ class Rollout:
     @property
     def turn_tokens(self) -> list[list[int]]:
         """Of each sampled segment."""
-        return [s.tokens for branch in self.branches for s in branch if s.sampled]
+        return [s.tokens.tolist() for branch in self.branches for s in branch if s.sampled]
 
     @property
     def turn_lengths(self) -> list[int]:
         """Tokens of each sampled segment."""
         if not self.forks:  # nearly always, and asked of every rollout of a step
             return [len(s.tokens) for s in self.segments if s.sampled]
-        return [len(tokens) for tokens in self.turn_tokens]
+        return [len(s.tokens) for branch in self.branches for s in branch if s.sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,53 +204,6 @@ class Group:
     def was_sampled(self) -> bool:
         """Whether any of its rollouts came as far as a token."""
         return any(rollout.versions is not None for rollout in self.rollouts)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One training sequence. All arrays are [T]; those after `loss_mask` count only where it is True."""
-
-    tokens: np.ndarray  # int64
-    loss_mask: np.ndarray  # bool
-    generator_logprobs: np.ndarray  # float32, nats
-    advantages: np.ndarray  # float32
-    weights: np.ndarray  # float32, the token's share in the loss
-    loss_inputs: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # float32, what else a loss reads: ref_logprobs, values, ...
-    id: str = ""  # for people
-    labels: np.ndarray | None = (
-        None  # int64: which token is scored where a target is; None: the target itself
-    )
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def target_mask(self) -> np.ndarray:
-        """[T] bool: the tokens that can be learnt. A sequence's first has no context to be predicted from."""
-        mask = self.loss_mask.copy()
-        mask[:1] = False
-        return mask
-
-    @property
-    def num_targets(self) -> int:
-        """M"""
-        return int(np.count_nonzero(self.loss_mask[1:]))
-
-    def scatter(self, values: np.ndarray | float) -> np.ndarray:
-        """[M] values of the target tokens, or one for all -> [T], 0 elsewhere."""
-        scattered = np.zeros(len(self), np.float32)
-        scattered[self.target_mask] = values
-        return scattered
-
-    def with_loss_inputs(self, **loss_inputs: np.ndarray) -> "Sample":
-        """With more loss inputs [T]."""
-        return replace(self, loss_inputs={**self.loss_inputs, **loss_inputs})
-
-    def with_advantages(self, advantages: np.ndarray | float) -> "Sample":
-        """advantages: [M] of its target tokens, or one for all of them."""
-        return replace(self, advantages=self.scatter(advantages))
 
 
 POLICY = "policy"

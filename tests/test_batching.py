@@ -1,9 +1,12 @@
+import pickle
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from rl.batching import pack, supervised_sample, to_sample
 from rl.errors import RunError
-from rl.types import Problem, Rollout, Segment, StopReason, VersionRange
+from rl.types import Problem, Rollout, Sample, Segment, StopReason, VersionRange
 
 
 def sample(length: int, first: int = 0):
@@ -75,3 +78,30 @@ def test_a_first_token_is_not_a_target_because_nothing_predicts_it():
 def test_a_sequence_over_the_limit_says_what_to_change():
     with pytest.raises(RunError, match="9 tokens exceeds trainer.max_tokens=8; raise trainer.max_tokens"):
         pack([sample(9)], max_tokens=8)
+
+
+def test_rows_take_no_memory_before_they_are_computed():
+    """128 million tokens, which would be 7 GB of rows."""
+    tokens, ones = np.broadcast_to(np.int32(7), 2_000_000), np.broadcast_to(np.float32(1), 2_000_000)
+    samples = [Sample(tokens, ones > 0, ones, ones, ones) for _ in range(64)]
+    tracemalloc.start()
+    try:
+        batch = pack(samples, num_ranks=2, max_tokens=2_000_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [len(rank) for rank in batch.ranks] == [32, 32] and batch.num_tokens == 128_000_000
+    assert peak < 10_000_000  # holds: meaning, rows would take 7 GB
+
+
+def test_a_rank_is_sent_its_own_samples_alone():
+    samples = [sample(n, first=10 * n) for n in (3, 7, 2, 5, 4)]
+    batch = pack(samples, num_ranks=2, max_tokens=8, multiple_of=2)
+    parts = [pickle.loads(pickle.dumps(batch.for_rank(rank))) for rank in range(2)]
+    assert sorted([*parts[0].ranks[0].samples, *parts[1].ranks[1].samples]) == [0, 1, 2, 3, 4]
+    assert sum(part.num_target_tokens for part in parts) == batch.num_target_tokens
+    for rank, part in enumerate(parts):
+        assert len(part.ranks[1 - rank]) == 0
+        for ours, theirs in zip(batch.ranks[rank], part.ranks[rank], strict=True):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()

@@ -114,10 +114,14 @@ class EngineHandle:
             await kill_processes(mesh, self._caller.processes)
         self._caller.processes = ()
 
-    def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
-        """For this engine's ranks; see batching.pack."""
+    async def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
+        """For this engine's ranks; see batching.pack.
+
+        In a thread, which a cancelled caller does not wait for: it changes nothing, and its batch is dropped.
+        """
         assert self.config.max_seq_len is not None  # config.json's own limit is not known here
-        return pack(
+        return await asyncio.to_thread(
+            pack,
             samples,
             max_tokens=self.config.max_seq_len,
             samples_per_unit=samples_per_unit,
@@ -155,7 +159,7 @@ class EngineHandle:
         self, samples: Sequence[Sample], adapter: str | None = None
     ) -> list[np.ndarray]:
         """What `forward` gives, as [T] for each sample, 0 where a token is not a target."""
-        found = await self.forward(self.pack(samples), adapter)
+        found = await self.forward(await self.pack(samples), adapter)
         nothing = np.zeros(0, np.float32)
         return [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]
 
@@ -169,7 +173,8 @@ class EngineHandle:
         self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None
     ) -> tuple[dict[str, float], list[np.ndarray]]:
         """`forward_backward`, and what `forward_samples` would have said before it."""
-        answers = await self._data_parallel("forward_backward_logprobs", self.pack(samples), loss, adapter)
+        batch = await self.pack(samples)
+        answers = await self._data_parallel("forward_backward_logprobs", batch, loss, adapter)
         found = {index: values for _, part in answers for index, values in part.items()}
         nothing = np.zeros(0, np.float32)
         logprobs = [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]

@@ -112,7 +112,7 @@ class JudgeServer:
         return await self.pool.ask(of, max_deaths=_MAX_DEATHS)
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        text = self._tokenizer.decode(completion.tokens).strip()
+        text = self._tokenizer.decode(completion.tokens.tolist()).strip()
         return choice(index, completion, False) | {"message": {"role": "assistant", "content": text}}
 
 

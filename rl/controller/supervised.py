@@ -70,7 +70,7 @@ async def warm_up(
     """Supervised steps on demonstrations; leaves a fresh optimizer behind. report(step, loss)."""
     for step in range(1, steps + 1):
         seeds = [derive_seed(data.seed, "warmup", step, i) for i in range(batch_size)]
-        batch = trainer.pack([data.demonstration(seed) for seed in seeds])
+        batch = await trainer.pack([data.demonstration(seed) for seed in seeds])
         try:
             learned = await trainer.forward_backward(batch, CrossEntropy(), adapter)
             await trainer.optim_step(OptimParams(lr, 1 / batch.num_target_tokens), adapter)

@@ -266,4 +266,4 @@ def weighted(samples: Sequence[Sample], algorithm: Algorithm) -> Sequence[Sample
     if algorithm.loss_agg != "seq_mean":
         return samples
     num_targets = max(1, sum(s.num_targets for s in samples))
-    return [replace(s, weights=s.weights / num_targets) for s in samples]
+    return [s.with_weights_divided(num_targets) for s in samples]

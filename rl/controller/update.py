@@ -43,7 +43,7 @@ class Updater:
     lr_factor: Callable[[int], float]  # step -> share of the learning rate
 
     async def forward_backward(self, samples: Sequence[Sample], samples_per_unit: int) -> dict[str, float]:
-        batch = self.engine.pack(samples, samples_per_unit)
+        batch = await self.engine.pack(samples, samples_per_unit)
         learned = await self.engine.forward_backward(batch, self.loss, self.adapter)
         learned["computed:sum"] = batch.num_tokens
         learned["unshared:sum"] = batch.num_unshared_tokens

@@ -10,6 +10,7 @@ from rl.bounds import PositiveInt, Problems
 from rl.errors import ConfigError
 from rl.fields import kind
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
+from rl.sequences import lay_out
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason, Verdict
 
 
@@ -132,12 +133,12 @@ class Env:
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         """Walk the policy through the problem n times. For tools or several turns, see ChatEnv."""
-        given = Segment(list(prompt.tokens), False, [0.0] * len(prompt.tokens))
+        given = Segment.given(prompt.tokens)
         return [
             Rollout(
                 problem=prompt.problem,
-                segments=(given, Segment(completion.tokens, True, completion.logprobs)),
-                response=context.tokenizer.decode(completion.tokens),
+                segments=lay_out([given, Segment(completion.tokens, True, completion.logprobs)]),
+                response=context.tokenizer.decode(completion.tokens.tolist()),
                 stop=completion.stop,
                 versions=completion.versions,
             )

@@ -28,7 +28,7 @@ from torch import nn
 from rl.batching import check_batch
 from rl.errors import RunError
 from rl.interfaces import Loss
-from rl.micro_batch import Batch, MicroBatch
+from rl.micro_batch import Batch, MicroBatch, Rows
 from rl.models import hf
 from rl.models.adapters import Adapters
 from rl.models.checkpoint import Checkpoints
@@ -294,7 +294,7 @@ class Engine(ABC):
 
     # ---- for the kinds of engine
 
-    def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
+    def _micro_batches(self, batch: Batch) -> Rows:
         """This rank's part. Every rank raises where one would."""
         check_batch(batch, self.config.layout.data_parallel, self.max_seq_len, self._shares_prefixes)
         return batch.ranks[self.dp_rank]

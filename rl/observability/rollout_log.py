@@ -12,6 +12,7 @@ import numpy as np
 
 from rl.observability.json_lines import JsonLines
 from rl.paths import whole_file
+from rl.sequences import joined
 from rl.types import Group, Rollout, Sample, Score, Segment
 
 Trained = Callable[[Group], Sequence[Sample]]
@@ -146,14 +147,14 @@ def _pieces(value: Any) -> Iterator[str]:
 
 def _branch(segments: Sequence[Segment], trained: Sequence[Sample]) -> list[dict[str, Any]]:
     """Its segments; the sampled ones with logprobs in nats, and with advantages where it was trained on."""
-    tokens = np.concatenate([np.asarray(segment.tokens, np.int64) for segment in segments])
+    tokens = joined([segment.tokens for segment in segments])
     sample = next((s for s in trained if np.array_equal(s.tokens, tokens)), None)
     records, end = [], 0
     for segment in segments:
         begin, end = end, end + len(segment.tokens)
-        record: dict[str, Any] = {"sampled": segment.sampled, "tokens": list(segment.tokens)}
+        record: dict[str, Any] = {"sampled": segment.sampled, "tokens": segment.tokens.tolist()}
         if segment.sampled:
-            record["logprobs"] = list(segment.logprobs)
+            record["logprobs"] = segment.logprobs.tolist()
             record["advantages"] = None if sample is None else sample.advantages[begin:end].tolist()
         records.append(record)
     return records

@@ -69,11 +69,11 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         choices = []
         for i, completion in enumerate(found):
             made = choice(i, completion, body.return_token_ids)
-            made["text"] = tokenizer.decode(completion.tokens)
+            made["text"] = tokenizer.decode(completion.tokens.tolist())
             if top is not None:
                 made["logprobs"] = {
-                    "tokens": [tokenizer.decode([token]) for token in completion.tokens],
-                    "token_logprobs": completion.logprobs,
+                    "tokens": [tokenizer.decode([token]) for token in completion.tokens.tolist()],
+                    "token_logprobs": completion.logprobs.tolist(),
                     "top_logprobs": [
                         {tokenizer.decode([token]): logprob for token, logprob in place}
                         for place in completion.likeliest
@@ -90,7 +90,7 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         choices = []
         for i, completion in enumerate(found):
             made = choice(i, completion, body.return_token_ids)
-            made["message"] = {"role": "assistant", "content": tokenizer.decode(completion.tokens)}
+            made["message"] = {"role": "assistant", "content": tokenizer.decode(completion.tokens.tolist())}
             if body.logprobs:
                 made["logprobs"] = chat_logprobs(tokenizer, completion)
             choices.append(made)

@@ -134,8 +134,8 @@ def write_samples(
     for completion in completions:
         stop = pb.STOP_REASON_STOP if completion.stop == StopReason.STOP else pb.STOP_REASON_LENGTH
         sequence = message.sequences.add(stop_reason=stop)
-        sequence.tokens = np.asarray(completion.tokens, np.int32).tobytes()
-        sequence.logprobs = np.asarray(completion.logprobs, np.float32).tobytes()
+        sequence.tokens = completion.tokens.tobytes()
+        sequence.logprobs = completion.logprobs.tobytes()
         if num_likeliest:
             _write_likeliest(sequence.topk_sampled_logprobs, completion.likeliest, num_likeliest)
     first = completions[0]

@@ -1,12 +1,14 @@
 """EngineHandle, with ranks that are made up."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from rl.actors.engine import EngineHandle
 from rl.actors.remote import EngineDied
+from rl.batching import supervised_sample
 from rl.errors import RunError
 from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
@@ -60,5 +62,34 @@ def test_one_that_never_was_in_time_has_too_little():
         with pytest.raises(RunError, match=r"raise --deadlines.train") as failure:
             await trainer.optim_step(OptimParams(0.0))
         assert not isinstance(failure.value, EngineDied)
+
+    asyncio.run(main())
+
+
+def test_a_batch_is_planned_beside_the_event_loop_and_dropped_where_its_caller_is_cancelled(monkeypatch):
+    asked, may_end = threading.Event(), threading.Event()
+
+    def slow_pack(samples, **settings):
+        asked.set()
+        assert may_end.wait(10)
+        return samples
+
+    monkeypatch.setattr("rl.actors.engine.pack", slow_pack)
+
+    async def main():
+        trainer = engine(Rank())
+        await trainer.start()
+        trainer.config = EngineConfig(max_seq_len=8)
+        calls = []
+        monkeypatch.setattr(trainer, "_ranks", lambda *call: calls.append(call))
+        scoring = asyncio.create_task(trainer.forward_samples([supervised_sample([1], [2])]))
+        while not asked.is_set():  # the loop turns while the batch is packed
+            await asyncio.sleep(0.001)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        may_end.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert calls == []
 
     asyncio.run(main())

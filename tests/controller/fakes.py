@@ -202,7 +202,9 @@ class FakeRewards:
     async def score(self, rollouts):
         scores = []
         for rollout in rollouts:
-            digest = hashlib.blake2b(repr(rollout.segments[-1].tokens).encode(), digest_size=1).digest()[0]
+            digest = hashlib.blake2b(
+                repr(rollout.segments[-1].tokens.tolist()).encode(), digest_size=1
+            ).digest()[0]
             scores.append(Score(float(digest % 3 == 0), "it failed" if digest % 10 == 9 else None))
         return scores
 

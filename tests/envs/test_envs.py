@@ -94,8 +94,8 @@ def test_drive_keeps_tokens_as_they_were_sampled(tmp_path):
     prompt = Env().encode(Problem("1", "ba>", "ab"), tokenizer)
     rollouts = asyncio.run(Env().drive(prompt, 2, RolloutContext(Fake(), tokenizer, SamplingParams(8), 128)))
     assert len(rollouts) == 2
-    assert rollouts[0].segments[0].tokens == [1, 4, 3, 6] and not rollouts[0].segments[0].sampled
-    assert rollouts[0].segments[1].tokens == [3, 4, 2] and rollouts[0].response == "ab"
+    assert rollouts[0].segments[0].tokens.tolist() == [1, 4, 3, 6] and not rollouts[0].segments[0].sampled
+    assert rollouts[0].segments[1].tokens.tolist() == [3, 4, 2] and rollouts[0].response == "ab"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ async def main(run_dir: Path) -> dict:
         alone = await actors.generators.sample(prompt, 4, params)
         crowd = await asyncio.gather(*(actors.generators.sample(prompt, n, params) for n in (4, 1, 4, 2, 4)))
         result["reproducible"] = all(
-            c.tokens == a.tokens for group in crowd for c, a in zip(group, alone, strict=False)
+            c.tokens.tolist() == a.tokens.tolist()
+            for group in crowd
+            for c, a in zip(group, alone, strict=False)
         )
         result["distinct"] = len({tuple(c.tokens) for c in alone})
 
@@ -69,7 +71,9 @@ async def main(run_dir: Path) -> dict:
         again = await actors.generators.sample(prompt, 4, params)
         result["refused"] = str(refused)
         result["unharmed"] = all(
-            c.tokens == a.tokens for group in [*served, again] for c, a in zip(group, alone, strict=True)
+            c.tokens.tolist() == a.tokens.tolist()
+            for group in [*served, again]
+            for c, a in zip(group, alone, strict=True)
         )
 
         # One generator dies: its work goes to the other.
@@ -87,7 +91,7 @@ async def main(run_dir: Path) -> dict:
         result["survived"] = [generators.num_alive, generators.replicas[1].num_restarts, len(after_kill)]
         again = await asyncio.gather(*(generators.sample(prompt, 4, params) for _ in range(4)))
         result["same_everywhere"] = all(
-            c.tokens == a.tokens for g in again for c, a in zip(g, again[0], strict=True)
+            c.tokens.tolist() == a.tokens.tolist() for g in again for c, a in zip(g, again[0], strict=True)
         )
     result["left_running"] = len(psutil.Process().children(recursive=True))
     return result

@@ -246,7 +246,11 @@ def answer_job(job: dict[str, Any], weights: Any) -> dict[str, Any]:
                 raise answer
     except (ConfigError, RunError) as error:
         return {"refused": str(error)}
-    return {"samples": [(a.prompt, answers[a.id].tokens, answers[a.id].logprobs) for a in admits]}
+    return {
+        "samples": [
+            (a.prompt, answers[a.id].tokens.tolist(), answers[a.id].logprobs.tolist()) for a in admits
+        ]
+    }
 
 
 # ---- the table

@@ -28,7 +28,11 @@ async def main(job: dict, engine: GeneratorEngine) -> dict:
             return_exceptions=True,
         )
         for adapter, result in zip(adapters, done, strict=True):
-            answer = str(result) if isinstance(result, Exception) else [result[0].tokens, result[0].logprobs]
+            answer = (
+                str(result)
+                if isinstance(result, Exception)
+                else [result[0].tokens.tolist(), result[0].logprobs.tolist()]
+            )
             answers[f"{label}/{adapter}"] = answer
 
     for label, manifest, adapters in job["loads"]:
@@ -55,7 +59,7 @@ async def change_under_way(job: dict, engine: GeneratorEngine) -> dict:
     (sample,) = await task
     versions = [sample.versions.oldest, sample.versions.newest]
     return {
-        "tokens": sample.tokens, "logprobs": sample.logprobs, "per_token": sample.token_versions, "versions": versions,
+        "tokens": sample.tokens.tolist(), "logprobs": sample.logprobs.tolist(), "per_token": sample.token_versions.tolist(), "versions": versions,
     }  # fmt: skip
 
 

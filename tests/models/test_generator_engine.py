@@ -58,7 +58,7 @@ def test_a_wave_is_admitted_at_once_in_the_order_of_its_positions_however_it_arr
         order = [2, 0, 1]
         calls = [engine.sample([p], 2, PARAMS, Wave(0, p, 3)) for p in order]
         answers = await asyncio.gather(*calls)
-        assert [[c.tokens for c in completions] for completions in answers] == [[[100], [101]]] * 3
+        assert [[c.tokens.tolist() for c in completions] for completions in answers] == [[[100], [101]]] * 3
 
     fake = run(main)
     assert [c.prompt for c in fake.ticks[0]] == [(0,), (0,), (1,), (1,), (2,), (2,)]

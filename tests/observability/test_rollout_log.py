@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rl.observability import rollout_log
@@ -62,6 +63,7 @@ def test_in_pieces_it_is_the_json_of_the_whole(monkeypatch, num_tokens, num_fork
     monkeypatch.setattr(rollout_log, "_NUM_AT_ONCE", 4)
     (row,) = choose([group(1)], num_kept=1)
     logprobs = [-1.5, math.nan, -math.inf, 0.1 + 0.2, 1e-30, 1.0, 2.0, 3.0, 4.0][:num_tokens]
+    logprobs = np.array(logprobs, np.float32).tolist()
     segments = (Segment([1, 2], False, [0.0, 0.0]), Segment(list(range(num_tokens)), True, logprobs))
     rollout = replace(row.rollout, segments=segments, forks=(segments,) * num_forks, counts={"turns": 2})
     record = {"step": 1, "note": {"nested": [object, {"a": 1}]}}

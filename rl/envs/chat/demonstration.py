@@ -1,5 +1,7 @@
 """What supervised learning learns from a ChatEnv: of a conversation, the assistant's turns."""
 
+import numpy as np
+
 from rl.batching import segments_sample
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
@@ -19,10 +21,7 @@ def chat_sample(env: ChatEnv, problem: Problem, seed: int, tokenizer: Tokenizer)
             continue
         tokens = template.continuation(given, tools) if segments else template.prompt(given, tools)
         target = template.assistant_tokens(message)
-        segments += [_segment(tokens, False), _segment(target, True)]
+        taught = Segment(np.array(target), True, np.zeros(len(target)))
+        segments += [Segment.given(tokens), taught]
         given = []
     return segments_sample(segments, id=f"{problem.id}, demonstration")
-
-
-def _segment(tokens: list[int], is_taught: bool) -> Segment:
-    return Segment(tokens, is_taught, [0.0] * len(tokens))

@@ -137,7 +137,7 @@ class _Walk:
             self._messages.append(turn.message)
             if not turn.is_complete:
                 return await self._cut_off(process, turn)
-            reply = await process.step(turn.message, turn.parsed.malformed, turn.completion.tokens)
+            reply = await process.step(turn.message, turn.parsed.malformed, turn.completion.tokens.tolist())
             self._counts.update(reply.counts)
             self._messages += reply.messages
             if reply.score is not None:
@@ -147,12 +147,12 @@ class _Walk:
 
     async def _cut_off(self, process: EpisodeProcess, *unanswered: Turn) -> Score:
         self._stop = StopReason.LENGTH
-        said, tokens = [turn.message for turn in unanswered], [turn.completion.tokens for turn in unanswered]
+        said, tokens = [turn.message for turn in unanswered], _tokens(unanswered)
         return await process.score(self._stop, said, tokens)
 
     def rollout(self, score: Score) -> Rollout:
         session = self._session
-        branches = session.branches or ((Segment([], False, []),),)
+        branches = session.branches or ((Segment.given([]),),)
         turns = session.turns
         return Rollout(
             problem=self._problem,
@@ -192,10 +192,14 @@ class _AgentWalk(_Walk):
             if self._session.was_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
         try:
-            return await process.score(self._stop, self._messages, [turn.completion.tokens for turn in turns])
+            return await process.score(self._stop, self._messages, _tokens(turns))
         except EpisodeFailed as failure:
             # A reward that misses what an agent that gave up did not leave fails for the agent's reason.
             raise gave_up or failure from None
+
+
+def _tokens(turns: Sequence[Turn]) -> list[list[int]]:
+    return [turn.completion.tokens.tolist() for turn in turns]
 
 
 def chat_template(tokenizer: Tokenizer, call_format: str) -> ChatTemplate:

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rl.envs.chat.template import ChatTemplate, Schema, for_template
 from rl.envs.chat.tool_calls import ParsedTurn
 from rl.interfaces import Sampler
+from rl.sequences import lay_out
 from rl.types import Completion, Message, SamplingParams, Segment, StopReason, VersionRange
 
 
@@ -20,12 +23,12 @@ class TooLong(Exception):
     """A prompt leaves no room for an answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A turn of the policy. `before`: the turn whose tokens it goes on after."""
+    """A turn of the policy, equal to itself alone. `before`: the turn whose tokens it goes on after."""
 
     before: "Turn | None"
-    given: tuple[int, ...]  # since `before`, or the whole prompt
+    given: np.ndarray  # int32, since `before`, or the whole prompt
     completion: Completion
     message: Message
     parsed: ParsedTurn  # of a turn that was cut off: its text alone
@@ -42,7 +45,7 @@ class Turn:
     def tokens(self) -> list[int]:
         """The whole sequence up to its end."""
         before = self.before.tokens if self.before else []
-        return [*before, *self.given, *self.completion.tokens]
+        return [*before, *self.given.tolist(), *self.completion.tokens.tolist()]
 
 
 class ChatSession:
@@ -104,7 +107,7 @@ class ChatSession:
         """Every sequence that was sampled, each turn's tokens sampled in one of them and given in others."""
         inner = {id(turn.before) for turn in self.turns}
         trained: set[int] = set()
-        return tuple(_segments(turn, trained) for turn in self.turns if id(turn) not in inner)
+        return tuple(lay_out(_segments(turn, trained)) for turn in self.turns if id(turn) not in inner)
 
     @property
     def versions(self) -> VersionRange | None:
@@ -131,12 +134,13 @@ class ChatSession:
         return None, messages
 
     def _turn(self, before: Turn | None, given: Sequence[int], completion: Completion) -> Turn:
-        text = self._template.text(completion.tokens)
+        text = self._template.text(completion.tokens.tolist())
         if completion.stop is not StopReason.STOP:
             message: Message = {"role": "assistant", "content": text}
-            return Turn(before, tuple(given), completion, message, ParsedTurn(text))
+            return Turn(before, np.array(given, np.int32), completion, message, ParsedTurn(text))
         parsed = self._template.parse(text)
-        return Turn(before, tuple(given), completion, _message(parsed, text, len(self.turns)), parsed)
+        message = _message(parsed, text, len(self.turns))
+        return Turn(before, np.array(given, np.int32), completion, message, parsed)
 
 
 def _message(parsed: ParsedTurn, text: str, number: int) -> Message:
@@ -159,12 +163,12 @@ def _message(parsed: ParsedTurn, text: str, number: int) -> Message:
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:
     """From the beginning to this turn. trained: the turns that are sampled in an earlier branch."""
     before = _segments(turn.before, trained) if turn.before else ()
-    given = Segment(list(turn.given), False, [0.0] * len(turn.given))
-    tokens, logprobs = turn.completion.tokens, turn.completion.logprobs
+    completion = turn.completion
     if id(turn) in trained:
-        return (*before, given, Segment(tokens, False, [0.0] * len(tokens)))
+        return (*before, Segment.given(turn.given), Segment.given(completion.tokens))
     trained.add(id(turn))
-    return (*before, given, Segment(tokens, True, logprobs))
+    sampled = Segment(completion.tokens, True, completion.logprobs)
+    return (*before, Segment.given(turn.given), sampled)
 
 
 def _key(messages: Sequence[Message], tools: Sequence[Schema]) -> str:

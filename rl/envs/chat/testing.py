@@ -7,12 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rl.envs.base import RolloutContext, derive_seed
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, EpisodeRunner, Opening, Reply
 from rl.envs.chat.loop import chat_template
 from rl.envs.verifier import score_of
 from rl.interfaces import Tokenizer
+from rl.sequences import joined
 from rl.types import (
     Completion,
     Message,
@@ -51,7 +54,7 @@ def play(
     sampler = _Saying(tokenizer, texts, chat_template(tokenizer, env.call_format).end_id)
     context = RolloutContext(sampler, tokenizer, SamplingParams(10**6, seed=seed), 10**6, _Here(env))
     (rollout,) = asyncio.run(env.drive(Prompt(problem, ()), 1, context))
-    tokens = [token for segment in rollout.segments for token in segment.tokens]
+    tokens = joined([segment.tokens for segment in rollout.segments]).tolist()
     return Played(rollout, tokenizer.decode_with_special(tokens))
 
 
@@ -63,7 +66,8 @@ class _Saying:
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
         tokens = [*self._tokenizer.encode_plain(next(self._texts)), self._end]
-        return [Completion(tokens, [0.0] * len(tokens), VersionRange(0, 0), StopReason.STOP)]
+        logprobs = np.zeros(len(tokens), np.float32)
+        return [Completion(np.array(tokens), logprobs, VersionRange(0, 0), StopReason.STOP)]
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ Synchronous; knows no event loop.
 
 import os
 import tempfile
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VLLMSamplingParams
@@ -156,7 +156,8 @@ class VLLM:
         versions, per_token = _versions_of(request.changes, len(tokens))
         cached = output.num_cached_tokens or 0
         params, prompt = request.command.params, request.command.prompt
-        completion = Completion(tokens, logprobs, versions, stop, per_token, cached)
+        arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
+        completion = Completion(*arrays, versions, stop, per_token, cached)
         if params.num_likeliest:
             likeliest = tuple(_likeliest(position, params.num_likeliest) for position in sample.logprobs)
             completion = replace(completion, likeliest=likeliest)
@@ -215,12 +216,13 @@ class VLLM:
 
 def _versions_of(
     changes: Sequence[tuple[int, PolicyVersion]], num_tokens: int
-) -> tuple[VersionRange, tuple[PolicyVersion, ...]]:
-    """The range, and the version of each token where it is more than one."""
-    starts = [start for start, _ in changes]
-    per_token = tuple(changes[bisect_right(starts, i) - 1][1] for i in range(num_tokens))
-    oldest, newest = (per_token[0], per_token[-1]) if per_token else (changes[-1][1],) * 2
-    return VersionRange(oldest, newest), per_token if oldest != newest else ()
+) -> tuple[VersionRange, np.ndarray]:
+    """The range, and [T] int32, the version of each token, where it is more than one."""
+    starts, versions = zip(*changes, strict=True)
+    change_of = np.searchsorted(starts, np.arange(num_tokens), "right") - 1
+    per_token = np.array(versions, np.int32)[change_of]
+    oldest, newest = (int(per_token[0]), int(per_token[-1])) if num_tokens else (versions[-1],) * 2
+    return VersionRange(oldest, newest), per_token[: num_tokens if oldest != newest else 0]
 
 
 def _likeliest(position: Mapping[int, Any], count: int) -> Likeliest:

@@ -66,7 +66,7 @@ def play(tokenizer, env, question, texts):
 def test_an_agent_of_the_official_client_is_trained_on_what_it_made_the_policy_sample(tokenizer):
     rollout, writer = play(tokenizer, Agent(), "look around", [CALL, "found"])
     assert rollout.score.error is None and rollout.score.reward == 1
-    sampled = [segment.tokens for segment in rollout.segments if segment.sampled]
+    sampled = [segment.tokens.tolist() for segment in rollout.segments if segment.sampled]
     assert sampled == [made for _, _, made in writer.asked] and not rollout.forks
     assert writer.asked[1][0][: len(writer.asked[0][0]) + len(sampled[0])] == [
         *writer.asked[0][0],
@@ -193,7 +193,7 @@ def test_streams_lengths_and_token_ids(tokenizer):
         more = {"extra_body": {"return_token_ids": True}, "logprobs": True, "max_tokens": 9}
         made = await client.chat.completions.create(model="m", messages=ASKED, **more)
         turn = session.turns[1]
-        assert made.choices[0].token_ids == turn.completion.tokens
+        assert made.choices[0].token_ids == turn.completion.tokens.tolist()
         assert made.prompt_token_ids == turn.tokens[: -len(turn.completion.tokens)]
         assert len(made.choices[0].logprobs.content) == len(turn.completion.tokens)
 
