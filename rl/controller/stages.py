@@ -11,7 +11,7 @@ from rl.actors.actors import Actors
 from rl.controller.algorithm import Algorithm
 from rl.controller.buffer import Pace, RolloutBuffer
 from rl.controller.checkpoint_rules import checkpoint_state
-from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
+from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
 from rl.controller.config import RunConfig
 from rl.controller.held_groups import read_prompts, write_prompts
 from rl.controller.loop import train
@@ -67,9 +67,8 @@ class RunStages:
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
         config, actors = self._config, self._actors
-        state: dict[str, Any] = {"step": 0}
+        state = await load_checkpoint(actors, config.resume)
         if config.resume:
-            state = await load_checkpoint(actors, config.resume)
             self._entropy = EntropyControl(config.entropy, state.get("entropy"))
         else:
             await self._warm_up()
@@ -188,8 +187,7 @@ class RunStages:
         self._sync_blocking = time.monotonic() - began
 
     async def refresh_reference(self, step: int) -> None:
-        assert self._actors.reference is not None  # else the schedule has no refreshes
-        await self._actors.reference.refresh(step)
+        await refresh_reference(self._actors, self._recorder.run_dir, step)
         self._refreshed = step
 
     async def save(self, step: int) -> None:
