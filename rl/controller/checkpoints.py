@@ -20,12 +20,13 @@ async def save_checkpoint(
 ) -> None:
     """The critic's first, and one more of them is kept: if the policy's is complete, so is the critic's.
 
-    state: the controller's, plain data.
+    state: the controller's, plain data, with the `step`.
     """
     path.parent.mkdir(exist_ok=True)
     if actors.critic is not None:
         kept = keep_last + 1 if keep_last else 0
-        await actors.critic.save_checkpoint(str(critic_path(path)), {}, kept, wait=True)
+        its_state = {"step": state["step"]}
+        await actors.critic.save_checkpoint(str(critic_path(path)), its_state, kept, wait=True)
     weights = actors.reference.note() if actors.reference else ""
     state = {**state, "reference": [reference_kind, weights]}
     await actors.trainer.save_checkpoint(str(path), state, keep_last)

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ _log = logging.getLogger(__name__)
 def write_prompts(checkpoint: Path, state: BufferState) -> dict[str, Any]:
     """Plain data for a checkpoint that is about to be written. Removes files of those that are gone."""
     path = _path(checkpoint)
-    for other in path.parent.glob("*.pkl"):
+    for other in path.parent.glob("step-*.pkl"):
         its = checkpoint.with_name(other.stem)
-        if not its.exists() and not its.with_name(f"{its.name}.partial").exists():
+        is_needed = its.exists() or its.with_name(f"{its.name}.partial").exists()
+        if re.fullmatch(r"step-\d+", other.stem) and not is_needed:
             other.unlink()
     content = cloudpickle.dumps(state.held)  # a problem's metadata may have classes of the recipe's
     write_whole(path, content)

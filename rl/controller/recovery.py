@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
+from rl.controller.abandoned import remove_unfinished
 from rl.controller.config import RunConfig
 from rl.controller.stages import RunStages
 from rl.interfaces import Tokenizer
@@ -30,6 +31,7 @@ async def train_and_export(
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:
             await actors.restart_engines(death)
+            remove_unfinished(recorder.run_dir)
             newest = latest(recorder.run_dir / "checkpoints")
             config = replace(config, resume=str(newest or config.resume))
             goes_on = newest is not None or goes_on or not config.resume

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
+from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import by_device
@@ -50,6 +51,10 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(run_dir, "run")
+        if in_place:
+            remove_unfinished(run_dir)
+            if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
+                print(left, flush=True)
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
     except OSError as error:

@@ -939,7 +939,7 @@ COMMANDS = [
     row("a flag", "--steps 3", "unknown command '--steps'"),
     row("a recipe without train", "quickstart", "unknown command 'quickstart'", "rl train quickstart"),
     row("evaluate", "eval quickstart", "no recipe is named; usage: rl eval MODEL RECIPE"),
-    row("doctor with more", "doctor now", "rl doctor takes no arguments"),
+    row("doctor with more", "doctor now", "rl doctor takes directories of runs, which 'now' is not"),
     row("plan for eight of nothing", "plan quickstart --devices 8", "--devices '8' is not understood; write 8xH100-80"),
     row("plan without a value", "plan quickstart --devices", "--devices needs a value; write --devices 8xH100-80"),
     row("plan of no recipe", "plan quikstart", "did you mean 'quickstart'?"),
