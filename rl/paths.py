@@ -36,12 +36,28 @@ def why_not_made(path: str) -> str:
     return ""
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """The file has its name only once it is complete; makes its directory."""
+def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """The file has its name only once it is complete; makes its directory.
+
+    durable: also where the machine stops right after, at the cost of waiting for the disk.
+    """
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
+    if durable:
+        sync(partial)
     partial.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's content, or a directory's names. Blocks until it does."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def lock_directory(directory: Path, owner: str) -> int:

@@ -45,7 +45,7 @@ def abandon_after(run_dir: Path, step: int) -> str:
                 path.rename(target / part / path.name)
     path = target.rename(target.with_suffix(""))
     names = ", ".join(f"step-{number}" for number, _ in _steps(path, "checkpoints"))
-    return f"{names} of {run_dir} are in {path} now: the run goes on from step {step}"
+    return f"{names} of {run_dir} went to {path}"
 
 
 def remove_unfinished(run_dir: Path) -> None:

@@ -43,8 +43,10 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     already. Raises ConfigError with every problem before any process starts.
     """
     in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
+    asked_for = config.resume
     config, missing = with_newest_checkpoint(recipe, config)
-    in_place = in_place or is_own(config)
+    is_named = bool(asked_for) and config.resume == asked_for
+    in_place = in_place or is_own(config.resume, config.run_dir)
     if found := validate(config, [*found, *missing], in_place=in_place):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -54,7 +56,7 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
         if in_place:
             remove_unfinished(run_dir)
             if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
-                print(left, flush=True)
+                print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
     except OSError as error:
@@ -62,7 +64,7 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
             f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"
         ) from error
     try:
-        asyncio.run(_main(recipe, config, run_dir, in_place))
+        asyncio.run(_main(recipe, config, run_dir, in_place, is_named))
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
@@ -85,7 +87,7 @@ def _go_on(run_dir: Path) -> str:
     return f"; go on with --resume {newest}" if newest else ""
 
 
-async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -> None:
+async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool, is_named: bool) -> None:
     main = asyncio.current_task()
     assert main is not None
     loop = asyncio.get_running_loop()
@@ -106,13 +108,18 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupt, number)
     try:
-        await run_recipe(recipe, config, run_dir, in_place)
+        await run_recipe(recipe, config, run_dir, in_place, is_named)
     except asyncio.CancelledError:
         raise KeyboardInterrupt(*(number for number, _ in came[:1])) from None
 
 
-async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False) -> None:
-    """From the first process to the last file. in_place: the directory holds the run's earlier steps."""
+async def run_recipe(
+    recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False, is_named: bool = False
+) -> None:
+    """From the first process to the last file.
+
+    in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
+    """
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
@@ -132,7 +139,7 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bo
         settled = by_device(config, machine)
         specs = with_budgets(actor_specs(settled, model_dir, run_dir), settled, machine)
         async with launch(specs, run_dir, timeline) as actors:
-            await train_and_export(config, actors, tokenizer, recorder, in_place)
+            await train_and_export(config, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
         print(_overhead(timeline))

@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from rl.errors import RunError, one_line
 from rl.models.adapters import Adapters
 from rl.models.checkpoint_dir import (
+    OF_THE_REST,
     RECORD,
     check_content,
+    checksum_files,
     prune,
     read_record,
     rename,
@@ -32,6 +34,7 @@ from rl.models.checkpoint_dir import (
 )
 from rl.models.learner import Learner
 from rl.models.platform import fail_together, new_group
+from rl.paths import write_whole
 
 _FULL_MIB = 16
 
@@ -76,13 +79,14 @@ class Checkpoints:
         self.wait()
         self._directory = path.parent
         record = {"state": state, "adapters": self._adapters.record()}
+        record["checksums"] = checksum_files(dist.get_world_size())
         partial = path.with_name(path.name + ".partial")
         failure = None
         try:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                (partial / RECORD).write_text(json.dumps(record))
+                write_whole(partial / RECORD, json.dumps(record).encode())
         except OSError as error:
             failure = error
         self._agree(failure)
@@ -102,7 +106,7 @@ class Checkpoints:
         try:
             written.result()
             if dist.get_rank() == 0:
-                write_checksums(partial, (RECORD, ".metadata"), "rest")
+                write_checksums(partial, (RECORD, ".metadata"), OF_THE_REST)
                 rename(partial, path)
                 prune(path, keep_last)
             finished.set_result(None)

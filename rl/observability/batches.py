@@ -9,7 +9,7 @@ from rl.paths import write_whole
 
 def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_last: int) -> None:
     """batch: a TrainingBatch, before any update. Removes those that are older than the `keep_last` newest."""
-    write_whole(_path(run_dir, step), pickle.dumps((batch, entropy_coef)))
+    write_whole(_path(run_dir, step), pickle.dumps((batch, entropy_coef)), durable=False)
     _path(run_dir, step - keep_last).unlink(missing_ok=True)
 
 

@@ -44,7 +44,7 @@ class RolloutLog:
             lines.append(json.dumps(whole, default=str) + "\n")
         if lines:
             content = gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0)
-            write_whole(self._whole / f"{split}-{step}.jsonl.gz", content)
+            write_whole(self._whole / f"{split}-{step}.jsonl.gz", content, durable=False)
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`."""

@@ -14,10 +14,15 @@ from rl.controller import run as running
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.config import WarmupConfig
 from rl.envs.sort_letters import SortLetters
+from rl.errors import ConfigError, DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE
 from rl.models.checkpoint_dir import latest
 from tests.controller.fakes import FakeEngine, fake_actors
 
+DAMAGES = {
+    "a quick look shows it": lambda path: (path / "record.json").write_text("{"),
+    "only loading it shows it": lambda path: (path / "a flipped byte").touch(),
+}
 STRANGERS = ("notes.txt", "checkpoints/mine", "checkpoints/step-best", "held/notes.pkl", "batches/step-9.pkl.old",
              "rollouts/my-notes.jsonl.gz", "checkpoints/step-9.partial/theirs", "critic_checkpoints/step-x.partial/f")  # fmt: skip
 
@@ -30,7 +35,7 @@ class Interrupted(Exception):
 def train(tmp_path, monkeypatch):
     """A run in tmp_path/run with fakes for actors; `until`: the step in whose update it is killed."""
     monkeypatch.chdir(tmp_path)
-    step_once = FakeEngine.optim_step
+    step_once, load = FakeEngine.optim_step, FakeEngine.load_checkpoint
 
     def train(resume="", until=None, settings=None, **changes):
         settings = settings or quickstart()
@@ -48,7 +53,13 @@ def train(tmp_path, monkeypatch):
                 raise Interrupted
             return await step_once(engine, params, adapter)
 
+        async def load_checkpoint(engine, path):
+            if (Path(path) / "a flipped byte").exists():
+                raise DamagedCheckpoint(f"{path}/a flipped byte is broken: it is not what was written")
+            return await load(engine, path)
+
         monkeypatch.setattr(FakeEngine, "optim_step", optim_step)
+        monkeypatch.setattr(FakeEngine, "load_checkpoint", load_checkpoint)
         monkeypatch.setattr(running, "launch", launch)
         try:
             return running.run("quickstart", config)
@@ -67,7 +78,10 @@ def test_who_goes_on_from_an_older_step_goes_on_from_there_the_next_time_too(tra
     assert steps() == [4, 6]
     before = Path("run/metrics.jsonl").read_text()
     train("run/checkpoints/step-4", steps=8, until=6)
-    assert "step-6 of run are in run/abandoned/1 now: the run goes on from step 4" in capsys.readouterr().out
+    assert (
+        "step-6 of run went to run/abandoned/1; going on from run/checkpoints/step-4"
+        in capsys.readouterr().out
+    )
     assert steps() == [4] and steps("run/abandoned/1") == [6]
     train("latest", steps=8)  # at step 4, not 6: both steps come again
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -87,6 +101,32 @@ def test_a_branch_has_the_critic_s_part_and_a_new_run_can_go_on_from_it(train):
     assert not list(Path("run/critic_checkpoints").glob("step-6"))
     Path("run").rename("other")
     assert train("other/abandoned/1/checkpoints/step-6", steps=7, advantages=GAE()) == 0
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_latest_goes_on_from_the_newest_good_checkpoint_and_says_so(damage, train, capfd, caplog):
+    train(steps=6, keep_checkpoints=0)
+    whole = recorded()
+    for step in (4, 6):
+        DAMAGES[damage](Path(f"run/checkpoints/step-{step}"))
+    with pytest.raises((ConfigError, RunError), match="is broken"):  # the user named this one
+        train("run/checkpoints/step-6", steps=6, keep_checkpoints=0)
+    assert steps() == [2, 4, 6]
+    train("latest", steps=6, keep_checkpoints=0)
+    told = capfd.readouterr().out + caplog.text
+    assert "step-4" in told and "is broken" in told and "going on from run/checkpoints/step-2" in told
+    assert steps() == [2, 4, 6] and recorded() == whole
+    abandoned_steps = [step for branch in Path("run/abandoned").iterdir() for step in steps(branch)]
+    assert sorted(abandoned_steps) == [4, 6]
+    for step in (2, 4, 6):
+        DAMAGES[damage](Path(f"run/checkpoints/step-{step}"))
+    train("latest", steps=6, keep_checkpoints=0)
+    assert recorded() == whole
+
+
+def recorded():
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["reward/mean"]) for line in lines if "loss" in line]
 
 
 def put(path, content="x"):
@@ -109,9 +149,8 @@ def make(run_dir, rng):
             name = {"held": "step-{}.pkl", "batches": "step-{}.pkl", "rollouts": "train-{}.jsonl.gz"}
             path = run_dir / part / name.get(part, "step-{}").format(step)
             if part.endswith("checkpoints"):
-                state = {"state": {"step": step}}
                 put(path / ".metadata")
-                put(path / "record.json", json.dumps(state))
+                put(path / "record.json", json.dumps({"state": {"step": step}}))
             else:
                 put(path, str(rng.random()))
 
