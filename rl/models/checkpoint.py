@@ -34,7 +34,7 @@ from rl.models.checkpoint_dir import (
 )
 from rl.models.learner import Learner
 from rl.models.platform import fail_together, new_group
-from rl.paths import write_whole
+from rl.paths import sync, write_whole
 
 _FULL_MIB = 16
 
@@ -86,6 +86,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
+                sync(path.parent.parent)  # a run's first checkpoint makes its directory too
                 write_whole(partial / RECORD, json.dumps(record).encode())
         except OSError as error:
             failure = error

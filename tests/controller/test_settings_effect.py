@@ -201,6 +201,8 @@ AT_LAUNCH = [
         ({}, f"deadlines.{kind}", 7.0, f"deadlines.{kind}")
         for kind in ("start", "load", "progress", "train", "sync", "checkpoint")
     ),
+    ({}, "deadlines.train", 7.0, "trainer.config.timeout_seconds"),
+    ({}, "deadlines.checkpoint", 7.0, "trainer.config.save_seconds"),
 ]
 # What the model is: (the setting, another value, its name in config.json).
 OF_THE_MODEL = [

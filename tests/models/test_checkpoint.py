@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,3 +197,46 @@ def test_each_file_that_is_missing_or_empty_is_damage_that_a_quick_look_finds(mo
     for sums in tmp_path.glob("step-2/checksums-*"):
         sums.unlink()
     assert engine.load(tmp_path / "step-2") == {"step": 2}
+
+
+def test_files_and_names_are_on_the_disk_before_a_checkpoint_has_its_name(model_dir, tmp_path, monkeypatch):
+    """What a machine that stops right after the rename would still have."""
+    synced, at_rename = set(), []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_rename(path, target):
+        if path.name == "step-1.partial":
+            at_rename.extend([path, *path.iterdir()])
+            assert not [p for p in at_rename if p.stat().st_ino not in synced]
+            synced.discard(path.parent.stat().st_ino)
+        return rename(path, target)
+
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    engine.save(tmp_path / "run" / "checkpoints" / "step-1", {"step": 1})
+    assert len(at_rename) == 6
+    for directory in (tmp_path / "run" / "checkpoints", tmp_path / "run"):
+        assert directory.stat().st_ino in synced
+
+
+def test_writing_may_take_as_long_as_its_own_deadline_says(model_dir, tmp_path, monkeypatch):
+    """Not as long as a step may."""
+    write_data = checkpoint.FileSystemWriter.write_data
+
+    def slow(*args):
+        time.sleep(1.0)
+        return write_data(*args)
+
+    monkeypatch.setattr(checkpoint.FileSystemWriter, "write_data", slow)
+    engine = TitanEngine(model_dir, EngineConfig(seed=1, timeout_seconds=0.3, save_seconds=60))
+    engine.save(tmp_path / "step-1")
+    assert is_complete(tmp_path / "step-1")
+    engine = TitanEngine(model_dir, EngineConfig(seed=1, timeout_seconds=60, save_seconds=0.3))
+    with pytest.raises(RunError, match="could not be written: TimeoutError"):
+        engine.save(tmp_path / "step-2")
+    time.sleep(1.5)
