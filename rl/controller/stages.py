@@ -199,7 +199,8 @@ class RunStages:
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
         state = checkpoint_state(config, step) | {"entropy": self._entropy.state}
         if buffer is not None:
-            state["prompts"] = write_prompts(path, buffer.state_before_step if taken else buffer.state)
+            prompts = buffer.state_before_step if taken else buffer.state
+            state["prompts"] = write_prompts(path, prompts, config)
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
 
     async def _save_what_is_done(self) -> None:
@@ -266,7 +267,7 @@ class RunStages:
             return await self._rollouts.train_group(index, generators.at_least(version))
 
         prompts = state.get("prompts")
-        before = read_prompts(config.resume, prompts, is_own=self._goes_on) if prompts else None
+        before = read_prompts(config, prompts, is_own=self._goes_on) if prompts else None
         has_signal = attrgetter("has_signal")
         return RolloutBuffer(generate, pace, has_signal, num_steps_done=state["step"], state=before)
 
