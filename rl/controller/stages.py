@@ -17,7 +17,7 @@ from rl.controller.held_groups import read_prompts, write_prompts
 from rl.controller.loop import train
 from rl.controller.parity import Parity, default_limit
 from rl.controller.rollouts import check_rewards
-from rl.controller.schedule import Schedule
+from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
@@ -56,6 +56,7 @@ class RunStages:
         self._parity = Parity(config.max_logprob_diff or default_limit(actors.trainer.config))
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
+        self._save_clock = SaveClock(config.save_every_minutes)
         self._schedule = Schedule(1, config.steps, config.eval_every)
         self._done = 0  # the last step whose update is complete
         self._taken = False  # prompts of the next one have been taken from the buffer
@@ -82,6 +83,7 @@ class RunStages:
             refresh_every=config.reference.refresh_every if actors.reference else 0,
             publish_every_step=config.algorithm.samples_rollouts,
             evaluate_beside=config.max_offpolicy_steps > 0,
+            save_clock=self._save_clock.begin(),
         )
         before = state["step"]
         if self._goes_on and (before in self._recorder.accuracies or not schedule.evaluates(before)):
@@ -190,10 +192,7 @@ class RunStages:
         await refresh_reference(self._actors, self._recorder.run_dir, step)
         self._refreshed = step
 
-    async def save(self, step: int) -> None:
-        await self._save(step)
-
-    async def _save(self, step: int, *, taken: bool = False) -> None:
+    async def save(self, step: int, *, taken: bool = False) -> None:
         """taken: prompts of the next step have been taken from the buffer."""
         config, buffer = self._config, self.buffer
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
@@ -202,6 +201,7 @@ class RunStages:
             prompts = buffer.state_before_step if taken else buffer.state
             state["prompts"] = write_prompts(path, prompts, config)
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
+        self._save_clock.saved()
 
     async def _save_what_is_done(self) -> None:
         """As the run is interrupted; unless half an update is in the weights, or they are saved already."""
@@ -216,7 +216,7 @@ class RunStages:
         )
         if self._schedule.refreshes(self._done) and self._refreshed != self._done:
             await self.refresh_reference(self._done)
-        await self._save(self._done, taken=self._taken)
+        await self.save(self._done, taken=self._taken)
         await self._actors.trainer.finish_checkpoint()
 
     async def evaluate(self, step: int) -> None:
@@ -292,7 +292,7 @@ class RunStages:
         trainer, checkpoints = self._actors.trainer, self._recorder.run_dir / "checkpoints"
         await trainer.finish_checkpoint()
         if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
-            await self._save(step - 1, taken=True)
+            await self.save(step - 1, taken=True)
             await trainer.finish_checkpoint()
         good = latest(checkpoints) or self._config.resume
         rest = f"go on from --resume {good}" if good else "no checkpoint was due yet: lower save_every"

@@ -178,9 +178,10 @@ def _engine(config: RunConfig, machine: Machine) -> list[str]:
         found.append("trainer.lora.alpha=0 silences the adapter; use more")
     if lora.rank and not lora.targets:
         found.append("trainer.lora.targets is empty; name the layers that get an adapter")
-    if config.keep_checkpoints != RunConfig.keep_checkpoints and not config.save_every:
+    saves_one = not (config.save_every or config.save_every_minutes)
+    if config.keep_checkpoints != RunConfig.keep_checkpoints and saves_one:
         found.append(
-            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the "
-            f"last step alone; set save_every"
+            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0 and "
+            f"save_every_minutes=0, which save the last step alone; set save_every"
         )
     return found

@@ -133,6 +133,7 @@ IN_THE_LOOP = [
     ({}, "seed", 1, "samples, gradients, optimizer, warm-up"),
     ({}, "eval_every", 1, "samples"),
     ({}, "save_every", 1, "checkpoints"),
+    ({}, "save_every_minutes", 1e-9, "checkpoints"),
     ({"save_every": 1}, "keep_checkpoints", 1, "checkpoints"),
     ({}, "warmup.steps", 1, "gradients, warm-up"),
     ({}, "warmup.batch_size", 1, "warm-up"),
