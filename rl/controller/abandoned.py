@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl.models.checkpoint_dir import RECORD
 
-_DIRECTORY = "abandoned"
+ABANDONED = "abandoned"
 _PARTS = {
     "critic_checkpoints": r"step-(\d+)",
     "held": r"step-(\d+)\.pkl",
@@ -29,11 +29,11 @@ def abandon_after(run_dir: Path, step: int) -> str:
     Only the run that has locked the directory may call it, while none of its engines writes. Where it was
     killed half-way, the next call goes on with it.
     """
-    target = next(iter((run_dir / _DIRECTORY).glob("*.partial")), None)
+    target = next(iter((run_dir / ABANDONED).glob("*.partial")), None)
     later = [number for number, _ in _steps(run_dir, "checkpoints") if number > step]
     if target is None and not later:
         return ""
-    target = target or run_dir / _DIRECTORY / f"{_next_number(run_dir)}.partial"
+    target = target or run_dir / ABANDONED / f"{_next_number(run_dir)}.partial"
     target.mkdir(parents=True, exist_ok=True)
     for name in _OF_ALL_STEPS:
         if (run_dir / name).is_file():
@@ -69,7 +69,7 @@ def remove_unfinished(run_dir: Path) -> None:
 def abandoned(run_dir: Path) -> list[tuple[Path, list[int], int]]:
     """Each branch that a run has left: its directory, the steps of its checkpoints, its size in bytes."""
     branches = []
-    for path in sorted((run_dir / _DIRECTORY).glob("*")):
+    for path in sorted((run_dir / ABANDONED).glob("*")):
         files = (file for file in path.rglob("*") if file.is_file())
         steps = [number for number, _ in _steps(path, "checkpoints")]
         branches.append((path, steps, sum(file.stat().st_size for file in files)))
@@ -93,5 +93,5 @@ def _is_own(path: Path, step: str) -> bool:
 
 
 def _next_number(run_dir: Path) -> int:
-    numbers = (path.name.removesuffix(".partial") for path in (run_dir / _DIRECTORY).glob("*"))
+    numbers = (path.name.removesuffix(".partial") for path in (run_dir / ABANDONED).glob("*"))
     return 1 + max((int(name) for name in numbers if name.isdecimal()), default=0)

@@ -20,6 +20,7 @@ from rl.controller.config import RunConfig
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import with_budgets
 from rl.controller.recipes import load_recipe
+from rl.controller.resume import with_drawn_weights
 from rl.controller.rollouts import check_rewards
 from rl.controller.settings import override
 from rl.controller.specs import actor_specs
@@ -115,11 +116,14 @@ def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
     else:
         _, theirs = load_recipe(str(run_dir / "config.json"))
         config = replace(config, model=theirs.model, trainer=theirs.trainer, dtype=theirs.dtype)
+        config = replace(config, seed=theirs.seed)  # of the weights, where an older version kept none
     config, misread = override(config, flags, prog="rl eval")
     config, wrong = check_fields(config)
     config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
     if found := [*misread, *wrong, *validate(config)]:
         raise ConfigError("\n".join(found))
+    if run_dir is not None:
+        config = with_drawn_weights(config, run_dir)
     return replace(config, resume=str(checkpoint or ""))
 
 

@@ -2,12 +2,16 @@
 
 import logging
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from rl.controller.abandoned import ABANDONED
 from rl.controller.checkpoints import critic_path
 from rl.controller.config import RunConfig
 from rl.models.checkpoint_dir import newest_first, why_damaged
+from rl.models.hf import WEIGHTS
+from rl.models.sources import MODEL, ModelDir, ModelSource
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +51,43 @@ def newest_good(config: RunConfig, run_dir: Path) -> Path | None:
             return path
         _log.warning("the checkpoint %s is passed over: %s", path, damage)
     return None
+
+
+_DRAWN = (MODEL, f"teacher/{MODEL}")
+"""Where a run keeps random weights: the policy's, a teacher's."""
+
+
+def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
+    """A run's config with the weights that the run drew, as directories: whoever loads them draws none.
+
+    Unchanged where a model is a directory already, and where the run is of a version that kept none.
+    """
+    policy, teacher = (_home(run_dir) / path for path in _DRAWN)
+    reference = config.reference
+    if reference.model is not None:
+        reference = replace(reference, model=_as_directory(reference.model, teacher))
+    return replace(config, model=_as_directory(config.model, policy), reference=reference)
+
+
+def take_over_weights(config: RunConfig, run_dir: Path) -> None:
+    """A run that goes on from another's checkpoint has the weights that the other drew, and draws none."""
+    for path in _DRAWN if config.resume else ():
+        source = _home(Path(config.resume).parent.parent) / path / WEIGHTS
+        target = run_dir / path / WEIGHTS
+        if source.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f"{target.name}.partial")
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+
+
+def _home(run_dir: Path) -> Path:
+    """The run's own directory, where this is an abandoned branch of it."""
+    return run_dir.parent.parent if run_dir.parent.name == ABANDONED else run_dir
+
+
+def _as_directory(model: ModelSource, path: Path) -> ModelSource:
+    return ModelDir(str(path)) if model.random_weights and (path / WEIGHTS).is_file() else model
 
 
 def is_own(checkpoint: str, run_dir: str | Path) -> bool:

@@ -19,7 +19,7 @@ from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import by_device
 from rl.controller.memory_plan import with_budgets
 from rl.controller.recovery import step_of, train_and_export
-from rl.controller.resume import is_own, with_newest_checkpoint
+from rl.controller.resume import is_own, take_over_weights, with_newest_checkpoint
 from rl.controller.specs import actor_specs, roles
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
@@ -120,6 +120,7 @@ async def run_recipe(
 
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
     """
+    take_over_weights(config, run_dir)
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
