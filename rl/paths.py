@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rl.errors import ConfigError
 
+LOCK = ".lock"
 _LONGEST_PATH, _LONGEST_NAME = 3900, 255  # bytes; logs and checkpoints add to the path
 
 
@@ -65,7 +66,7 @@ def lock_directory(directory: Path, owner: str) -> int:
 
     owner: what has it, for people. Raises ConfigError where another process has it.
     """
-    lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
