@@ -78,8 +78,8 @@ class Checkpoints:
         """
         self.wait()
         self._directory = path.parent
-        record = {"state": state, "adapters": self._adapters.record()}
-        record["checksums"] = checksum_files(dist.get_world_size())
+        checksums = checksum_files(dist.get_world_size())
+        record = {"state": state, "adapters": self._adapters.record(), "checksums": checksums}
         partial = path.with_name(path.name + ".partial")
         failure = None
         try:
