@@ -47,12 +47,13 @@ async def train_and_export(
                 raise
             print(damage, flush=True)
             print(abandon_after(recorder.run_dir, step_of(config.resume) - 1), flush=True)
-            config = replace(config, resume=origin)
             if actors.critic and not (origin or newest_good(config, recorder.run_dir)):
                 # The policy has been loaded before the critic's damage showed.
                 await actors.restart_engines(EngineDied(str(damage)))
         newest = newest_good(config, recorder.run_dir)
-        config = replace(config, resume=str(newest or config.resume))
+        config = replace(config, resume=str(newest or origin))
+        if left := abandon_after(recorder.run_dir, step_of(config.resume) if newest else -1):
+            print(left, flush=True)
         is_named = is_named and newest is None
         goes_on = newest is not None or goes_on or not config.resume
         before = step_of(config.resume)

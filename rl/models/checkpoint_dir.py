@@ -186,7 +186,8 @@ def prune(path: Path, keep_last: int) -> None:
     if not keep_last or _number(path) < 0:
         return
     kind = path.name.rstrip("0123456789")
-    same_kind = [p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit()]
+    named_so = (p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit())
+    same_kind = [p for p in named_so if is_complete(p)]  # else it is somebody's own
     others = sorted((p for p in same_kind if p != path), key=_number)
     for old in others[: max(0, len(others) - (keep_last - 1))]:
         # Under another name first: a directory is whole or does not look like a checkpoint.
