@@ -57,12 +57,11 @@ def remove_unfinished(run_dir: Path) -> None:
     policies = {number for number, _ in _steps(run_dir, "checkpoints")}
     for part in ("checkpoints", "critic_checkpoints"):
         for path in (run_dir / part).glob("*.partial"):
-            if (match := re.fullmatch(r"step-(\d+)(?:\.old)?\.partial", path.name)) and _is_own(
-                path, match[1]
-            ):
+            match = re.fullmatch(r"step-(\d+)(?:\.old)?\.partial", path.name)
+            if match and _is_own(path, match[1]):
                 shutil.rmtree(path)
     for number, path in _steps(run_dir, "critic_checkpoints"):
-        if number > max(policies, default=0) and _is_own(path, str(number)):
+        if number > max(policies, default=-1) and _is_own(path, str(number)):
             shutil.rmtree(path)
 
 
