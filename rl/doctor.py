@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ _MIN_MEMORY_GIB = 5.0
 _MIN_SHARED_MIB = 64
 
 
-def doctor() -> int:
-    """Print a table. Returns 0 where a run can start, 1 where it cannot."""
+def doctor(run_dirs: Sequence[str] = ()) -> int:
+    """Print a table. Returns 0 where a run can start, 1 where it cannot.
+
+    run_dirs: whose abandoned steps are listed beside those of the runs in runs/.
+    """
     problems: list[str] = []
     print(f"python         {sys.version.split()[0]}")
     for name in _REQUIRED:
@@ -43,6 +47,7 @@ def doctor() -> int:
         print(f"{name:14} {_version(name) or f'not installed (optional; run: {remedy})'}")
     _machine(problems)
     print(f"sandbox        {why_no_sandbox() or 'isolates what a model writes'}")
+    _abandoned([*sorted(Path("runs").glob("*")), *map(Path, run_dirs)])
     for problem in problems:
         print(f"problem: {problem}")
     print("a run can start" if not problems else "a run cannot start")
@@ -119,6 +124,15 @@ def _devices(torch: Any, problems: list[str]) -> None:
     for default in DEVICE_DEFAULTS:
         value = default.gpu if machine.gpus else default.cpu
         print(f"  --{default.setting} {value:<10}  {default.why}")
+
+
+def _abandoned(run_dirs: Sequence[Path]) -> None:
+    """What runs have left behind as they went on from an older step."""
+    from rl.controller.abandoned import abandoned
+
+    for path, steps, num_bytes in (branch for run_dir in run_dirs for branch in abandoned(run_dir)):
+        names = ", ".join(f"step-{step}" for step in steps) or "no checkpoint"
+        print(f"abandoned      {path} ({names}): {num_bytes / 2**30:.2f} GiB; remove it if nobody needs it")
 
 
 def _driver() -> str:

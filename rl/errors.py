@@ -9,6 +9,10 @@ class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
 
 
+class DamagedCheckpoint(RunError):
+    """A checkpoint is not what was written: an older one may be good."""
+
+
 class GeneratorFailed(RunError):
     """A generator's engine is broken; others may go on, and it may be started again."""
 

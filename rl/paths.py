@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from rl.errors import ConfigError
 
+LOCK = ".lock"
 _LONGEST_PATH, _LONGEST_NAME = 3900, 255  # bytes; logs and checkpoints add to the path
 
 
@@ -46,13 +47,29 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """As write_whole, for content that is written in pieces."""
+def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """As write_whole, for content that is written in pieces.
+
+    durable: also where the machine stops right after, at the cost of waiting for the disk.
+    """
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         yield file
+    if durable:
+        sync(partial)
     partial.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's content, or a directory's names. Blocks until it does."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 class NoLocks(OSError):
@@ -78,7 +95,7 @@ def lock_directory(directory: Path, owner: str) -> int:
 
     owner: what has it, for people. Raises ConfigError where another process has it, or nothing can be locked.
     """
-    file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         is_locked = lock(file)
     except NoLocks as error:

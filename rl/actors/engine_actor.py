@@ -4,6 +4,8 @@ A critic and a reference are this and no more; the PolicyTrainer adds what conce
 is meant comes with each call; None is the model itself.
 """
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,14 @@ class EngineActor(Actor):
     """Each endpoint is called on every rank at once; the engine's collectives keep the ranks in step."""
 
     def __init__(self, kind: str, model_dir: str, config: EngineConfig):
-        """kind: a key of ENGINES."""
-        from rl.models.build import ENGINES  # torchtitan: 3 s that the controller need not spend
+        """kind: a key of ENGINES. With a seed the directory is given the weights, unless it has them."""
+        # torchtitan: 3 s that the controller need not spend
+        from rl.models.build import ENGINES
+        from rl.models.random_weights import draw_once
 
+        if config.seed is not None:
+            draw_once(kind, Path(model_dir), config.seed)
+            config = replace(config, seed=None)
         self._engine = ENGINES[kind](model_dir, config)
 
     @endpoint

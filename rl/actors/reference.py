@@ -1,7 +1,8 @@
 """The reference policy: where the KL penalty pulls to, a teacher, or DPO's start. Two ways to have one."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -17,23 +18,24 @@ class Reference(Protocol):
         """Logprobs of each sample, [T], 0 where a token is not a target."""
         ...
 
-    async def refresh(self, step: int) -> None:
-        """Become what the policy is now, after `step`."""
+    async def refresh(self, step: int, noted: Collection[str]) -> None:
+        """Become what the policy is now, after `step`. noted: weights that checkpoints need, which stay."""
         ...
 
     async def restore(self, weights: str) -> None:
         """Become again what it was when a checkpoint noted `weights`."""
         ...
 
-    def keep(self, checkpoint: Path) -> str:
-        """Plain data by which a checkpoint notes the present weights; they are kept while it exists."""
+    def note(self) -> str:
+        """Plain data by which the checkpoint that is written next notes the present weights."""
         ...
 
 
 class ReferenceMesh:
     """A frozen engine in processes of its own.
 
-    It is refreshed through a Hugging Face directory, which a resumed run finds again.
+    It is refreshed through a Hugging Face directory, which a resumed run finds again. No directory that a
+    checkpoint notes is written to or removed.
     """
 
     def __init__(self, engine: EngineHandle, trainer: TrainerHandle, directory: Path):
@@ -41,32 +43,34 @@ class ReferenceMesh:
         self._trainer = trainer
         self._directory = directory.resolve()
         self._weights = ""  # the model's own, as the mesh was started
-        self._notes: dict[Path, str] = {}  # checkpoint -> the weights it notes
+        self._last_noted = ""  # by a checkpoint that may still be being written
 
     async def compute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return await self._engine.forward_samples(samples)
 
-    async def refresh(self, step: int) -> None:
-        path = str(self._directory / f"step-{step}")
+    async def refresh(self, step: int, noted: Collection[str]) -> None:
+        needed = {*noted, self._last_noted}
+        path = self._path(step, needed)
         await self._trainer.save_hf(path)
         await self.restore(path)
-        last = next(reversed(self._notes), None)  # may still be being written
-        noted = {
-            weights
-            for checkpoint, weights in self._notes.items()
-            if checkpoint == last or checkpoint.exists()
-        }
-        for old in self._directory.iterdir():
-            if str(old) not in noted | {path}:
+        for old in self._directory.glob("step-*"):
+            if str(old) not in needed | {path}:
                 shutil.rmtree(old)
+
+    def _path(self, step: int, needed: Collection[str]) -> str:
+        """Another one where a checkpoint notes the weights of an earlier refresh after the same step."""
+        name, others = f"step-{step}", count(2)
+        while str(self._directory / name) in needed:
+            name = f"step-{step}-{next(others)}"
+        return str(self._directory / name)
 
     async def restore(self, weights: str) -> None:
         if weights:
             await self._engine.load_weights(weights)
         self._weights = weights
 
-    def keep(self, checkpoint: Path) -> str:
-        self._notes[checkpoint] = self._weights
+    def note(self) -> str:
+        self._last_noted = self._weights
         return self._weights
 
 
@@ -82,11 +86,11 @@ class ReferenceAdapter:
     async def compute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return await self._trainer.forward_samples(samples, REFERENCE)
 
-    async def refresh(self, step: int) -> None:
+    async def refresh(self, step: int, noted: Collection[str]) -> None:
         await self._trainer.copy_adapter(POLICY, REFERENCE)
 
     async def restore(self, weights: str) -> None:
         pass  # they came with the trainer's checkpoint
 
-    def keep(self, checkpoint: Path) -> str:
+    def note(self) -> str:
         return ""

@@ -8,7 +8,7 @@ from rl.controller.checkpoints import critic_path
 from rl.controller.config import RunConfig
 from rl.controller.resume import is_own
 from rl.errors import RunError
-from rl.models.checkpoint_dir import check_files, read_record
+from rl.models.checkpoint_dir import read_record, why_damaged
 from rl.types import POLICY, LoRA
 
 _SHAPE = (
@@ -67,10 +67,12 @@ def check_resume(config: RunConfig) -> list[str]:
         return [f"{given} is not named step-N; {example}"]
     try:
         record = read_record(path)
-        check_files(path)
-        saved = _Saved(record)
     except RunError as error:
         return [f"resume: {error}"]
+    if damage := why_damaged(path):
+        return [f"resume: {damage}; give another checkpoint"]
+    try:
+        saved = _Saved(record)
     except (KeyError, TypeError, ValueError, AttributeError):
         return [f"{given} has a record.json that no checkpoint of a run has; {example}"]
     if config.model.validate():  # listed already
@@ -78,7 +80,9 @@ def check_resume(config: RunConfig) -> list[str]:
     found = _another_run(config, path, saved)
     if int(match[1]) != saved.step:
         found.append(f"{given} holds step {saved.step}; name it step-{saved.step}")
-    if saved.step > config.steps or (saved.step == config.steps and not is_own(config)):
+    if saved.step > config.steps or (
+        saved.step == config.steps and not is_own(config.resume, config.run_dir)
+    ):
         found.append(f"{given} has done all of steps={config.steps}; raise steps")
     return found
 

@@ -1,11 +1,13 @@
 """Checkpoints of a run: policy, critic, reference, and which prompts were on their way."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.actors.actors import Actors
+from rl.models.checkpoint_dir import RECORD
 
 
 def critic_path(path: Path) -> Path:
@@ -18,19 +20,27 @@ async def save_checkpoint(
 ) -> None:
     """The critic's first, and one more of them is kept: if the policy's is complete, so is the critic's.
 
-    state: the controller's, plain data.
+    state: the controller's, plain data, with the `step`.
     """
     path.parent.mkdir(exist_ok=True)
     if actors.critic is not None:
         kept = keep_last + 1 if keep_last else 0
-        await actors.critic.save_checkpoint(str(critic_path(path)), {}, kept, wait=True)
-    weights = actors.reference.keep(path) if actors.reference else ""
+        its_state = {"step": state["step"]}
+        await actors.critic.save_checkpoint(str(critic_path(path)), its_state, kept, wait=True)
+    weights = actors.reference.note() if actors.reference else ""
     state = {**state, "reference": [reference_kind, weights]}
     await actors.trainer.save_checkpoint(str(path), state, keep_last)
 
 
 async def load_checkpoint(actors: Actors, path: str) -> dict[str, Any]:
-    """Policy, critic and reference as they were when it was written. Returns the controller's state."""
+    """Policy, critic and reference as they were when it was written. Returns the controller's state.
+
+    Without a path they have just been started, at step 0.
+    """
+    if not path:
+        if actors.reference is not None:
+            await actors.reference.restore("")
+        return {"step": 0}
     state = await actors.trainer.load_checkpoint(path)
     if actors.critic is not None:
         await actors.critic.load_checkpoint(str(critic_path(Path(path))))
@@ -39,10 +49,27 @@ async def load_checkpoint(actors: Actors, path: str) -> dict[str, Any]:
     return state
 
 
+async def refresh_reference(actors: Actors, run_dir: Path, step: int) -> None:
+    """The reference becomes what the policy is after `step`; what checkpoints of the run note is kept."""
+    assert actors.reference is not None
+    await actors.reference.refresh(step, _noted_references(run_dir))
+
+
+def _noted_references(run_dir: Path) -> set[str]:
+    """By all checkpoints that are there, also those half written and those of an abandoned branch."""
+    noted = set()
+    for path in [*run_dir.glob("checkpoints/*"), *run_dir.glob("abandoned/*/checkpoints/*")]:
+        try:
+            noted.add(str(json.loads((path / RECORD).read_text())["state"]["reference"][1]))
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+            continue  # it is no checkpoint of a run, or one that nothing can load
+    return noted
+
+
 async def begin_at_policy(actors: Actors, run_dir: Path, *, teacher: bool) -> None:
     """Critic and reference, unless it is a teacher, take over the policy's weights."""
     if actors.reference is not None and not teacher:
-        await actors.reference.refresh(0)
+        await refresh_reference(actors, run_dir, 0)
     if actors.critic is not None:
         path = run_dir / "warm_start"
         await actors.trainer.save_hf(str(path / "hf"), actors.adapter)

@@ -239,7 +239,10 @@ class RunConfig:
     eval_every: PositiveInt = 20
     """Steps between evaluations on the held-out problems; the first and last step are always evaluated."""
     save_every: NonNegativeInt = 20
-    """Steps between checkpoints; 0 saves only the last step. A run that is interrupted saves one too."""
+    """Steps between checkpoints; 0 is none by steps. The last step has one, and a run that is interrupted."""
+    save_every_minutes: NonNegativeFloat = 10.0
+    """Also one after each step whose next would end later than this after the last checkpoint, so that more
+    work is not lost; 0 is none by time."""
     keep_checkpoints: NonNegativeInt = 2
     """How many of the newest checkpoints to keep; 0 keeps all."""
     record_rollouts: NonNegativeInt = 4

@@ -11,6 +11,7 @@ from typing import Any
 
 from rl.controller.config import RunConfig
 from rl.errors import ConfigError
+from rl.paths import LOCK, write_whole
 
 _NAME = "config.json"
 _TYPE_FIELD = ".type"  # the key of a field called type, where the key `type` is the class's
@@ -19,7 +20,24 @@ _TYPE_FIELD = ".type"  # the key of a field called type, where the key `type` is
 def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
     """recipe: what `load_recipe` was given."""
     text = json.dumps({"recipe": recipe, **to_json(config)}, indent=1)
-    (run_dir / _NAME).write_text(text)
+    write_whole(run_dir / _NAME, text.encode())
+
+
+def why_no_run(directory: Path) -> str:
+    """Why a directory with files is not one that a run was started in, with the remedy; empty if it is.
+
+    A run that was killed as it started has left at most its lock and half a config.json.
+    """
+    names = {path.name for path in directory.iterdir()}
+    if names <= {LOCK, f"{_NAME}.partial"}:
+        return ""
+    if _NAME not in names:
+        return "exists and is not empty; give another directory"
+    try:
+        _, data = read_config(str(directory))
+    except ConfigError:
+        data = {}
+    return "" if "type" in data else f"has a {_NAME} that no run wrote; give another directory"
 
 
 def is_config(name: str) -> bool:

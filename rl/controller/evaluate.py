@@ -19,6 +19,7 @@ from rl.controller.config import RunConfig
 from rl.controller.device_defaults import specs_on
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recipes import load_recipe, source_of
+from rl.controller.resume import with_drawn_weights
 from rl.controller.rollouts import check_rewards
 from rl.controller.settings import override
 from rl.controller.side_run import own_directory
@@ -124,11 +125,14 @@ def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
         config = replace(config, model=ModelDir(model))
     else:
         config = replace(config, model=learned.model, trainer=learned.trainer, dtype=learned.dtype)
+        config = replace(config, seed=learned.seed)  # of the weights, where an older version kept none
     config, misread = override(config, flags, prog="rl eval")
     config, wrong = check_fields(config)
     config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
     if found := [*misread, *wrong, *validate(config)]:
         raise ConfigError("\n".join(found))
+    if run_dir is not None:
+        config = with_drawn_weights(config, run_dir)
     return replace(config, resume=str(checkpoint or ""))
 
 

@@ -6,9 +6,12 @@ part of it: without the file their prompts are started again, as all others that
 
 import dataclasses
 import hashlib
+import json
 import logging
 import os
 import pickle
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,40 +19,46 @@ from typing import Any, BinaryIO
 import cloudpickle
 
 from rl.controller.buffer import BufferState
+from rl.controller.config import RunConfig
+from rl.controller.config_json import to_json
+from rl.envs.base import Env
 from rl.paths import whole_file
 
 _log = logging.getLogger(__name__)
 
 
-def write_prompts(checkpoint: Path, state: BufferState) -> dict[str, Any]:
+def write_prompts(checkpoint: Path, state: BufferState, config: RunConfig) -> dict[str, Any]:
     """Plain data for a checkpoint that is about to be written. Removes files of those that are gone."""
     path = _path(checkpoint)
-    for other in path.parent.glob("*.pkl"):
+    for other in path.parent.glob("step-*.pkl"):
         its = checkpoint.with_name(other.stem)
-        if not its.exists() and not its.with_name(f"{its.name}.partial").exists():
+        is_needed = its.exists() or its.with_name(f"{its.name}.partial").exists()
+        if re.fullmatch(r"step-\d+", other.stem) and not is_needed:
             other.unlink()
     with whole_file(path) as file:
         hashed = _Hashed(file)
         # In small frames, so that other threads run in between. Metadata may have classes of the recipe's.
         cloudpickle.dump(state.held, hashed)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"next": state.next, "unfinished": state.unfinished, "held": hashed.checksum}
+    prompts = {"next": state.next, "unfinished": state.unfinished}
+    return prompts | {"held": hashed.checksum, "scored_by": scored_by(config)}
 
 
-def read_prompts(checkpoint: str, prompts: Mapping[str, Any], is_own: bool) -> BufferState:
-    """prompts: what `write_prompts` gave. is_own: it is a checkpoint of this run.
+def read_prompts(config: RunConfig, prompts: Mapping[str, Any], is_own: bool) -> BufferState:
+    """Of the checkpoint `config.resume`. prompts: what `write_prompts` gave. is_own: it is one of this run.
 
-    A pickle of another may do anything, and its rewards may be another's.
+    A pickle of another may do anything, and its rewards may be another's. So may this run's own rewards be,
+    where env or reward have changed: its groups are generated again then.
     """
     state = BufferState(prompts["next"], list(prompts["unfinished"]))
-    path = _path(Path(checkpoint))
+    path = _path(Path(config.resume))
     if not is_own or "held" not in prompts or not path.is_file():
         return state
     try:
         content = path.read_bytes()
         if _checksum(content) != prompts["held"]:
             raise ValueError("its content has changed")
+        if scored_by(config) != prompts.get("scored_by"):
+            raise ValueError("it was generated or scored under other settings, or other code of the env")
         held = pickle.loads(content)
         # A pickle of other code may lack fields, which only reading them shows.
         for score in (score for finished in held for score in finished.group.scores):
@@ -74,6 +83,25 @@ class _Hashed:
     @property
     def checksum(self) -> str:
         return self._hash.hexdigest()
+
+
+def scored_by(config: RunConfig) -> str:
+    """A fingerprint of what makes a group and its scores, beside the policy: the env with its code, the time
+    and the judge that rewards have, and how samples are drawn."""
+    judge = (config.judge.model, config.judge.max_tokens)
+    sampling = (config.group_size, config.seed, config.dtype, config.trainer.max_tokens)
+    settings = json.dumps(to_json((config.env, config.reward.limit_seconds, judge, sampling)))
+    code = sorted({_checksum(file.read_bytes()) for file in _files_of(config.env)})
+    # The repr of what JSON does not know may have its address in this process.
+    return _checksum(re.sub(r" at 0x[0-9a-f]+", "", "\n".join([settings, *code])).encode())
+
+
+def _files_of(env: Env) -> set[Path]:
+    """Where its classes are, and what a recipe imports from beside itself."""
+    kinds = (kind for part in (env, *env.made_of) for kind in type(part).__mro__)
+    modules = {kind.__module__ for kind in kinds} | cloudpickle.list_registry_pickle_by_value()
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    return {Path(file) for file in files if file and os.path.isfile(file)}
 
 
 def _path(checkpoint: Path) -> Path:

@@ -13,17 +13,28 @@ from pathlib import Path
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
+from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.config import RunConfig
+from rl.controller.resume import is_own, newest_good
 from rl.controller.stages import RunStages
+from rl.errors import DamagedCheckpoint
 from rl.interfaces import Tokenizer
-from rl.models.checkpoint_dir import latest
 from rl.observability.recorder import Recorder
 
 
 async def train_and_export(
-    config: RunConfig, actors: Actors, tokenizer: Tokenizer, recorder: Recorder, goes_on: bool
+    config: RunConfig,
+    actors: Actors,
+    tokenizer: Tokenizer,
+    recorder: Recorder,
+    goes_on: bool,
+    is_named: bool = False,
 ) -> None:
-    """goes_on: `config.resume` is a checkpoint of this run's own directory."""
+    """goes_on: `config.resume` is a checkpoint of this run's own directory. is_named: the user chose it.
+
+    Where one that nobody chose is damaged, which only loading it shows, the run goes on from one before it.
+    """
+    origin = "" if is_own(config.resume, recorder.run_dir) else config.resume
     while True:
         try:
             await RunStages(config, actors, tokenizer, recorder, goes_on).run()
@@ -34,12 +45,24 @@ async def train_and_export(
                 print(f"interrupted; {death}: the newest checkpoint is what is left", flush=True)
                 raise asyncio.CancelledError from death
             await actors.restart_engines(death)
-            newest = latest(recorder.run_dir / "checkpoints")
-            config = replace(config, resume=str(newest or config.resume))
-            goes_on = newest is not None or goes_on or not config.resume
-            before = step_of(config.resume)
-            await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
-            print(f"going on from {config.resume or 'the beginning'}", flush=True)
+            remove_unfinished(recorder.run_dir)
+        except DamagedCheckpoint as damage:
+            if is_named or not is_own(config.resume, recorder.run_dir):
+                raise
+            print(damage, flush=True)
+            print(abandon_after(recorder.run_dir, step_of(config.resume) - 1), flush=True)
+            if actors.critic and not (origin or newest_good(config, recorder.run_dir)):
+                # The policy has been loaded before the critic's damage showed.
+                await actors.restart_engines(EngineDied(str(damage)))
+        newest = newest_good(config, recorder.run_dir)
+        config = replace(config, resume=str(newest or origin))
+        if left := abandon_after(recorder.run_dir, step_of(config.resume) if newest else -1):
+            print(left, flush=True)
+        is_named = is_named and newest is None
+        goes_on = newest is not None or goes_on or not config.resume
+        before = step_of(config.resume)
+        await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
+        print(f"going on from {config.resume or 'the beginning'}", flush=True)
 
 
 def _is_interrupted() -> bool:

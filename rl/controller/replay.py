@@ -17,6 +17,7 @@ from rl.controller.config import RunConfig
 from rl.controller.device_defaults import specs_on
 from rl.controller.recipes import load_recipe
 from rl.controller.recovery import step_of
+from rl.controller.resume import with_drawn_weights
 from rl.controller.settings import override
 from rl.controller.side_run import own_directory
 from rl.controller.update import learn
@@ -49,6 +50,7 @@ def replay(arguments: Sequence[str]) -> int:
     config = replace(config, resume=str(checkpoint))
     if found := [*misread, *wrong, *validate(config)]:
         raise ConfigError("\n".join(found))
+    config = with_drawn_weights(config, run_dir)
     recorded = next(
         (r for r in read_records(run_dir / "metrics.jsonl") if r["step"] == step and "loss" in r), {}
     )

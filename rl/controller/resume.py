@@ -1,11 +1,19 @@
 """Going on with a run: which checkpoint `--resume` means, and that only one run at a time has a directory."""
 
+import logging
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from rl.controller.abandoned import ABANDONED
+from rl.controller.checkpoints import critic_path
 from rl.controller.config import RunConfig
-from rl.models.checkpoint_dir import latest
+from rl.models.checkpoint_dir import newest_first, why_damaged
+from rl.models.hf import WEIGHTS
+from rl.models.sources import MODEL, ModelDir, ModelSource
+
+_log = logging.getLogger(__name__)
 
 
 def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -14,14 +22,14 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
     "latest" is the newest of run_dir, or none, where one is given; else of any run of the recipe.
     """
     if config.resume == "latest" and config.run_dir:
-        own = latest(Path(config.run_dir) / "checkpoints")
+        own = newest_good(config, Path(config.run_dir))
         return replace(config, resume=str(own or "")), []
     if config.resume == "latest":
-        newest = [latest(run / "checkpoints") for run in Path("runs").glob(f"{recipe}-*")]
+        newest = [newest_good(config, run) for run in Path("runs").glob(f"{recipe}-*")]
         found = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
         where = f"a run of {recipe} in runs/"
     elif config.resume and os.path.isdir(os.path.join(config.resume, "checkpoints")):
-        found, where = latest(Path(config.resume) / "checkpoints"), f"the run {config.resume}"
+        found, where = newest_good(config, Path(config.resume)), f"the run {config.resume}"
     else:
         return config, []
     if found is None:
@@ -30,8 +38,60 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
     return replace(config, resume=str(found)), []
 
 
-def is_own(config: RunConfig) -> bool:
-    """Whether the checkpoint that the run goes on from is in the run's own directory."""
-    if not (config.resume and config.run_dir):
+def newest_good(config: RunConfig, run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run whose files look good, the critic's where the run has one.
+
+    Says which it passes over. What only reading every byte shows, loading it shows.
+    """
+    for path in newest_first(run_dir / "checkpoints"):
+        damage = why_damaged(path)
+        if config.algorithm.needs_critic:
+            damage = damage or why_damaged(critic_path(path))
+        if not damage:
+            return path
+        _log.warning("the checkpoint %s is passed over: %s", path, damage)
+    return None
+
+
+_DRAWN = (MODEL, f"teacher/{MODEL}")
+"""Where a run keeps random weights: the policy's, a teacher's."""
+
+
+def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
+    """A run's config with the weights that the run drew, as directories: whoever loads them draws none.
+
+    Unchanged where a model is a directory already, and where the run is of a version that kept none.
+    """
+    policy, teacher = (_home(run_dir) / path for path in _DRAWN)
+    reference = config.reference
+    if reference.model is not None:
+        reference = replace(reference, model=_as_directory(reference.model, teacher))
+    return replace(config, model=_as_directory(config.model, policy), reference=reference)
+
+
+def take_over_weights(config: RunConfig, run_dir: Path) -> None:
+    """A run that goes on from another's checkpoint has the weights that the other drew, and draws none."""
+    for path in _DRAWN if config.resume else ():
+        source = _home(Path(config.resume).parent.parent) / path / WEIGHTS
+        target = run_dir / path / WEIGHTS
+        if source.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f"{target.name}.partial")
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+
+
+def _home(run_dir: Path) -> Path:
+    """The run's own directory, where this is an abandoned branch of it."""
+    return run_dir.parent.parent if run_dir.parent.name == ABANDONED else run_dir
+
+
+def _as_directory(model: ModelSource, path: Path) -> ModelSource:
+    return ModelDir(str(path)) if model.random_weights and (path / WEIGHTS).is_file() else model
+
+
+def is_own(checkpoint: str, run_dir: str | Path) -> bool:
+    """Whether a checkpoint is one of the run that has this directory; not where either is empty."""
+    if not (checkpoint and str(run_dir)):
         return False
-    return Path(config.resume).resolve().parent.parent == Path(config.run_dir).resolve()
+    return Path(checkpoint).resolve().parent.parent == Path(run_dir).resolve()

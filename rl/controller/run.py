@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
+from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import specs_on
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
-from rl.controller.resume import is_own, with_newest_checkpoint
+from rl.controller.resume import is_own, take_over_weights, with_newest_checkpoint
 from rl.controller.specs import roles
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
@@ -40,14 +41,20 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     already. Raises ConfigError with every problem before any process starts.
     """
     in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
+    asked_for = config.resume
     config, missing = with_newest_checkpoint(recipe, config)
-    in_place = in_place or is_own(config)
+    is_named = bool(asked_for) and config.resume == asked_for
+    in_place = in_place or is_own(config.resume, config.run_dir)
     if found := validate(config, [*found, *missing], in_place=in_place):
         raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(run_dir, "run")
+        if in_place:
+            remove_unfinished(run_dir)
+            if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
+                print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
     except OSError as error:
@@ -56,7 +63,7 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
         ) from error
     try:
         with modules_of(source):
-            asyncio.run(_main(recipe, config, run_dir, in_place))
+            asyncio.run(_main(recipe, config, run_dir, in_place, is_named))
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
@@ -79,7 +86,7 @@ def _go_on(run_dir: Path) -> str:
     return f"; go on with --resume {newest}" if newest else ""
 
 
-async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -> None:
+async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool, is_named: bool) -> None:
     main = asyncio.current_task()
     assert main is not None
     came: list[tuple[int, float]] = []
@@ -97,13 +104,19 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -
 
     on_interrupt(interrupt)
     try:
-        await run_recipe(recipe, config, run_dir, in_place)
+        await run_recipe(recipe, config, run_dir, in_place, is_named)
     except asyncio.CancelledError:
         raise KeyboardInterrupt(*(number for number, _ in came[:1])) from None
 
 
-async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False) -> None:
-    """From the first process to the last file. in_place: the directory holds the run's earlier steps."""
+async def run_recipe(
+    recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False, is_named: bool = False
+) -> None:
+    """From the first process to the last file.
+
+    in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
+    """
+    take_over_weights(config, run_dir)
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
@@ -124,7 +137,7 @@ async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bo
             await recorder.rewind(step_of(config.resume) if config.resume else -1)
         specs = specs_on(this_machine(), config, model_dir, run_dir)
         async with launch(specs, run_dir, timeline) as actors:
-            await train_and_export(config, actors, tokenizer, recorder, in_place)
+            await train_and_export(config, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
         print(_overhead(timeline))

@@ -95,6 +95,7 @@ def trainer_config(config: RunConfig, layout: Layout | None = None) -> EngineCon
         compile=trainer.compile,
         seed=config.seed if config.model.random_weights else None,
         timeout_seconds=config.deadlines.train,
+        save_seconds=config.deadlines.checkpoint,
     )
 
 

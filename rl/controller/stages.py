@@ -10,13 +10,13 @@ from rl.actors.actors import Actors
 from rl.controller.algorithm import Algorithm
 from rl.controller.buffer import RolloutBuffer
 from rl.controller.checkpoint_rules import checkpoint_state
-from rl.controller.checkpoints import begin_at_policy, load_checkpoint, save_checkpoint
+from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
 from rl.controller.config import RunConfig
 from rl.controller.held_groups import write_prompts
 from rl.controller.loop import train
 from rl.controller.parity import Parity, default_limit
 from rl.controller.rollouts import check_rewards
-from rl.controller.schedule import Schedule
+from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
@@ -54,6 +54,7 @@ class RunStages:
         self._parity = Parity(config.max_logprob_diff or default_limit(actors.trainer.config))
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
+        self._save_clock = SaveClock(config.save_every_minutes)
         self._schedule = Schedule(1, config.steps, config.eval_every)
         self._done = 0  # the last step whose update is complete
         self._taken = False  # prompts of the next one have been taken from the buffer
@@ -65,9 +66,8 @@ class RunStages:
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
         config, actors = self._config, self._actors
-        state: dict[str, Any] = {"step": 0}
+        state = await load_checkpoint(actors, config.resume)
         if config.resume:
-            state = await load_checkpoint(actors, config.resume)
             self._entropy = EntropyControl(config.entropy, state.get("entropy"))
         else:
             await self._warm_up()
@@ -81,6 +81,7 @@ class RunStages:
             refresh_every=config.reference.refresh_every if actors.reference else 0,
             publish_every_step=config.algorithm.samples_rollouts,
             evaluate_beside=config.max_offpolicy_steps > 0,
+            save_clock=self._save_clock.begin(),
         )
         before = state["step"]
         if self._goes_on and (before in self._recorder.accuracies or not schedule.evaluates(before)):
@@ -193,8 +194,7 @@ class RunStages:
         self._sync_blocking = time.monotonic() - began
 
     async def refresh_reference(self, step: int) -> None:
-        assert self._actors.reference is not None  # else the schedule has no refreshes
-        await self._actors.reference.refresh(step)
+        await refresh_reference(self._actors, self._recorder.run_dir, step)
         self._refreshed = step
 
     async def save(self, step: int, *, taken: bool = False) -> None:
@@ -205,8 +205,9 @@ class RunStages:
         await self._recorder.flush()  # who resumes counts on the lines up to this step
         if buffer is not None:
             prompts = buffer.state_before_step if taken else buffer.state
-            state["prompts"] = await self._recorder.write(lambda: write_prompts(path, prompts))
+            state["prompts"] = await self._recorder.write(lambda: write_prompts(path, prompts, config))
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
+        self._save_clock.saved()
 
     async def _save_what_is_done(self) -> None:
         """As the run is interrupted; unless half an update is in the weights, or they are saved already."""

@@ -86,6 +86,6 @@ def rollout_buffer(
         return await sampled.train_group(index, generators.at_least(version))
 
     prompts = state.get("prompts")
-    before = read_prompts(config.resume, prompts, is_own=is_own) if prompts else None
+    before = read_prompts(config, prompts, is_own=is_own) if prompts else None
     has_signal = attrgetter("has_signal")
     return RolloutBuffer(generate, pace, has_signal, num_steps_done=state["step"], state=before)

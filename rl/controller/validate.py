@@ -10,6 +10,7 @@ from rl.cluster.machine import Machine, this_machine
 from rl.controller.algorithm_rules import check_algorithm, without_effect
 from rl.controller.checkpoint_rules import check_resume
 from rl.controller.config import RunConfig
+from rl.controller.config_json import why_no_run
 from rl.controller.device_defaults import by_device
 from rl.controller.device_rules import check_devices
 from rl.controller.env_rules import check_chat_env, check_env
@@ -77,9 +78,10 @@ def validate(
 def _run_dir(config: RunConfig, in_place: bool) -> list[str]:
     """Why its directory cannot be made, or is no run's to go on with."""
     given = f"run_dir={config.run_dir!r}" if config.run_dir else "the directory runs/"
-    if in_place and (Path(config.run_dir) / "config.json").is_file():
-        writable = os.access(config.run_dir, os.R_OK | os.W_OK | os.X_OK)
-        return [] if writable else [f"{given} may not be written to; give another directory"]
+    if in_place and os.path.isdir(config.run_dir):
+        if not os.access(config.run_dir, os.R_OK | os.W_OK | os.X_OK):
+            return [f"{given} may not be written to; give another directory"]
+        return [f"{given} {why}"] if (why := why_no_run(Path(config.run_dir))) else []
     return [f"{given} {why}"] if (why := why_not_made(config.run_dir or "runs/new")) else []
 
 
@@ -178,9 +180,10 @@ def _engine(config: RunConfig, machine: Machine) -> list[str]:
         found.append("trainer.lora.alpha=0 silences the adapter; use more")
     if lora.rank and not lora.targets:
         found.append("trainer.lora.targets is empty; name the layers that get an adapter")
-    if config.keep_checkpoints != RunConfig.keep_checkpoints and not config.save_every:
+    saves_one = not (config.save_every or config.save_every_minutes)
+    if config.keep_checkpoints != RunConfig.keep_checkpoints and saves_one:
         found.append(
-            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0, which saves the "
-            f"last step alone; set save_every"
+            f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0 and "
+            f"save_every_minutes=0, which save the last step alone; set save_every"
         )
     return found

@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from rl.errors import RunError, one_line
 from rl.models.adapters import Adapters
 from rl.models.checkpoint_dir import (
+    OF_THE_REST,
     RECORD,
     check_content,
+    checksum_files,
     prune,
     read_record,
     rename,
@@ -32,6 +34,7 @@ from rl.models.checkpoint_dir import (
 )
 from rl.models.learner import Learner
 from rl.models.platform import agreed, fail_together, new_group
+from rl.paths import sync, write_whole
 
 _FULL_MIB = 16
 
@@ -75,13 +78,15 @@ class Checkpoints:
         """
         self.wait()
         self._directory = path.parent
-        record = {"state": state, "adapters": self._adapters.record()}
+        checksums = checksum_files(dist.get_world_size())
+        record = {"state": state, "adapters": self._adapters.record(), "checksums": checksums}
         partial = path.with_name(path.name + ".partial")
         with agreed(self._reason, self._group):
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                (partial / RECORD).write_text(json.dumps(record))
+                sync(path.parent.parent)  # a run's first checkpoint makes its directory too
+                write_whole(partial / RECORD, json.dumps(record).encode())
         tensors = self._tensors() | rng_state(self._device)
         writer = _Writer(partial)
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
@@ -98,7 +103,7 @@ class Checkpoints:
         try:
             written.result()
             if dist.get_rank() == 0:
-                write_checksums(partial, (RECORD, ".metadata"), "rest")
+                write_checksums(partial, (RECORD, ".metadata"), OF_THE_REST)
                 rename(partial, path)
                 prune(path, keep_last)
             finished.set_result(None)

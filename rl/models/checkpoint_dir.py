@@ -8,16 +8,18 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from rl.errors import RunError
+from rl.errors import DamagedCheckpoint, RunError
+from rl.paths import sync, write_whole
 
 RECORD = "record.json"
+OF_THE_REST = "rest"
 _log = logging.getLogger(__name__)
 
 
@@ -28,40 +30,86 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads((path / RECORD).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path / RECORD} is broken ({error}); give another checkpoint") from error
+        raise DamagedCheckpoint(f"{path / RECORD} is broken ({error}); give another checkpoint") from error
     if not isinstance(record, dict):
-        raise RunError(f"{path / RECORD} is broken: it is no object; give another checkpoint")
+        raise DamagedCheckpoint(f"{path / RECORD} is broken: it is no object; give another checkpoint")
     return record
+
+
+def checksum_files(num_ranks: int) -> list[str]:
+    """What a record lists as `checksums`: a file of each rank that writes, and one of what rank 0 adds."""
+    return [*(_checksum_file(str(rank)) for rank in range(num_ranks)), _checksum_file(OF_THE_REST)]
+
+
+def _checksum_file(of: str) -> str:
+    return f"checksums-{of}.json"
 
 
 def write_checksums(path: Path, names: Iterable[str], of: str) -> None:
     """Of files of a checkpoint that is being written; `of`: which part of them, a rank's or the rest."""
     sums = {name: _checksum(path / name) for name in sorted(names)}
-    (path / f"checksums-{of}.json").write_text(json.dumps(sums))
+    write_whole(path / _checksum_file(of), json.dumps(sums).encode())
+
+
+def why_damaged(path: Path) -> str:
+    """Quick, for checkpoints of any size: record and metadata, and whether each file is as long as they say.
+
+    Returns what is wrong; empty where nothing is, or where only `check_content` would find it.
+    """
+    try:
+        sums = _checksums(path)
+        small = {name: sums[name] for name in (RECORD, ".metadata") if name in sums}
+        if changed := _why_changed(path, small):
+            return changed
+        ends = _sizes(path)
+    except RunError as error:
+        return str(error).split("; give another")[0]
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else 0
+        if size < end:
+            return f"{path / name} has {size} of {end} bytes"
+    if sums and (unknown := sorted({RECORD, ".metadata", *ends} - sums.keys())):
+        return f"{path} has no checksum of its {unknown[0]}"
+    return ""
 
 
 def check_content(path: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Raises RunError where a file is not what was written. Of `num_parts` processes each checks its part."""
-    if broken := _broken(path, part, num_parts):
-        raise RunError(f"{broken}; {_another(path)}")
+    """Every byte, once, by the processes that load it: of `num_parts` of them each checks its part.
+
+    Raises DamagedCheckpoint where a file is not what was written.
+    """
+    damage = why_damaged(path)
+    if not damage:
+        sums = _checksums(path)
+        damage = _why_changed(path, {name: sums[name] for name in sorted(sums)[part::num_parts]})
+    if damage:
+        raise DamagedCheckpoint(f"{damage}; {_another(path)}")
 
 
-def _broken(path: Path, part: int = 0, num_parts: int = 1) -> str:
-    """What is wrong with a checkpoint's files; empty where nothing is."""
-    wanted: dict[str, str] = {}
-    for sums in sorted(path.glob("checksums-*.json")):  # none in a checkpoint of an older version
+def _why_changed(path: Path, sums: Mapping[str, str]) -> str:
+    for name, checksum in sums.items():
         try:
-            wanted |= json.loads(sums.read_text())
-        except (OSError, ValueError, TypeError) as error:
-            return f"{sums} is broken ({error})"
-    for name in sorted(wanted)[part::num_parts]:
-        try:
-            found = _checksum(path / name)
+            if _checksum(path / name) != checksum:
+                return f"{path / name} is broken: it is not what was written"
         except OSError as error:
             return f"{path / name} cannot be read ({error})"
-        if found != wanted[name]:
-            return f"{path / name} is broken: it is not what was written"
     return ""
+
+
+def _checksums(path: Path) -> dict[str, str]:
+    """Of every file; of those that are there, or none, in a checkpoint of a version that did not list them.
+
+    Raises DamagedCheckpoint where a file of them is missing or broken.
+    """
+    names = read_record(path).get("checksums")
+    files = sorted(path.glob(_checksum_file("*"))) if names is None else [path / name for name in names]
+    sums: dict[str, str] = {}
+    for file in files:
+        try:
+            sums |= json.loads(file.read_text())
+        except (OSError, ValueError, TypeError) as error:
+            raise DamagedCheckpoint(f"{file} is broken ({error}); give another checkpoint") from error
+    return sums
 
 
 def _checksum(path: Path) -> str:
@@ -70,10 +118,9 @@ def _checksum(path: Path) -> str:
 
 
 def _another(path: Path) -> str:
-    """The newest other checkpoint beside it that is good."""
-    others = [p for p in path.parent.glob("*") if p != path and _number(p) >= 0 and is_complete(p)]
-    good = (other for other in sorted(others, key=_number, reverse=True) if not _broken(other))
-    newest = next(good, None)
+    """The newest other checkpoint beside it that looks good."""
+    others = (other for other in newest_first(path.parent) if other != path and not why_damaged(other))
+    newest = next(others, None)
     return f"go on with --resume {newest}" if newest else "there is no other good one beside it"
 
 
@@ -81,22 +128,20 @@ def tensor_names(path: Path) -> set[str]:
     return set(_metadata(path).state_dict_metadata)
 
 
-def check_files(path: Path) -> None:
-    """Raises RunError where a file of a checkpoint is missing or shorter than its metadata say."""
+def _sizes(path: Path) -> dict[str, int]:
+    """File -> bytes that it has at least, by the metadata. Raises DamagedCheckpoint where they are broken."""
     ends: dict[str, int] = {}
     for part in (_metadata(path).storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in ends.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else 0
-        if size < end:
-            raise RunError(f"{path / name} has {size} of {end} bytes; give another checkpoint")
+    return ends
 
 
 def _metadata(path: Path) -> Metadata:
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # it is a pickle: anything may go wrong
-        raise RunError(f"{path / '.metadata'} is broken ({error}); give another checkpoint") from error
+        broken = f"{path / '.metadata'} is broken ({error})"
+        raise DamagedCheckpoint(f"{broken}; give another checkpoint") from error
 
 
 def is_complete(path: str | Path) -> bool:
@@ -105,9 +150,14 @@ def is_complete(path: str | Path) -> bool:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The complete checkpoint with the highest number at the end of its name."""
-    complete = [path for path in Path(directory).glob("*") if _number(path) >= 0 and is_complete(path)]
-    return max(complete, key=_number, default=None)
+    """The checkpoint with the highest number at the end of its name, of those that look good."""
+    return next((path for path in newest_first(Path(directory)) if not why_damaged(path)), None)
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """Its complete checkpoints."""
+    complete = [path for path in directory.glob("*") if _number(path) >= 0 and is_complete(path)]
+    return sorted(complete, key=_number, reverse=True)
 
 
 def _number(path: Path) -> int:
@@ -117,12 +167,17 @@ def _number(path: Path) -> int:
 
 
 def rename(partial: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, in the place of one that has it."""
+    """Give a complete checkpoint its name, in the place of one that has it.
+
+    Its files are on the disk by then, each synced by who wrote it: so a name is never without them.
+    """
     old = path.with_name(path.name + ".old.partial")
     shutil.rmtree(old, ignore_errors=True)  # of a process that died here
+    sync(partial)
     if path.exists():
         path.rename(old)
     partial.rename(path)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -131,7 +186,8 @@ def prune(path: Path, keep_last: int) -> None:
     if not keep_last or _number(path) < 0:
         return
     kind = path.name.rstrip("0123456789")
-    same_kind = [p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit()]
+    named_so = (p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit())
+    same_kind = [p for p in named_so if is_complete(p)]  # else it is somebody's own
     others = sorted((p for p in same_kind if p != path), key=_number)
     for old in others[: max(0, len(others) - (keep_last - 1))]:
         # Under another name first: a directory is whole or does not look like a checkpoint.

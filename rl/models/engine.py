@@ -70,7 +70,7 @@ class Engine(ABC):
         self._tensors = {self._name(n): tensor for n, tensor in named_state(self._model)}
         self._base = None if config.adapters else Learner(self._tensors)
         self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
-        self._checkpoints = Checkpoints(self.device, config.timeout_seconds, self.adapters, self._learners)
+        self._checkpoints = Checkpoints(self.device, config.save_seconds, self.adapters, self._learners)
         self._placement = Placement(self.device, model=self._move_model, optimizer=self._move_optimizer)
 
     @property

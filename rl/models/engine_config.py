@@ -52,6 +52,9 @@ class EngineConfig:
     timeout_seconds: float = 600
     """Longest that a collective may wait for another rank."""
 
+    save_seconds: float = 1800
+    """Longest that writing a checkpoint may take."""
+
     @property
     def row_multiple(self) -> int:
         """What to `pack` with: a row's number of tokens must be a multiple of it."""

@@ -31,6 +31,8 @@ _EXPERT_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_pro
 _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _SHARD_BYTES = 4 << 30
 HEAD = "lm_head.weight"
+WEIGHTS = "model.safetensors"
+"""The file of a model whose weights are one."""
 
 
 def hf_name(name: str) -> str:
@@ -193,7 +195,7 @@ def save_model(
         save_file(shard, out_dir / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        name = WEIGHTS if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         (out_dir / f"part-{i}.safetensors").rename(out_dir / name)
         (out_dir / name).chmod(0o644)  # safetensors writes 0600
         weight_map |= dict.fromkeys(names, name)

@@ -7,6 +7,7 @@ engine is built, its logits are compared with those of transformers' own forward
 rows, and whether the model can be used (hf_self_check.py).
 """
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -160,8 +162,15 @@ class HFEngine(Engine):
         return model
 
     def _random_lm(self) -> transformers.PreTrainedModel:
-        hf_config = transformers.AutoConfig.from_pretrained(self._model_dir)
-        return transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        return _random_lm(self._model_dir)
+
+    @staticmethod
+    def draw(model_dir: str | Path, seed: int) -> dict[str, torch.Tensor]:
+        """transformers gives them their names on disk."""
+        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as directory:
+            torch.manual_seed(seed)
+            _random_lm(model_dir).save_pretrained(directory)
+            return {n: t for path in hf.weight_files(directory) for n, t in load_file(path).items()}
 
     def _check_loaded(
         self, model: transformers.PreTrainedModel, loaded: dict[str, Any], model_dir: Path
@@ -215,6 +224,12 @@ class HFEngine(Engine):
                     raise RunError(what) from error
         tensors, whole = ([tensor for _, tensor in named_state(m)] for m in (self._model, read))
         self._take_from_first_rank(tensors, whole)
+
+
+def _random_lm(model_dir: str | Path) -> transformers.PreTrainedModel:
+    """On the host, in fp32."""
+    hf_config = transformers.AutoConfig.from_pretrained(model_dir)
+    return transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
 
 
 def _named_linears(prefix: str, layer: nn.Module) -> list[tuple[str, nn.Linear]]:

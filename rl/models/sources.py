@@ -17,6 +17,9 @@ from rl.models import hf, hf_checks
 from rl.models.tokenizer import HFTokenizer
 from rl.types import LoRA
 
+MODEL = "model"
+"""Where a run has a model that it makes."""
+
 _OF_THE_VOCABULARY = {"embed_tokens", "embeddings", "word_embeddings", "wte", "wpe", "lm_head"}
 
 
@@ -96,10 +99,10 @@ class TinyQwen3:
     max_length: int = 128
     """Longest sequence, in tokens."""
 
-    random_weights: ClassVar[bool] = True  # drawn from the run's seed
+    random_weights: ClassVar[bool] = True  # drawn once, from the run's seed, by the first engine that starts
 
     def materialize(self, run_dir: Path) -> Path:
-        path = run_dir / "model"
+        path = run_dir / MODEL
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(self.config(), indent=1))
         write_character_tokenizer(self.alphabet, path)

@@ -3,6 +3,7 @@
 With FSDP2, HSDP, tensor and context parallelism, float8 and torch.compile.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,10 +86,13 @@ class TitanEngine(Engine):
         model.to_empty(device=self.device)
         with torch.no_grad():
             model.init_states(buffer_device=self.device)
-        read = hf.HFWeights(self._model_dir) if config.seed is None else self._random_weights(config.seed)
+        if config.seed is not None:
+            drawn = self.draw(self._model_dir, config.seed)
+            load_tensors(model, drawn.__getitem__, self._name, self._split, self.device)
+            return model
+        read = hf.HFWeights(self._model_dir)
         load_tensors(model, read, self._name, self._split, self.device)
-        if config.seed is None:
-            read.check_all_read(without_head=config.head == "value")
+        read.check_all_read(without_head=config.head == "value")
         return model
 
     def _converters(self) -> list[Any]:
@@ -118,19 +122,20 @@ class TitanEngine(Engine):
     def _split(self, name: str, num_experts: int) -> list[str] | None:
         return hf.expert_names(name, num_experts)
 
-    def _random_weights(self, seed: int) -> Any:
-        """Drawn unsharded: torch's sharded random numbers are wrong on a CPU, and depend on the layout."""
-        spec = model_spec(self._hf_config, packed_attention=True).model
+    @staticmethod
+    def draw(model_dir: str | Path, seed: int) -> dict[str, torch.Tensor]:
+        """Unsharded: torch's sharded random numbers are wrong on a CPU, and depend on the layout."""
+        spec = model_spec(hf.read_config(model_dir), packed_attention=True).model
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             model = spec.build()
             model.init_states()
         tensors: dict[str, torch.Tensor] = {}
         for parameter, p in model.named_parameters():
-            name = self._name(parameter)
-            names = self._split(name, len(p))
+            name = hf.hf_name(parameter)
+            names = hf.expert_names(name, len(p))
             tensors |= {name: p.detach()} if names is None else dict(zip(names, p.detach(), strict=True))
-        return tensors.__getitem__
+        return tensors
 
     def _run(self, micro: MicroBatch, with_targets: bool) -> Any:
         if len(micro.tokens) % self.config.row_multiple:

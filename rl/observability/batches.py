@@ -14,7 +14,7 @@ def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_
 
     Pickled into the file in small frames: other threads run in between.
     """
-    with whole_file(_path(run_dir, step)) as file:
+    with whole_file(_path(run_dir, step), durable=False) as file:
         cloudpickle.dump((batch, entropy_coef), file)  # a problem's metadata may have classes of the recipe's
     _path(run_dir, step - keep_last).unlink(missing_ok=True)
 

@@ -75,7 +75,7 @@ class RolloutLog:
         if not rows:
             return
         with (
-            whole_file(self._whole / f"{split}-{step}.jsonl.gz") as file,
+            whole_file(self._whole / f"{split}-{step}.jsonl.gz", durable=False) as file,
             gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as whole,
         ):
             for row in rows:

@@ -196,6 +196,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: M
         max_seq_len=context_length,
         adapters=True,
         timeout_seconds=config.deadlines.train,
+        save_seconds=config.deadlines.checkpoint,
     )
     generator = VLLMConfig(
         model_dir=str(model_dir),

@@ -312,7 +312,7 @@ def test_a_run_directory_that_is_taken(one_line, tmp_path):
             "trainer.float8=True needs trainer.engine=titan",
         ),
         (
-            ["--keep_checkpoints", "3", "--save_every", "0"],
+            ["--keep_checkpoints", "3", "--save_every", "0", "--save_every_minutes", "0"],
             "keep_checkpoints=3 has no effect with save_every=0",
         ),
         (["--lora_rank", "8"], "unknown setting --lora_rank; it is called --trainer.lora.rank here"),

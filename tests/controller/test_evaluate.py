@@ -2,13 +2,28 @@
 
 # holds: exact
 
+import dataclasses
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import combinations, product
 from statistics import fmean, pstdev
 
 import pytest
 
+from configs.quickstart import quickstart
+from rl.controller import evaluate as evaluation
+from rl.controller import replay as replaying
+from rl.controller.config import ReferenceConfig, TrainerConfig
+from rl.controller.config_json import write_config
 from rl.controller.evaluate import evaluate, measures, pass_at_k
+from rl.controller.replay import replay
+from rl.controller.resume import take_over_weights
 from rl.errors import ConfigError
+from rl.loss.kl import KL
+from rl.models.random_weights import draw_once
+from rl.types import LoRA
+from tests.controller.fakes import run_fakes
 from tests.controller.test_training_batch import group
 
 
@@ -48,3 +63,80 @@ def test_the_standard_error_is_that_of_every_resample():
     metrics = measures([group(answer) for answer in answers], [])
     assert metrics["eval/accuracy"] == pytest.approx(fmean(accuracies))
     assert metrics["eval/standard_error"] == pytest.approx(pstdev(accuracies))
+
+
+QUICKSTART = quickstart()
+
+
+class Started(Exception):
+    """What would be started."""
+
+
+@pytest.fixture
+def a_run(tmp_path, monkeypatch):
+    """A run with an adapter on random weights, and a random teacher."""
+    run_dir = tmp_path / "run"
+    base = replace(
+        QUICKSTART, seed=5, steps=2, save_every=1, record_batches=2, trainer=TrainerConfig(lora=LoRA(4)), kl=KL(coef=0.1),
+        reference=ReferenceConfig(model=QUICKSTART.model), prompts_per_step=2, group_size=2,
+    )  # fmt: skip
+    config = replace(base, warmup=replace(base.warmup, steps=0))
+    run_dir.mkdir()
+    run_fakes(config, run_dir)
+    write_config(run_dir, "quickstart", config)
+    (run_dir / "metrics.jsonl").touch()
+    for step in (1, 2):
+        record_of_an_adapter(run_dir / "checkpoints" / f"step-{step}" / "record.json", config.trainer.lora)
+
+    @asynccontextmanager
+    async def launch(specs, *_):
+        raise Started(specs)
+        yield
+
+    monkeypatch.setattr(evaluation, "launch", launch)
+    monkeypatch.setattr(replaying, "launch", launch)
+    return run_dir, config
+
+
+def record_of_an_adapter(path, lora):
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"adapters": {"policy": dataclasses.asdict(lora)}}))
+
+
+def started(command, *arguments):
+    """The specs of what a command starts."""
+    with pytest.raises(Started) as error:
+        command(list(map(str, arguments)))
+    return error.value.args[0]
+
+
+def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_path, monkeypatch):
+    """Whatever seed the recipe and the command line have: the adapter was learned on these."""
+    monkeypatch.chdir(tmp_path)
+    run_dir, _ = a_run
+    specs = started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / "1")
+    assert specs.trainer.config.seed == 5  # of a version that kept none
+    for path in ("model", "teacher/model"):
+        QUICKSTART.model.materialize((run_dir / path).parent)
+        draw_once("titan", run_dir / path, 5)
+    for number, source in enumerate((run_dir, run_dir / "checkpoints" / "step-1")):
+        out = tmp_path / f"with weights {number}"
+        specs = started(evaluate, source, "quickstart", "--run_dir", out, "--seed", "9")
+        assert (specs.trainer.model_dir, specs.trainer.config.seed) == (run_dir / "model", None)
+        assert specs.generator.model_dir == str(run_dir / "model")
+    specs = started(replay, run_dir, "--step", "2", "--seed", "5")
+    assert (specs.trainer.model_dir, specs.trainer.config.seed) == (run_dir / "model", None)
+    assert (specs.reference.model_dir, specs.reference.config.seed) == (run_dir / "teacher/model", None)
+
+
+def test_who_goes_on_from_another_run_takes_over_the_weights_that_it_drew(a_run, tmp_path):
+    run_dir, config = a_run
+    QUICKSTART.model.materialize(run_dir)
+    draw_once("titan", run_dir / "model", 5)
+    branch = run_dir / "abandoned" / "1" / "checkpoints" / "step-1"
+    for number, checkpoint in enumerate((run_dir / "checkpoints" / "step-1", branch)):
+        other = tmp_path / str(number)
+        other.mkdir()
+        take_over_weights(replace(config, resume=str(checkpoint)), other)
+        weights, drawn = (path / "model" / "model.safetensors" for path in (other, run_dir))
+        assert weights.read_bytes() == drawn.read_bytes()

@@ -6,12 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from configs.quickstart import quickstart
 from rl.controller.buffer import BufferState, Finished
 from rl.controller.held_groups import read_prompts, write_prompts
+from rl.controller.recipes import load_recipe
+from rl.models.sources import TinyQwen3
 from rl.types import Problem, Score
 from tests.controller.test_buffer import group
 
 STATE = BufferState(9, [7, 8], [Finished(7, 2, group(7, 2, "differ"))])
+
+
+CONFIG = quickstart()
+
+
+def going_on(checkpoint, config=CONFIG):
+    return replace(config, resume=str(checkpoint))
 
 
 @pytest.fixture
@@ -22,8 +32,8 @@ def checkpoint(tmp_path):
 
 
 def test_what_was_written_comes_back(checkpoint):
-    prompts = write_prompts(checkpoint, STATE)
-    assert read_prompts(str(checkpoint), prompts, is_own=True) == STATE
+    prompts = write_prompts(checkpoint, STATE, CONFIG)
+    assert read_prompts(going_on(checkpoint), prompts, is_own=True) == STATE
 
 
 def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
@@ -33,8 +43,8 @@ def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
     made = group(7, 2, "differ")
     rollout = replace(made.rollouts[0], problem=Problem("7", "q", "a", {"shelf": Shelf()}))
     held = [Finished(7, 2, replace(made, rollouts=(rollout,) * 2))]
-    prompts = write_prompts(checkpoint, BufferState(9, [7], held))
-    (read,) = read_prompts(str(checkpoint), prompts, is_own=True).held
+    prompts = write_prompts(checkpoint, BufferState(9, [7], held), CONFIG)
+    (read,) = read_prompts(going_on(checkpoint), prompts, is_own=True).held
     assert read.group.rollouts[0].problem.metadata["shelf"].books == 3
 
 
@@ -47,24 +57,24 @@ def test_what_lacks_a_field_of_today_is_generated_again(checkpoint, caplog, monk
     with monkeypatch.context() as earlier:
         names = [field.name for field in dataclasses.fields(Score)[:-1]]
         earlier.setattr(Score, "__getstate__", lambda score: [getattr(score, name) for name in names])
-        prompts = write_prompts(checkpoint, state)
-    assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+        prompts = write_prompts(checkpoint, state, CONFIG)
+    assert read_prompts(going_on(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
     assert "verdict" in caplog.text and "is generated again" in caplog.text
 
 
 def test_without_a_file_or_for_another_run_prompts_are_started_again(checkpoint):
-    prompts = write_prompts(checkpoint, STATE)
-    assert read_prompts(str(checkpoint), prompts, is_own=False) == BufferState(9, [7, 8])
+    prompts = write_prompts(checkpoint, STATE, CONFIG)
+    assert read_prompts(going_on(checkpoint), prompts, is_own=False) == BufferState(9, [7, 8])
     (checkpoint.parent.parent / "held" / "step-3.pkl").unlink()
-    assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+    assert read_prompts(going_on(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
 
 
 @pytest.mark.parametrize("content", [b"", b"cut short", b"cos\nsystem\n(S'false'\ntR."])
 def test_a_file_of_another_content_is_not_opened_and_named(checkpoint, content, caplog):
-    prompts = write_prompts(checkpoint, STATE)
+    prompts = write_prompts(checkpoint, STATE, CONFIG)
     (checkpoint.parent.parent / "held" / "step-3.pkl").write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert read_prompts(str(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+        assert read_prompts(going_on(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
     assert "held/step-3.pkl cannot be used (its content has changed)" in caplog.text
 
 
@@ -73,8 +83,62 @@ def test_files_go_with_their_checkpoints(checkpoint):
     for name in names:
         (checkpoint.parent / name).mkdir(exist_ok=True)
     for step in (1, 2, 3):
-        write_prompts(checkpoint.parent / f"step-{step}", STATE)
+        write_prompts(checkpoint.parent / f"step-{step}", STATE, CONFIG)
     (checkpoint.parent / "step-1").rmdir()
-    write_prompts(checkpoint.parent / "step-4", STATE)
+    write_prompts(checkpoint.parent / "step-4", STATE, CONFIG)
     left = sorted(path.name for path in (checkpoint.parent.parent / "held").iterdir())
     assert left == ["step-2.pkl", "step-3.pkl", "step-4.pkl"]
+
+
+OTHER_SCORES = {
+    "env.num_eval": 7,  # any field of the env: what it means is the env's own
+    "env.max_new_tokens": 3,
+    "reward.limit_seconds": 9.0,
+    "judge.model": TinyQwen3("abc"),
+    "judge.max_tokens": 99,
+    "group_size": 3,
+    "seed": 7,
+    "dtype": "bfloat16",
+    "trainer.max_tokens": 99,
+}
+SAME_SCORES = {"trainer.lr": 0.5, "steps": 7, "reward.num_procs": 3, "judge.num_replicas": 2, "save_every": 3}
+
+
+@pytest.mark.parametrize("setting", [*OTHER_SCORES, *SAME_SCORES])
+def test_groups_are_generated_again_where_anything_that_made_their_scores_differs(
+    setting, checkpoint, caplog
+):
+    prompts = write_prompts(checkpoint, STATE, CONFIG)
+    section, _, name = setting.rpartition(".")
+    value = {**OTHER_SCORES, **SAME_SCORES}[setting]
+    if section:
+        name, value = section, replace(getattr(CONFIG, section), **{name: value})
+    held = read_prompts(going_on(checkpoint, replace(CONFIG, **{name: value})), prompts, is_own=True).held
+    assert bool(held) == (setting in SAME_SCORES)
+    assert ("scored under other settings" in caplog.text) == (setting in OTHER_SCORES)
+
+
+def test_groups_are_generated_again_where_the_code_of_env_or_recipe_differs(checkpoint, tmp_path):
+    recipe, helper = tmp_path / "a_recipe.py", tmp_path / "points_of_a_recipe.py"
+    helper.write_text("POINTS = 1.0\n")
+    recipe.write_text(
+        "import points_of_a_recipe\nfrom configs.quickstart import *\n"
+        "class Mine(SortLetters):\n    def reward(self, *_):\n        return points_of_a_recipe.POINTS\n"
+        "def mine() -> RunConfig:\n    from dataclasses import replace\n"
+        "    return replace(quickstart(), env=Mine())\n"
+    )
+    _, config = load_recipe(str(recipe))
+    prompts = write_prompts(checkpoint, STATE, config)
+
+    def held():
+        return read_prompts(going_on(checkpoint, config), prompts, is_own=True).held
+
+    assert held()
+    for file in (recipe, helper):
+        before = file.read_text()
+        file.write_text(before + "# another reward\n")
+        assert not held()
+        file.write_text(before)
+    assert held()
+    del prompts["scored_by"]  # as an older version wrote it
+    assert not held()

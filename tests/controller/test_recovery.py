@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -122,3 +123,25 @@ def test_a_run_that_began_at_another_run_s_checkpoint_evaluates_it_once(tmp_path
             Mortal(patch, [death])
             *got, _, restarts = run(settings, tmp_path / str(death))
         assert restarts == 1 and got == expected, death
+
+
+@pytest.mark.parametrize("damaged", [[4], [2, 4]])
+def test_where_the_newest_checkpoint_is_damaged_too_an_older_one_does(damaged, tmp_path, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        mortal = Mortal(patch, ())
+        *expected, updates, _ = run(config(), tmp_path / "whole")
+    save = FakeEngine.save_checkpoint
+
+    async def save_and_damage(engine, path, *arguments, **options):
+        await save(engine, path, *arguments, **options)
+        if int(path.rpartition("-")[2]) in damaged and not (tmp_path / "run" / "abandoned").exists():
+            (Path(path) / "record.json").write_text("{")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "save_checkpoint", save_and_damage)
+        Mortal(patch, [mortal.num_calls - 5])  # in step 5
+        *got, again, restarts = run(config(), tmp_path / "run")
+    assert (got, again, restarts) == (expected, updates, 1)
+    assert "step-4 is passed over" in caplog.text
+    branch = tmp_path / "run" / "abandoned" / "1" / "checkpoints"
+    assert sorted(path.name for path in branch.iterdir()) == [f"step-{step}" for step in damaged]

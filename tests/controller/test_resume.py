@@ -3,24 +3,29 @@
 import errno
 import fcntl
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from configs.quickstart import quickstart
+from rl.controller import run as running
+from rl.controller.config_json import write_config
 from rl.controller.resume import is_own, with_newest_checkpoint
-from rl.controller.run import run
-from rl.errors import ConfigError
+from rl.controller.validate import validate
+from rl.errors import ConfigError, RunError
 from rl.paths import lock_directory
 
 
 def complete(directory, step):
     path = directory / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
-    for name in (".metadata", "record.json"):
-        (path / name).write_text("{}")
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    (path / "record.json").write_text('{"state": {}}')
     return path
 
 
@@ -31,8 +36,8 @@ def test_latest_with_a_run_directory_is_its_own_newest_or_the_beginning(tmp_path
     newest = complete(tmp_path / "run", 100)
     found, missing = with_newest_checkpoint("quickstart", config)
     assert found.resume == str(newest) and not missing
-    assert is_own(found) and not is_own(replace(found, run_dir=str(tmp_path / "other")))
-    assert not is_own(replace(found, run_dir=""))
+    assert is_own(found.resume, found.run_dir) and not is_own(found.resume, tmp_path / "other")
+    assert not is_own(found.resume, "") and not is_own("", found.run_dir)
 
 
 def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_path):
@@ -58,4 +63,53 @@ def test_a_file_system_without_locks_is_refused_by_its_cause(tmp_path, monkeypat
     ):
         lock_directory(tmp_path, "run")
     with pytest.raises(ConfigError, match="has no locks"):
-        run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))
+        running.run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))
+
+
+OTHERS = {
+    "a model": {"config.json": '{"architectures": ["Qwen3ForCausalLM"]}', "model.safetensors": ""},
+    "settings of something": {"config.json": '{"recipe": 3}'},
+    "a recipe's name alone": {"config.json": '{"recipe": "quickstart"}'},
+    "no JSON": {"config.json": "recipe: quickstart"},
+    "no config.json": {"checkpoints/step-1/record.json": "{}"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_going_on_in_a_directory_that_is_no_run_s_changes_no_byte_of_it(name, tmp_path, monkeypatch):
+    def launch(*_):
+        raise RunError("it starts")
+
+    monkeypatch.setattr(running, "launch", launch)
+    for path, content in OTHERS[name].items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    config = replace(quickstart(), run_dir=str(tmp_path), resume="latest", steps=1)
+    with pytest.raises(ConfigError, match="give another directory"):
+        running.run("quickstart", config)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("killed_with", [[], [".lock"], [".lock", "config.json.partial"]])
+def test_a_run_that_was_killed_before_its_config_was_written_begins_again(killed_with, tmp_path):
+    for name in killed_with:
+        (tmp_path / name).touch()
+    config = replace(quickstart(), run_dir=str(tmp_path))
+    assert validate(config, in_place=True) == []
+    write_config(tmp_path, "quickstart", config)
+    assert validate(config, in_place=True) == []
+
+
+def test_a_config_is_the_old_or_the_new_one_wherever_its_writing_ends(tmp_path, monkeypatch):
+    write_config(tmp_path, "quickstart", quickstart())
+    before = (tmp_path / "config.json").read_bytes()
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    for owner, name in ((os, "fsync"), (Path, "replace")):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="is full"):
+            patch.setattr(owner, name, fail)
+            write_config(tmp_path, "quickstart", replace(quickstart(), steps=7))
+        assert (tmp_path / "config.json").read_bytes() == before

@@ -2,10 +2,18 @@
 
 # holds: exact
 
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
 import pytest
 import torch
 
-from rl.controller.schedule import LRSchedule
+from configs.quickstart import quickstart
+from rl.controller import stages
+from rl.controller.config import WarmupConfig
+from rl.controller.schedule import LRSchedule, SaveClock, Schedule
+from tests.controller.fakes import FakeEngine, run_fakes
 
 
 def of(kind, num_steps, **settings):
@@ -42,3 +50,67 @@ def test_warmup_stable_decay():
 def test_no_step_is_without_a_learning_rate():
     for kind in ("linear", "cosine", "wsd"):
         assert min(of(kind, 7)) > 0
+
+
+def saved_after(step_seconds, minutes=10.0, save_every=0):
+    """Seconds from the beginning to each checkpoint that is not the last step's."""
+    now, saves = 0.0, []
+    clock = SaveClock(minutes, now=lambda: now)
+    schedule = Schedule(1, len(step_seconds), 1000, save_every=save_every, save_clock=clock)
+    for step, seconds in enumerate(step_seconds, 1):
+        now += seconds
+        if schedule.saves(step) and step < schedule.last:
+            saves.append(now)
+            clock.saved()
+    return saves
+
+
+@pytest.mark.parametrize("seconds", [1, 7, 61, 200, 299, 300, 301, 599, 600, 601, 5000])
+@pytest.mark.parametrize("save_every", [0, 3, 20])
+def test_at_most_ten_minutes_are_lost_but_for_a_longer_step_and_no_save_comes_too_early(seconds, save_every):
+    times = [seconds] * (4000 // seconds + 5)
+    saves = [0, *saved_after(times, save_every=save_every), sum(times)]
+    gaps = [later - earlier for earlier, later in pairwise(saves)]
+    assert max(gaps) <= max(600, seconds)
+    if not save_every:
+        assert all(gap + seconds > 600 for gap in gaps[:-1])
+
+
+def test_without_minutes_or_where_steps_come_first_nothing_is_saved_by_time():
+    assert saved_after([100] * 50, minutes=0) == []
+    assert saved_after([1] * 50, save_every=20) == [20, 40]
+    assert saved_after([0.6] * 100) == []  # the quickstart's
+
+
+def test_a_warm_up_is_not_lost_either_and_its_time_is_no_step_s():
+    now = 0.0
+    clock = SaveClock(10, now=lambda: now)
+    now = 500.0  # the warm-up
+    clock.begin()
+    due = []
+    for _ in range(4):
+        now += 40
+        due.append(clock.is_due())
+    assert due == [False, True, True, True]
+
+
+def test_a_run_saves_by_time_and_keeps_the_newest(tmp_path, monkeypatch):
+    """Steps of three minutes, beside a checkpoint at every fifth."""
+    now = 0.0
+
+    async def optim_step(engine, params, adapter=None):
+        nonlocal now
+        now += 180
+        engine.updates += 1
+        return {"grad_norm": 1.0}
+
+    monkeypatch.setattr(FakeEngine, "optim_step", optim_step)
+    monkeypatch.setattr(stages, "SaveClock", partial(SaveClock, now=lambda: now))
+    config = replace(
+        quickstart(), warmup=WarmupConfig(), steps=14, prompts_per_step=2, group_size=2, save_every=5, eval_every=99
+    )  # fmt: skip
+    calls, _ = run_fakes(config, tmp_path)
+    assert [call[2] for call in calls if call[1] == "save_checkpoint"] == [
+        "step-3", "step-5", "step-8", "step-10", "step-13", "step-14",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-13", "step-14"]

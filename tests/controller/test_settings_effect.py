@@ -133,6 +133,7 @@ IN_THE_LOOP = [
     ({}, "seed", 1, "samples, gradients, optimizer, warm-up"),
     ({}, "eval_every", 1, "samples"),
     ({}, "save_every", 1, "checkpoints"),
+    ({}, "save_every_minutes", 1e-9, "checkpoints"),
     ({"save_every": 1}, "keep_checkpoints", 1, "checkpoints"),
     ({}, "warmup.steps", 1, "gradients, warm-up"),
     ({}, "warmup.batch_size", 1, "warm-up"),
@@ -201,6 +202,8 @@ AT_LAUNCH = [
         ({}, f"deadlines.{kind}", 7.0, f"deadlines.{kind}")
         for kind in ("start", "load", "progress", "train", "sync", "checkpoint")
     ),
+    ({}, "deadlines.train", 7.0, "trainer.config.timeout_seconds"),
+    ({}, "deadlines.checkpoint", 7.0, "trainer.config.save_seconds"),
 ]
 # What the model is: (the setting, another value, its name in config.json).
 OF_THE_MODEL = [

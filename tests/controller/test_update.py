@@ -263,7 +263,7 @@ def test_where_nothing_was_saved_the_weights_before_the_failure_are(tmp_path):
     assert (tmp_path / "checkpoints" / "step-0" / ".metadata").exists()
     record = json.loads((tmp_path / "checkpoints" / "step-0" / "record.json").read_text())
     prompts = record["state"]["prompts"]
-    assert set(prompts) == {"next", "unfinished", "held"}
+    assert set(prompts) == {"next", "unfinished", "held", "scored_by"}
     assert (prompts["next"], prompts["unfinished"]) == (6, [0, 1, 2, 3, 4, 5])  # the step's own
 
 

@@ -4,17 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from rl.batching import pack, supervised_sample
-from rl.errors import RunError
+from rl.errors import DamagedCheckpoint, RunError
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models import checkpoint
 from rl.models.build import ENGINES
-from rl.models.checkpoint_dir import is_complete, latest
+from rl.models.checkpoint_dir import is_complete, latest, why_damaged
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
@@ -152,9 +154,9 @@ def test_a_byte_that_was_flipped_is_found_in_any_file_and_another_checkpoint_nam
             bad = bytearray(good)
             bad[at] ^= 1 << int(rng.integers(8))
             path.write_bytes(bad)
-            with pytest.raises(RunError, match="is not what was written") as error:
+            with pytest.raises(DamagedCheckpoint, match="is broken") as error:
                 engine.load(tmp_path / "step-3")
-            assert str(path) in str(error.value)
+            assert str(path.parent) in str(error.value)
             assert str(error.value).endswith(f"go on with --resume {tmp_path / 'step-2'}")
         path.write_bytes(good)
     assert engine.load(tmp_path / "step-3") == {"step": 3}
@@ -163,3 +165,78 @@ def test_a_byte_that_was_flipped_is_found_in_any_file_and_another_checkpoint_nam
     files[0].write_bytes(b"")
     with pytest.raises(RunError, match=f"go on with --resume {tmp_path / 'step-1'}$"):  # step-2 is broken too
         engine.load(tmp_path / "step-3")
+
+
+def test_each_file_that_is_missing_or_empty_is_damage_that_a_quick_look_finds(model_dir, tmp_path):
+    """Checksums among them: without one the check would be off in silence."""
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    for step in (1, 2):
+        engine.save(tmp_path / f"step-{step}", {"step": step})
+    assert not why_damaged(tmp_path / "step-2")
+    files = sorted(tmp_path.glob("step-2/*"))
+    assert {p.name for p in files} == {
+        ".metadata", "record.json", "__0_0.distcp", "checksums-0.json", "checksums-rest.json",
+    }  # fmt: skip
+    for path in files:
+        for change in (
+            path.unlink,
+            lambda path=path: path.write_bytes(b""),
+            lambda path=path: path.write_text("{}"),
+        ):
+            good = path.read_bytes()
+            change()
+            assert why_damaged(tmp_path / "step-2"), path
+            with pytest.raises(DamagedCheckpoint, match=f"go on with --resume {tmp_path / 'step-1'}$"):
+                engine.load(tmp_path / "step-2")
+            assert latest(tmp_path) == tmp_path / "step-1"
+            path.write_bytes(good)
+    assert engine.load(tmp_path / "step-2") == {"step": 2}
+    record = json.loads((tmp_path / "step-2" / "record.json").read_text())
+    del record["checksums"]  # as an older version wrote it
+    (tmp_path / "step-2" / "record.json").write_text(json.dumps(record))
+    for sums in tmp_path.glob("step-2/checksums-*"):
+        sums.unlink()
+    assert engine.load(tmp_path / "step-2") == {"step": 2}
+
+
+def test_files_and_names_are_on_the_disk_before_a_checkpoint_has_its_name(model_dir, tmp_path, monkeypatch):
+    """What a machine that stops right after the rename would still have."""
+    synced, at_rename = set(), []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_rename(path, target):
+        if path.name == "step-1.partial":
+            at_rename.extend([path, *path.iterdir()])
+            assert not [p for p in at_rename if p.stat().st_ino not in synced]
+            synced.discard(path.parent.stat().st_ino)
+        return rename(path, target)
+
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    engine.save(tmp_path / "run" / "checkpoints" / "step-1", {"step": 1})
+    assert len(at_rename) == 6
+    for directory in (tmp_path / "run" / "checkpoints", tmp_path / "run"):
+        assert directory.stat().st_ino in synced
+
+
+def test_writing_may_take_as_long_as_its_own_deadline_says(model_dir, tmp_path, monkeypatch):
+    """Not as long as a step may."""
+    write_data = checkpoint.FileSystemWriter.write_data
+
+    def slow(*args):
+        time.sleep(1.0)
+        return write_data(*args)
+
+    monkeypatch.setattr(checkpoint.FileSystemWriter, "write_data", slow)
+    engine = TitanEngine(model_dir, EngineConfig(seed=1, timeout_seconds=0.3, save_seconds=60))
+    engine.save(tmp_path / "step-1")
+    assert is_complete(tmp_path / "step-1")
+    engine = TitanEngine(model_dir, EngineConfig(seed=1, timeout_seconds=60, save_seconds=0.3))
+    with pytest.raises(RunError, match="could not be written: TimeoutError"):
+        engine.save(tmp_path / "step-2")
+    time.sleep(1.5)

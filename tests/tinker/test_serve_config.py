@@ -39,6 +39,7 @@ def test_settings_reach_the_processes(tmp_path):
             {"deadlines": Deadlines(train=7.0)},
             lambda s: s.trainer.config.timeout_seconds == 7.0 == s.deadlines.train,
         ),
+        ({"deadlines": Deadlines(checkpoint=7.0)}, lambda s: s.trainer.config.save_seconds == 7.0),
     ]:
         assert not found(plain)
         assert found(_specs(replace(config, **change), tmp_path, 64, CPU)), change

@@ -1,0 +1,96 @@
+"""Steps that a run no longer goes on from: abandoned/1, abandoned/2, ... in the run's directory.
+
+Who goes on in place from an older step leaves the later ones behind. What the directory has of them is moved
+there, never removed. Each is laid out as a run's directory, so that a new run can go on from its checkpoints.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from rl.models.checkpoint_dir import RECORD
+
+ABANDONED = "abandoned"
+_PARTS = {
+    "critic_checkpoints": r"step-(\d+)",
+    "held": r"step-(\d+)\.pkl",
+    "batches": r"step-(\d+)\.pkl",
+    "rollouts": r"(?:train|eval)-(\d+)\.jsonl\.gz",
+    "checkpoints": r"step-(\d+)",  # the last to move: as long as one is there, the move is not over
+}
+"""What a run's directory has of single steps: where, and under which names."""
+_OF_ALL_STEPS = ("config.json", "metrics.jsonl", "rollouts.jsonl")
+
+
+def abandon_after(run_dir: Path, step: int) -> str:
+    """Move what a run has of steps after `step`, where it has a checkpoint of one. Says so; empty if not.
+
+    Only the run that has locked the directory may call it, while none of its engines writes. Where it was
+    killed half-way, the next call goes on with it.
+    """
+    target = next(iter((run_dir / ABANDONED).glob("*.partial")), None)
+    later = [number for number, _ in _steps(run_dir, "checkpoints") if number > step]
+    if target is None and not later:
+        return ""
+    target = target or run_dir / ABANDONED / f"{_next_number(run_dir)}.partial"
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _OF_ALL_STEPS:
+        if (run_dir / name).is_file():
+            shutil.copyfile(run_dir / name, target / name)
+    for part in _PARTS:
+        for number, path in _steps(run_dir, part):
+            if number > step:
+                (target / part).mkdir(exist_ok=True)
+                path.rename(target / part / path.name)
+    path = target.rename(target.with_suffix(""))
+    names = ", ".join(f"step-{number}" for number, _ in _steps(path, "checkpoints"))
+    return f"{names} of {run_dir} went to {path}"
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove checkpoints that the run's earlier life left half written, and a critic's without a policy's.
+
+    Each is known by its own record. Only the run that has locked the directory may call it, while none of its
+    engines writes.
+    """
+    policies = {number for number, _ in _steps(run_dir, "checkpoints")}
+    for part in ("checkpoints", "critic_checkpoints"):
+        for path in (run_dir / part).glob("*.partial"):
+            match = re.fullmatch(r"step-(\d+)(?:\.old)?\.partial", path.name)
+            if match and _is_own(path, match[1]):
+                shutil.rmtree(path)
+    for number, path in _steps(run_dir, "critic_checkpoints"):
+        if number > max(policies, default=-1) and _is_own(path, str(number)):
+            shutil.rmtree(path)
+
+
+def abandoned(run_dir: Path) -> list[tuple[Path, list[int], int]]:
+    """Each branch that a run has left: its directory, the steps of its checkpoints, its size in bytes."""
+    branches = []
+    for path in sorted((run_dir / ABANDONED).glob("*")):
+        files = (file for file in path.rglob("*") if file.is_file())
+        steps = [number for number, _ in _steps(path, "checkpoints")]
+        branches.append((path, steps, sum(file.stat().st_size for file in files)))
+    return branches
+
+
+def _steps(run_dir: Path, part: str) -> list[tuple[int, Path]]:
+    """The steps that a part of a directory has, in order."""
+    matches = ((re.fullmatch(_PARTS[part], path.name), path) for path in (run_dir / part).glob("*"))
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _is_own(path: Path, step: str) -> bool:
+    """Whether a run wrote it as that step's, or made it and wrote nothing yet."""
+    if {file.name for file in path.iterdir()} <= {f"{RECORD}.partial"}:
+        return True
+    try:
+        return json.loads((path / RECORD).read_text())["state"]["step"] == int(step)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _next_number(run_dir: Path) -> int:
+    numbers = (path.name.removesuffix(".partial") for path in (run_dir / ABANDONED).glob("*"))
+    return 1 + max((int(name) for name in numbers if name.isdecimal()), default=0)

@@ -1,0 +1,214 @@
+"""Going on in place from an older step: the later ones are left behind, whole, and nothing takes them for newer."""
+
+import json
+import random
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.controller import abandoned
+from rl.controller import run as running
+from rl.controller.abandoned import abandon_after, remove_unfinished
+from rl.controller.config import WarmupConfig
+from rl.envs.sort_letters import SortLetters
+from rl.errors import ConfigError, DamagedCheckpoint, RunError
+from rl.loss.advantages.gae import GAE
+from rl.models.checkpoint_dir import latest
+from tests.controller.fakes import FakeEngine, fake_actors
+
+DAMAGES = {
+    "a quick look shows it": lambda path: (path / "record.json").write_text("{"),
+    "only loading it shows it": lambda path: (path / "a flipped byte").touch(),
+}
+STRANGERS = ("notes.txt", "checkpoints/mine", "checkpoints/step-best", "held/notes.pkl", "batches/step-9.pkl.old",
+             "rollouts/my-notes.jsonl.gz", "checkpoints/step-9.partial/theirs", "critic_checkpoints/step-x.partial/f")  # fmt: skip
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A run in tmp_path/run with fakes for actors; `until`: the step in whose update it is killed."""
+    monkeypatch.chdir(tmp_path)
+    step_once, load = FakeEngine.optim_step, FakeEngine.load_checkpoint
+
+    def train(resume="", until=None, settings=None, **changes):
+        settings = settings or quickstart()
+        config = replace(
+            settings, env=SortLetters(num_eval=2), warmup=WarmupConfig(), prompts_per_step=2, group_size=2,
+            save_every=2, eval_every=100, run_dir="run", resume=str(resume), **changes,
+        )  # fmt: skip
+
+        @asynccontextmanager
+        async def launch(specs, run_dir, timeline):
+            yield fake_actors(config, run_dir)[0]
+
+        async def optim_step(engine, params, adapter=None):
+            if engine.name == "trainer" and engine.updates + 1 == until:
+                raise Interrupted
+            return await step_once(engine, params, adapter)
+
+        async def load_checkpoint(engine, path):
+            if (Path(path) / "a flipped byte").exists():
+                raise DamagedCheckpoint(f"{path}/a flipped byte is broken: it is not what was written")
+            return await load(engine, path)
+
+        monkeypatch.setattr(FakeEngine, "optim_step", optim_step)
+        monkeypatch.setattr(FakeEngine, "load_checkpoint", load_checkpoint)
+        monkeypatch.setattr(running, "launch", launch)
+        try:
+            return running.run("quickstart", config)
+        except Interrupted:
+            return None
+
+    return train
+
+
+def steps(directory="run"):
+    return sorted(int(path.name[5:]) for path in (Path(directory) / "checkpoints").glob("step-*"))
+
+
+def test_who_goes_on_from_an_older_step_goes_on_from_there_the_next_time_too(train, capsys):
+    train(steps=6)
+    assert steps() == [4, 6]
+    before = Path("run/metrics.jsonl").read_text()
+    train("run/checkpoints/step-4", steps=8, until=6)
+    assert (
+        "step-6 of run went to run/abandoned/1; going on from run/checkpoints/step-4"
+        in capsys.readouterr().out
+    )
+    assert steps() == [4] and steps("run/abandoned/1") == [6]
+    train("latest", steps=8)  # at step 4, not 6: both steps come again
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+    assert steps() == [6, 8] and steps("run/abandoned/1") == [6]
+    assert Path("run/abandoned/1/metrics.jsonl").read_text() == before
+    assert not Path("run/abandoned/2").exists()
+
+
+def test_a_branch_has_the_critic_s_part_and_a_new_run_can_go_on_from_it(train):
+    train(steps=6, advantages=GAE())
+    train("run/checkpoints/step-4", steps=8, until=6, advantages=GAE())
+    branch = Path("run/abandoned/1")
+    assert sorted(path.name for path in branch.iterdir()) == [
+        "checkpoints", "config.json", "critic_checkpoints", "held", "metrics.jsonl", "rollouts", "rollouts.jsonl",
+    ]  # fmt: skip
+    assert not list(Path("run/critic_checkpoints").glob("step-6"))
+    Path("run").rename("other")
+    assert train("other/abandoned/1/checkpoints/step-6", steps=7, advantages=GAE()) == 0
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_latest_goes_on_from_the_newest_good_checkpoint_and_says_so(damage, train, capfd, caplog):
+    train(steps=6, keep_checkpoints=0)
+    whole = recorded()
+    for step in (4, 6):
+        DAMAGES[damage](Path(f"run/checkpoints/step-{step}"))
+    with pytest.raises((ConfigError, RunError), match="is broken"):  # the user named this one
+        train("run/checkpoints/step-6", steps=6, keep_checkpoints=0)
+    assert steps() == [2, 4, 6]
+    train("latest", steps=6, keep_checkpoints=0)
+    told = capfd.readouterr().out + caplog.text
+    assert "step-4" in told and "is broken" in told and "going on from run/checkpoints/step-2" in told
+    assert steps() == [2, 4, 6] and recorded() == whole
+    abandoned_steps = [step for branch in Path("run/abandoned").iterdir() for step in steps(branch)]
+    assert sorted(abandoned_steps) == [4, 6]
+    for step in (2, 4, 6):
+        DAMAGES[damage](Path(f"run/checkpoints/step-{step}"))
+    train("latest", steps=6, keep_checkpoints=0)
+    assert recorded() == whole
+
+
+def recorded():
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["reward/mean"]) for line in lines if "loss" in line]
+
+
+def put(path, content="x"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def files(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def make(run_dir, rng):
+    """A run's directory with any of its parts for any steps, and things that are not the run's."""
+    for name in STRANGERS:
+        put(run_dir / name)
+    for name in ("config.json", "metrics.jsonl", "rollouts.jsonl"):
+        put(run_dir / name, str(rng.random()))
+    for step in rng.sample(range(30), 12):
+        for part in rng.sample(("checkpoints", "critic_checkpoints", "held", "batches", "rollouts"), 3):
+            name = {"held": "step-{}.pkl", "batches": "step-{}.pkl", "rollouts": "train-{}.jsonl.gz"}
+            path = run_dir / part / name.get(part, "step-{}").format(step)
+            if part.endswith("checkpoints"):
+                put(path / ".metadata")
+                put(path / "record.json", json.dumps({"state": {"step": step}}))
+            else:
+                put(path, str(rng.random()))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_everything_of_later_steps_moves_and_nothing_else_even_when_killed_half_way(
+    seed, tmp_path, monkeypatch
+):
+    rng = random.Random(seed)
+    make(tmp_path, rng)
+    before, step = files(tmp_path), rng.randrange(30)
+    rename, left = Path.rename, [rng.randrange(12)]
+
+    def dying(path, target):
+        if not left[0]:
+            raise Interrupted
+        left[0] -= 1
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dying)
+        with suppress(Interrupted):
+            abandon_after(tmp_path, step)
+    abandon_after(tmp_path, step)
+    assert not abandon_after(tmp_path, step)
+    after = files(tmp_path)
+    branches = [path for path, _, _ in abandoned.abandoned(tmp_path)]
+    assert len(branches) <= 1
+    moved = {path: content for branch in branches for path, content in files(branch).items()}
+    stayed = {path: content for path, content in after.items() if path.parts[0] != "abandoned"}
+    assert moved | stayed == before
+    assert all(str(name) in map(str, stayed) for name in STRANGERS)
+    if branches:
+        assert (moved.keys() & stayed.keys()) == {
+            Path(n) for n in ("config.json", "metrics.jsonl", "rollouts.jsonl")
+        }
+    for part in ("checkpoints", "critic_checkpoints"):
+        there = [path.name for path in (tmp_path / part).glob("step-*")]
+        numbers = [int(name[5:]) for name in there if name[5:].isdecimal()]
+        assert not branches or max(numbers, default=0) <= step
+    newest = latest(tmp_path / "checkpoints") if branches else None
+    assert newest is None or int(newest.name[5:]) <= step
+
+
+def test_what_an_earlier_life_left_half_written_goes_and_a_stranger_s_stays(tmp_path):
+    record = json.dumps({"state": {"step": 7}})
+    own = ("checkpoints/step-7.partial", "checkpoints/step-7.old.partial", "critic_checkpoints/step-7.partial",
+           "critic_checkpoints/step-7")  # fmt: skip
+    for name in own:
+        put(tmp_path / name / "record.json", record)
+        put(tmp_path / name / "__0_0.distcp")
+    (tmp_path / "checkpoints/step-8.partial").mkdir()  # it was killed before it wrote a file
+    put(tmp_path / "checkpoints/step-9.partial/record.json.partial", record[:5])
+    put(tmp_path / "checkpoints/step-6/record.json", '{"state": {"step": 6}}')
+    theirs = ("checkpoints/step-1.partial/mine", "checkpoints/best.partial/record.json", "critic_checkpoints/step-8/mine",
+              "checkpoints/step-5.partial/record.json")  # fmt: skip
+    for name in theirs:
+        put(tmp_path / name, record)
+    remove_unfinished(tmp_path)
+    assert {str(path) for path in files(tmp_path)} == {*theirs, "checkpoints/step-6/record.json"}
+    assert not (tmp_path / "checkpoints/step-8.partial").exists()

@@ -1,0 +1,142 @@
+"""A checkpoint's parts: whatever happens to a run, each complete checkpoint finds what it notes."""
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.actors.reference import ReferenceMesh
+from rl.controller.checkpoints import load_checkpoint, refresh_reference, save_checkpoint
+from rl.loss.kl import KL
+from rl.models.checkpoint_dir import is_complete, prune, rename
+from tests.controller.fakes import FakeEngine, fake_actors
+
+SETTINGS = replace(quickstart(), kl=KL(coef=0.1))
+
+
+class Policy(FakeEngine):
+    """Writes a checkpoint until `finish`, as the writing thread does; what it exports says what it is."""
+
+    weights = 0  # what it has learned
+
+    async def save_hf(self, out_dir, adapter=None):
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        (Path(out_dir) / "weights").write_text(str(self.weights))
+
+    async def save_checkpoint(self, path, state, keep_last, wait=False):
+        self.finish()
+        partial = Path(f"{path}.partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / "record.json").write_text(json.dumps({"state": state, "updates": self.updates}))
+        self.writing = partial, Path(path), keep_last
+
+    writing = None
+
+    def finish(self):
+        if self.writing is not None:
+            partial, path, keep_last = self.writing
+            (partial / ".metadata").touch()
+            rename(partial, path)
+            prune(path, keep_last)
+        self.writing = None
+
+
+class Reference(FakeEngine):
+    weights = "0"
+
+    async def load_weights(self, model_dir):
+        self.weights = (Path(model_dir) / "weights").read_text()
+
+
+class Run:
+    """One life after another in a directory."""
+
+    def __init__(self, run_dir, keep_last):
+        self.run_dir, self.keep_last, self.step = run_dir, keep_last, 0
+        self.begin()
+
+    def begin(self):
+        actors, calls = fake_actors(SETTINGS, self.run_dir)
+        self.trainer = Policy("trainer", calls, actors.trainer.config)
+        self.engine = Reference("reference", calls, actors.trainer.config)
+        mesh = ReferenceMesh(self.engine, self.trainer, self.run_dir / "reference")
+        self.actors = replace(actors, trainer=self.trainer, reference=mesh)
+
+    def complete(self):
+        return [path for path in (self.run_dir / "checkpoints").glob("step-*") if is_complete(path)]
+
+    async def learn(self):
+        self.step += 1
+        self.trainer.weights = random.getrandbits(60)
+
+    async def refresh(self):
+        await refresh_reference(self.actors, self.run_dir, self.step)
+
+    async def save(self):
+        path = self.run_dir / "checkpoints" / f"step-{self.step}"
+        state = {"step": self.step, "learned": self.engine.weights}
+        await save_checkpoint(self.actors, path, state, "policy", self.keep_last)
+
+    async def refresh_and_save(self):
+        await self.refresh()
+        await self.save()
+
+    async def written(self):
+        self.trainer.finish()
+
+    async def resume(self):
+        """A new process, from any checkpoint; what was being written stays half there."""
+        self.begin()
+        complete = self.complete()
+        await self.load(random.choice(complete) if complete else "")
+
+    async def die(self):
+        """Of the trainer; the reference is started again with it."""
+        self.trainer.writing, self.engine.weights = None, "0"
+        await self.load(max(self.complete(), key=lambda path: int(path.name[5:]), default=""))
+
+    async def load(self, path):
+        self.step = (await load_checkpoint(self.actors, str(path)))["step"]
+
+    def check(self):
+        for checkpoint in self.complete():
+            record = json.loads((checkpoint / "record.json").read_text())
+            if noted := record["state"]["reference"][1]:
+                assert (Path(noted) / "weights").read_text() == record["state"]["learned"]
+        references = self.run_dir / "reference"
+        kept = len(list(references.iterdir())) if references.exists() else 0
+        # its own, and one for each that is complete, is being written or was left half written
+        assert kept <= len(list((self.run_dir / "checkpoints").glob("step-*"))) + 2
+
+
+EVENTS = ("learn", "learn", "refresh", "save", "refresh_and_save", "written", "written", "resume", "die")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_complete_checkpoint_finds_the_reference_that_it_notes(seed, tmp_path):
+    random.seed(seed)
+    run = Run(tmp_path, keep_last=seed % 4)
+
+    async def live():
+        for _ in range(60):
+            await getattr(run, random.choice(EVENTS))()
+            run.check()
+
+    (tmp_path / "checkpoints").mkdir()
+    asyncio.run(live())
+
+
+def test_a_run_that_begins_again_notes_no_reference_of_its_earlier_life(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    run = Run(tmp_path, keep_last=2)
+
+    async def live():
+        for event in ("learn", "refresh", "die", "learn", "save", "written"):
+            await getattr(run, event)()
+            run.check()
+
+    asyncio.run(live())
