@@ -13,7 +13,7 @@ from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
 from rl.errors import RunError
 from rl.types import LoRA, PolicyVersion
-from rl.waiting import Deadlines
+from rl.waiting import Deadlines, within
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.store import WeightStore
 
@@ -100,7 +100,7 @@ class Actors:
         """
         name = self.adapter or MODEL
         try:
-            async with asyncio.timeout(self.deadlines.sync):
+            async with within(self.deadlines.sync):
                 await self.store.wait_for_room(name)
         except TimeoutError:
             raise RunError(

@@ -1,0 +1,102 @@
+"""Waits that had no end: each run here is the run that nothing happened to, or ends and says what died."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from tests.chaos.chaos import ASYNC, SECONDS, SETTINGS, Setting, Victim, differences, undisturbed
+from tests.integration.runs import read_metrics
+
+pytestmark = pytest.mark.slow
+SYNC = SETTINGS[0]
+KILLS, BIRTHS = 20, 10
+PER_KILL = 40.0  # seconds for a generator to start again, twice where the first one dies young
+
+
+def born_after(victim, known):
+    """The next process of a mesh, while it has written to no log yet."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        for child in psutil.Process(victim.process.pid).children():
+            try:
+                if child not in known and "RL_MESH" in child.environ():
+                    return child
+            except psutil.Error:
+                continue
+        time.sleep(0.02)
+    raise AssertionError(f"nothing is spawned: {victim.output()[-3000:]}")
+
+
+def test_the_last_living_generator_dies_between_steps_and_its_successors_as_they_are_born(tmp_path):
+    """20 kills, and 10 more within a second of a birth: the run goes on each time, with the same numbers."""
+    flags = ("--steps", str(KILLS + 2), "--generator.max_restarts", "60")
+    setting = replace(SYNC, flags=flags)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = undisturbed(setting, tmp_path / "whole")
+    assert whole.survived, whole.output[-3000:]
+    victim, rng = Victim(setting, tmp_path / "killed"), random.Random(0)
+    for number in range(KILLS):
+        victim.wait_for_step(number + 1)
+        known = psutil.Process(victim.process.pid).children()
+        assert victim.kill(("generator-0",), signal.SIGKILL)
+        if number % (KILLS // BIRTHS) == 0:
+            child = born_after(victim, known)
+            time.sleep(rng.random())
+            child.kill()
+    victim.process.wait(SECONDS)
+    wrong = differences(setting, victim.outcome(), whole)
+    assert not wrong, wrong
+
+
+def test_a_run_whose_generators_may_not_start_again_ends_with_their_name(tmp_path):
+    victim = Victim(replace(SYNC, flags=("--generator.max_restarts", "0")), tmp_path)
+    victim.wait_for_step(2)
+    killed_at = time.monotonic()
+    assert victim.kill(("generator-0",), signal.SIGKILL)
+    assert victim.process.wait(SECONDS) == 1
+    assert time.monotonic() - killed_at < PER_KILL
+    assert "every generator has died for good" in victim.output(), victim.output()[-3000:]
+
+
+def test_the_death_of_torchstore_ends_the_run_with_its_name_and_a_resume_is_the_same_run(tmp_path):
+    setting = Setting("torchstore", "mortal", ("--weight_sync.transport", "torchstore"), ())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = undisturbed(setting, tmp_path / "whole")
+    victim = Victim(setting, tmp_path / "killed")
+    victim.wait_for_step(4)
+    assert victim.kill(("torchstore",), signal.SIGKILL)
+    assert victim.process.wait(SECONDS) == 1
+    assert "the process of torchstore died" in victim.output(), victim.output()[-3000:]
+    victim.start()
+    victim.process.wait(SECONDS)
+    assert not differences(setting, victim.outcome(), whole)
+
+
+@pytest.mark.parametrize("bound", ["1", "3"])
+def test_a_preempted_asynchronous_run_with_dynamic_sampling_goes_on_in_place(tmp_path, bound):
+    """A signal to the whole job, four times, and then the same command, or one with another bound."""
+    setting = Setting("dynamic sampling", "mortal", (*ASYNC, "--resampling_rounds", "2"), ())
+    victim, rng = Victim(setting, tmp_path), random.Random(int(bound))
+    for step in (2, 4, 6, 8):
+        victim.wait_for_step(step)
+        time.sleep(rng.random())
+        for process in [psutil.Process(victim.process.pid), *psutil.Process(victim.process.pid).children()]:
+            try:
+                os.kill(process.pid, signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+        assert victim.process.wait(SECONDS) != 0, victim.output()[-3000:]
+        victim.setting = replace(setting, flags=("--max_offpolicy_steps", bound, *setting.flags[2:]))
+        victim.start()
+    assert victim.process.wait(SECONDS) == 0, victim.output()[-3000:]
+    outcome = victim.outcome()
+    steps = [line["step"] for line in read_metrics(victim.run_dir) if "loss" in line]
+    assert steps == list(range(1, 13)) and not outcome.left_behind
+    assert max(line.get("offpolicy/max", 0) for line in outcome.numbers) <= int(bound)
