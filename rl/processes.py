@@ -5,6 +5,7 @@ import atexit
 import ctypes
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SECONDS = 2.0
 _REAP_SECONDS = 2.0
+_MARK = 2**62 + int.from_bytes(b"rl")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,12 +37,22 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def mark_descendants() -> None:
+    """Mark this process and all that it will start, so that a Reaper knows them, also as zombies.
+
+    The mark is a limit of so many microseconds that nothing reaches, on what only real-time processes have.
+    """
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_RTTIME, (_MARK, resource.getrlimit(resource.RLIMIT_RTTIME)[1]))
+
+
 class Reaper:
     """Ends zombies that this process has adopted, never a child that it started itself.
 
-    Whoever started a child (subprocess, asyncio, Monarch) waits for it, and would miss its exit status. Two
-    facts show that another process started a zombie. It was seen as another's child. Or it is in the session
-    of a third process: a process is born into its parent's session, and can leave it only for its own.
+    Whoever started a child (subprocess, asyncio, Monarch) waits for it, and would miss its exit status. Each
+    of three facts shows that another process started a zombie. It has a mark that this process lacks. It is
+    in the session of a third process, where only that process's descendants are born. Or it was seen as
+    another's child.
     """
 
     def __init__(self) -> None:
@@ -48,18 +60,25 @@ class Reaper:
 
     def reap(self) -> None:
         """Looks at all processes of the host, 0.05 ms for each."""
-        this = psutil.Process()
-        sessions, born_elsewhere = {0, os.getsid(0)}, set()
+        this, born_elsewhere = psutil.Process(), set()
         for process in this.children(recursive=True):
             with suppress(psutil.Error, OSError):  # it is gone in the meantime
                 birth = process.pid, process.create_time()
-                is_ours = process.ppid() == this.pid
-                if not is_ours or birth in self._born_elsewhere:
+                if process.ppid() != this.pid:
                     born_elsewhere.add(birth)
-                is_adopted = birth in born_elsewhere or os.getsid(process.pid) not in {*sessions, process.pid}
-                if is_ours and is_adopted and process.status() == psutil.STATUS_ZOMBIE:
-                    os.waitpid(process.pid, os.WNOHANG)
+                elif birth in self._born_elsewhere or _has_other_origin(process.pid):
+                    born_elsewhere.add(birth)
+                    if process.status() == psutil.STATUS_ZOMBIE:
+                        os.waitpid(process.pid, os.WNOHANG)
         self._born_elsewhere = born_elsewhere
+
+
+def _has_other_origin(child: int) -> bool:
+    """By its session or its mark, which it has by birth."""
+    if os.getsid(child) not in (0, os.getsid(0), child):
+        return True
+    own, its = (resource.prlimit(pid, resource.RLIMIT_RTTIME)[0] for pid in (os.getpid(), child))
+    return its == _MARK != own
 
 
 async def reap_orphans() -> None:

@@ -66,6 +66,10 @@ async def main():
         parent.stdin.write(b"\\n")
         parent.stdin.close()
         parent.wait()
+    # One that nobody saw alive, of a marked process.
+    code = "from rl.processes import mark_descendants; mark_descendants(); " + PARENT + "pass"
+    subprocess.run([sys.executable, "-c", code, "0.01"], start_new_session=True, check=True)
+    time.sleep(0.3)
     exits = [sys.executable, "-c", "raise SystemExit(7)"]
     popen = [subprocess.Popen(exits, start_new_session=own) for own in (False, True)]
     forked = [fork(own) for own in (False, True)]
@@ -90,6 +94,17 @@ asyncio.run(main())
 def test_adopted_zombies_are_reaped_and_no_status_is_stolen():
     ended = subprocess.run([sys.executable, "-c", ADOPTS], capture_output=True, text=True, timeout=60)
     assert ended.stdout.split("\n")[:3] == ["[]", "[7, 7] [7, 7]", "[7, 7]"], ended.stderr
+
+
+def test_a_run_that_a_marked_process_started_steals_no_status():
+    """All of its children have the mark, as it has."""
+    code = (
+        "import subprocess, sys, time; from rl.processes import Reaper, mark_descendants; mark_descendants();"
+        "child = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(7)'], start_new_session=True);"
+        "reaper = Reaper(); reaper.reap(); time.sleep(0.5); reaper.reap(); print(child.wait())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "7\n", ended.stderr
 
 
 def test_a_frozen_heap_ends_quietly():

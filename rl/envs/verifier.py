@@ -19,7 +19,7 @@ import cloudpickle
 from rl.envs.base import Env
 from rl.envs.pipes import receive, send, send_pickled
 from rl.errors import RunError, one_line
-from rl.processes import end_with_parent
+from rl.processes import end_with_parent, mark_descendants
 from rl.types import Rewards, Rollout, Score, Verdict
 
 START_SECONDS = 60.0  # to start Python and import what the Env needs
@@ -144,6 +144,7 @@ def _serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     end_with_parent()
+    mark_descendants()
     try:
         sys.path[:] = receive(requests)
         env: Env = receive(requests)

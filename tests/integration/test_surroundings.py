@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from rl.owned_directory import SHARED_MEMORY
+from rl.processes import ProcessInfo, is_gone
 from tests.cgroups import memory_cgroup
 from tests.devices import with_all
 from tests.integration.runs import ROOT, pid_of, read_metrics
@@ -150,8 +152,8 @@ def test_temporary_files_in_shared_memory(tmp_path, strangers):
 
 
 def zombies(pid):
-    children = psutil.Process(pid).children()
-    return {child.pid for child in children if child.status() == psutil.STATUS_ZOMBIE}
+    own = [ProcessInfo(child.pid, socket.gethostname(), "cpu") for child in psutil.Process(pid).children()]
+    return {process.pid for process in own if psutil.pid_exists(process.pid) and is_gone(process)}
 
 
 def test_one_core_by_affinity_orphans_and_a_kill(tmp_path, temporary):

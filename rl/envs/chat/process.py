@@ -23,7 +23,7 @@ from rl.envs.chat.episode import BadStep, EndedEpisode, EpisodeRunner, ServerLos
 from rl.envs.chat.tools import Tool
 from rl.envs.pipes import receive, send
 from rl.envs.verifier import described, score_of
-from rl.processes import end_with_parent
+from rl.processes import end_with_parent, mark_descendants
 from rl.types import Score
 
 _GIB = 2**30
@@ -128,6 +128,7 @@ def main() -> None:
     host = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     end_with_parent()
+    mark_descendants()
     try:
         sys.path[:] = receive(host.fileno())
         env = receive(host.fileno())
