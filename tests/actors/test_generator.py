@@ -1,5 +1,7 @@
 """Whether a generator makes progress: the time in which the controller was blocked is not held against it."""
 
+# holds: exact, seconds of a clock that is made up
+
 import asyncio
 
 import pytest
