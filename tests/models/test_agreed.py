@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from rl.errors import RunError
 from rl.models import platform
 from rl.models.adapters import Adapters
-from rl.models.export import write_directory
+from rl.models.export import whole_tensors, write_directory
 
 NUM_RANKS = 2
 NUM_TENSORS = 3
@@ -98,6 +98,34 @@ def test_all_ranks_raise_what_the_writer_raised_wherever_it_was(ranks, tmp_path,
     assert all(isinstance(error, RunError) for error in raised), raised
     assert {str(error) for error in raised} == {str(raised[0])}
     assert f"{tmp_path} could not be written: {type(failure).__name__}" in str(raised[0])
+    assert ranks.num_gathers == [NUM_TENSORS] * NUM_RANKS
+
+
+@pytest.mark.parametrize("failing", range(NUM_RANKS))
+@pytest.mark.parametrize("at", range(NUM_TENSORS))
+def test_so_they_do_where_a_rank_has_no_memory_for_a_tensor(ranks, monkeypatch, tmp_path, failing, at):
+    """Every rank takes part in every gather."""
+
+    def gather(tensor):
+        ranks._barrier.wait()
+        ranks.num_gathers[dist.get_rank()] += 1
+        return tensor
+
+    def split(name, size):
+        if name == f"t{at}" and dist.get_rank() == failing:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("rl.models.export.whole", gather)
+    tensors = {f"t{i}": torch.zeros(1) for i in range(NUM_TENSORS)}
+
+    def part():
+        whole = whole_tensors(tensors, torch.float32, split)
+        write_directory(tmp_path, whole, lambda out_dir, tensors: dict(tensors))
+
+    raised = ranks.run(part)
+    assert all(isinstance(error, RunError) and "can't allocate memory" in str(error) for error in raised), (
+        raised
+    )
     assert ranks.num_gathers == [NUM_TENSORS] * NUM_RANKS
 
 
