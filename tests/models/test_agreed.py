@@ -169,7 +169,7 @@ def on_a_rank(test):
 
 def conditions(path):
     """(function, whether within `with agreed(...)`) of each condition on a rank."""
-    found = []
+    places = []
 
     def visit(node, function, is_agreed):
         if isinstance(node, ast.FunctionDef):
@@ -179,12 +179,12 @@ def conditions(path):
             is_agreed = is_agreed or any(getattr(call.func, "id", "") == "agreed" for call in calls)
         test = getattr(node, "test", None)
         if (isinstance(node, ast.Compare) and on_a_rank(node)) or (test is not None and on_a_rank(test)):
-            found.append((function, is_agreed))
+            places.append((function, is_agreed))
         for child in ast.iter_child_nodes(node):
             visit(child, function, is_agreed)
 
     visit(ast.parse(path.read_text()), "", False)
-    return found
+    return places
 
 
 def test_nothing_else_is_done_on_one_rank():
