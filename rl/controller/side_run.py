@@ -12,7 +12,7 @@ from rl.errors import ConfigError, RunError
 from rl.observability.log_tail import log_tail
 from rl.paths import lock_directory
 
-_NAMES = {"eval": "evaluation", "replay": "replay"}
+_NAMES = {"eval": "model evaluation", "replay": "replay"}
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_a_directory_that_is_named_is_for_one_at_a_time(tmp_path):
     named = str(tmp_path / "mine")
     with own_directory("eval", named) as directory:
         with (
-            pytest.raises(ConfigError, match="belongs to a evaluation that is under way") as failure,
+            pytest.raises(ConfigError, match="belongs to a model evaluation that is under way") as failure,
             own_directory("eval", named),
         ):
             pass
