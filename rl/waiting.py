@@ -1,9 +1,8 @@
 """What every wait is made of: a deadline of its own kind, and a signal that wakes who waits for a change."""
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -90,52 +89,41 @@ async def within(seconds: float | None) -> AsyncIterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    clock = _clocks.setdefault(loop, _LoopClock())
-    with clock.running():
-        async with asyncio.timeout(None) as timeout:
-            deadline = _Deadline(clock, seconds, lambda: timeout.reschedule(loop.time()))
-            try:
-                yield
-            finally:
-                deadline.cancel()
+    async with asyncio.timeout(None) as timeout:
+        deadline = _Deadline(seconds, lambda: timeout.reschedule(loop.time()))
+        try:
+            yield
+        finally:
+            deadline.cancel()
+
+
+def loop_seconds() -> float:
+    """A clock of the running event loop that stands still, but for a tick, while a callback blocks the loop.
+
+    It runs from the first call on.
+    """
+    loop = asyncio.get_running_loop()
+    if loop not in _clocks:
+        _clocks[loop] = _LoopClock()
+    return _clocks[loop].time()
 
 
 class _LoopClock:
-    """The seconds in which an event loop ran. It stands still, but for a tick, while a callback blocks it.
-
-    It ticks while somebody reads it.
-    """
+    """See `loop_seconds`. It refers to no loop, which would keep its own entry in `_clocks` alive."""
 
     def __init__(self) -> None:
-        self._num_readers = 0
         self._stood_still = 0.0
-        self._due = math.inf  # when the next tick is due; it comes late where the loop is blocked
-        self._next: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when the next tick is due; it comes late where the loop is blocked
+        self._schedule()
 
     def time(self) -> float:
         now = asyncio.get_running_loop().time()
         return now - self._stood_still - max(0.0, now - self._due)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self._num_readers += 1
-        if self._num_readers == 1:
-            self._schedule()
-        try:
-            yield
-        finally:
-            self._num_readers -= 1
-            if not self._num_readers and self._next is not None:
-                self._next.cancel()
-                self._next, self._due = (
-                    None,
-                    math.inf,
-                )  # the clock, which the loop is a key of, forgets the loop
-
     def _schedule(self) -> None:
         loop = asyncio.get_running_loop()
         self._due = loop.time() + _TICK_SECONDS
-        self._next = loop.call_at(self._due, self._tick)
+        loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
         self._stood_still += max(0.0, asyncio.get_running_loop().time() - self._due)
@@ -147,11 +135,10 @@ _clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClock] = WeakKeyDicti
 
 
 class _Deadline:
-    """Calls `past` once a clock's seconds are over and the loop has had time to hand on what has arrived."""
+    """Calls `past` once the loop has run for so long and has had time to hand on what has arrived."""
 
-    def __init__(self, clock: _LoopClock, seconds: float, past: Callable[[], None]):
-        self._clock = clock
-        self._end = clock.time() + seconds
+    def __init__(self, seconds: float, past: Callable[[], None]):
+        self._end = loop_seconds() + seconds
         self._past = past
         self._is_last_look = False
         self._turns_left = _LAST_LOOK_TURNS
@@ -161,7 +148,7 @@ class _Deadline:
         self._next.cancel()
 
     def _look(self) -> None:
-        loop, left = asyncio.get_running_loop(), self._end - self._clock.time()
+        loop, left = asyncio.get_running_loop(), self._end - loop_seconds()
         if left <= 0 and not self._is_last_look:
             self._is_last_look, self._end, left = (
                 True,

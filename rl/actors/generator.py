@@ -1,6 +1,5 @@
 """A vLLM engine's rank as an actor, and the ranks of one generator as one."""
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -18,7 +17,7 @@ from rl.models.generator.wave import Wave
 from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo, kill_processes, process_info
 from rl.types import Completion, SamplingParams
-from rl.waiting import Deadlines
+from rl.waiting import Deadlines, loop_seconds
 from rl.weight_sync.manifest import Manifest
 
 
@@ -79,7 +78,7 @@ class GeneratorProcesses:
         self._caller = Caller(name, f"logs/{name}*.log of the run")
         self._loading = False
         self._progress = Progress(0, 0)
-        self._progressed = time.monotonic()
+        self._progressed = loop_seconds()  # where the loop is blocked, nobody can see progress
 
     async def ready(self) -> None:
         answers = await self._caller.call(
@@ -109,7 +108,7 @@ class GeneratorProcesses:
             raise ProcessDied(f"{self._caller.name}: {error}") from error
         finally:
             self._loading = False
-            self._progressed = time.monotonic()
+            self._progressed = loop_seconds()
 
     async def give_up_samples(self) -> None:
         """End all that is being sampled: nobody waits for it any more."""
@@ -123,7 +122,7 @@ class GeneratorProcesses:
         limit = self._deadlines.progress
         deadline = Deadline("progress", limit)
         answers = await self._caller.call(self._all.progress.call(), "progress", deadline, past=ProcessDied)
-        progress, now = next(iter(answers.values())), time.monotonic()
+        progress, now = next(iter(answers.values())), loop_seconds()
         if progress.num_ticks != self._progress.num_ticks or not progress.num_requests or self._loading:
             self._progressed = now
         self._progress = progress

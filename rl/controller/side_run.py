@@ -12,22 +12,22 @@ from rl.errors import ConfigError, RunError
 from rl.observability.log_tail import log_tail
 from rl.paths import lock_directory
 
-_NAMES = {"eval": "evaluation", "replay": "replay"}
+_NAMES = {"eval": "model evaluation", "replay": "replay"}
 
 
 @contextmanager
-def own_directory(kind: str, given: str = "") -> Iterator[Path]:
+def own_directory(kind: str, run_dir: str = "") -> Iterator[Path]:
     """A directory that no other process writes into meanwhile.
 
-    kind: eval or replay. given: --run_dir; empty: a new one under runs/. Raises ConfigError where it
+    kind: eval or replay. run_dir: the setting; empty: a new one under runs/. Raises ConfigError where it
     cannot be made or belongs to another. A RunError of the context gets the place of its logs.
     """
     try:
-        directory = Path(given) if given else _new_directory(kind)
+        directory = Path(run_dir) if run_dir else _new_directory(kind)
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(directory, _NAMES[kind])
     except OSError as error:
-        where = given or "runs/"
+        where = run_dir or "runs/"
         raise ConfigError(f"the directory {where} cannot be made ({error}); give another run_dir") from error
     try:
         yield directory

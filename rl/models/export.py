@@ -62,14 +62,27 @@ def shards(
 def whole_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, split: Split, merge: Adapter | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """On the host; gathers one tensor at a time, on every rank. dtype: of parameters."""
+    """On the host; gathers one tensor at a time, on every rank. dtype: of parameters.
+
+    What fails on this rank alone, as memory that runs out, is raised after the last gather.
+    """
+    failure: Exception | None = None
     for name, param in tensors.items():
         full = whole(param.detach())
         delta = merge.delta(name, (0,) * full.ndim, tuple(full.shape)) if merge else None
-        full = full if delta is None else full.float() + delta
-        full = full.to(_dtype(param, dtype)).cpu().contiguous()
-        names = _stacked(split, name, full)
-        yield from [(name, full)] if names is None else zip(names, full.clone().unbind(), strict=True)
+        if failure is not None:
+            continue
+        try:
+            full = full if delta is None else full.float() + delta
+            full = full.to(_dtype(param, dtype)).cpu().contiguous()
+            names = _stacked(split, name, full)
+            parts = [(name, full)] if names is None else [*zip(names, full.clone().unbind(), strict=True)]
+        except Exception as error:
+            failure = error
+            continue
+        yield from parts
+    if failure is not None:
+        raise failure
 
 
 def _dtype(tensor: torch.Tensor, of_parameters: torch.dtype) -> torch.dtype:

@@ -32,15 +32,15 @@ def test_those_that_start_in_the_same_second_have_a_directory_each(one_second):
 
 
 def test_a_directory_that_is_named_is_for_one_at_a_time(tmp_path):
-    given = str(tmp_path / "mine")
-    with own_directory("eval", given) as directory:
+    named = str(tmp_path / "mine")
+    with own_directory("eval", named) as directory:
         with (
-            pytest.raises(ConfigError, match="belongs to a evaluation that is under way") as failure,
-            own_directory("eval", given),
+            pytest.raises(ConfigError, match="belongs to a model evaluation that is under way") as failure,
+            own_directory("eval", named),
         ):
             pass
         assert f"pid {os.getpid()}" in str(failure.value)
-    with own_directory("eval", given) as again:
+    with own_directory("eval", named) as again:
         assert again == directory
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from rl.errors import RunError
 from rl.models import platform
 from rl.models.adapters import Adapters
-from rl.models.export import write_directory
+from rl.models.export import whole_tensors, write_directory
 
 NUM_RANKS = 2
 NUM_TENSORS = 3
@@ -101,6 +101,34 @@ def test_all_ranks_raise_what_the_writer_raised_wherever_it_was(ranks, tmp_path,
     assert ranks.num_gathers == [NUM_TENSORS] * NUM_RANKS
 
 
+@pytest.mark.parametrize("failing", range(NUM_RANKS))
+@pytest.mark.parametrize("at", range(NUM_TENSORS))
+def test_so_they_do_where_a_rank_has_no_memory_for_a_tensor(ranks, monkeypatch, tmp_path, failing, at):
+    """Every rank takes part in every gather."""
+
+    def gather(tensor):
+        ranks._barrier.wait()
+        ranks.num_gathers[dist.get_rank()] += 1
+        return tensor
+
+    def split(name, size):
+        if name == f"t{at}" and dist.get_rank() == failing:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("rl.models.export.whole", gather)
+    tensors = {f"t{i}": torch.zeros(1) for i in range(NUM_TENSORS)}
+
+    def part():
+        whole = whole_tensors(tensors, torch.float32, split)
+        write_directory(tmp_path, whole, lambda out_dir, tensors: dict(tensors))
+
+    raised = ranks.run(part)
+    assert all(isinstance(error, RunError) and "can't allocate memory" in str(error) for error in raised), (
+        raised
+    )
+    assert ranks.num_gathers == [NUM_TENSORS] * NUM_RANKS
+
+
 @pytest.mark.parametrize("failure", FAILURES[:-1], ids=lambda failure: type(failure).__name__)
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
 def test_whichever_rank_fails_all_raise(ranks, failure, failing):
@@ -141,7 +169,7 @@ def on_a_rank(test):
 
 def conditions(path):
     """(function, whether within `with agreed(...)`) of each condition on a rank."""
-    found = []
+    places = []
 
     def visit(node, function, is_agreed):
         if isinstance(node, ast.FunctionDef):
@@ -151,12 +179,12 @@ def conditions(path):
             is_agreed = is_agreed or any(getattr(call.func, "id", "") == "agreed" for call in calls)
         test = getattr(node, "test", None)
         if (isinstance(node, ast.Compare) and on_a_rank(node)) or (test is not None and on_a_rank(test)):
-            found.append((function, is_agreed))
+            places.append((function, is_agreed))
         for child in ast.iter_child_nodes(node):
             visit(child, function, is_agreed)
 
     visit(ast.parse(path.read_text()), "", False)
-    return found
+    return places
 
 
 def test_nothing_else_is_done_on_one_rank():
