@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import threading
 import tracemalloc
 
 import hypothesis.strategies as st
@@ -60,6 +61,26 @@ def test_rollouts_and_what_is_trained_on_take_under_16_bytes_a_token(loss_agg):
         tracemalloc.stop()
     assert len(batch.groups[0].samples) == 4
     assert num_bytes / (4 * (NUM_TOKENS + 2000)) < 16  # holds: exact, bytes of arrays
+
+
+def test_long_texts_are_decoded_beside_the_event_loop():
+    asked, may_end = threading.Event(), threading.Event()
+
+    class SlowTokenizer:
+        def decode(self, tokens):
+            asked.set()
+            assert may_end.wait(10)
+            return "text"
+
+    async def main():
+        context = RolloutContext(Generator(), SlowTokenizer(), SamplingParams(NUM_TOKENS), 10**6)
+        driving = asyncio.create_task(Env().drive(Prompt(Problem("1", "q", "a"), (5,)), 1, context))
+        while not asked.is_set():
+            await asyncio.sleep(0.001)
+        may_end.set()
+        assert [rollout.response for rollout in await driving] == ["text"]
+
+    asyncio.run(main())
 
 
 segments = st.lists(

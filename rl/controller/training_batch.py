@@ -97,24 +97,31 @@ _Groups = list[list[Member]]
 async def build_training_batch(
     groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers
 ) -> TrainingBatch:
-    """Forward passes all run at the same time.
+    """Forward passes all run at the same time; the rest is computed in threads, beside the event loop.
 
     Where the advantages allow it, they run only for samples that will learn.
     """
-    members = [_usable(group, algorithm) for group in groups]
+    members = await asyncio.to_thread(lambda: [_usable(group, algorithm) for group in groups])
     if algorithm.advantages_need_forward:
         members = await _with_forward_passes(members, scorers)
+    counted, learning, means = await asyncio.to_thread(_with_advantages, members, algorithm)
+    if not algorithm.advantages_need_forward:
+        learning = await _with_forward_passes(learning, scorers)
+    made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
+    return TrainingBatch(made, list(groups), means=means)
+
+
+def _with_advantages(
+    members: _Groups, algorithm: Algorithm
+) -> tuple[_Groups, _Groups, dict[str, tuple[float, int]]]:
+    """Those that count in the mean, those of them that learn, and metrics."""
     members, means = _with_rewards(members, algorithm)
     if algorithm.reads_rewards:
         members = estimate_advantages(members, algorithm)
         nonzero = [m.has_advantages for group in members for m in group]
         means["advantages/nonzero"] = float(sum(nonzero)), len(nonzero)
     counted = [[m for m in group if not algorithm.shaping.drops(m.rollout.stop)] for group in members]
-    learning = _with_gradient(counted, algorithm)
-    if not algorithm.advantages_need_forward:
-        learning = await _with_forward_passes(learning, scorers)
-    made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
-    return TrainingBatch(made, list(groups), means=means)
+    return counted, _with_gradient(counted, algorithm), means
 
 
 def _usable(group: Group, algorithm: Algorithm) -> list[Member]:
