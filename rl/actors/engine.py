@@ -18,6 +18,9 @@ from rl.processes import is_gone, is_stopped, kill_processes
 from rl.types import LoRA, OptimParams, Sample
 from rl.waiting import Deadlines, beside
 
+_MANY = 256
+"""Samples; to pack fewer takes a few milliseconds."""
+
 
 class EngineHandle:
     """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it.
@@ -119,16 +122,14 @@ class EngineHandle:
     async def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack.
 
-        In a thread, which a cancelled caller does not wait for: it changes nothing, and its batch is dropped.
+        Many are packed in a thread, which a cancelled caller does not wait for: it changes nothing, and its
+        batch is dropped.
         """
         assert self.config.max_seq_len is not None  # config.json's own limit is not known here
-        return await asyncio.to_thread(
-            pack,
-            samples,
-            max_tokens=self.config.max_seq_len,
-            samples_per_unit=samples_per_unit,
-            **self._packing,
-        )
+        limits = {"max_tokens": self.config.max_seq_len, "samples_per_unit": samples_per_unit}
+        if len(samples) < _MANY:
+            return pack(samples, **limits, **self._packing)
+        return await asyncio.to_thread(pack, samples, **limits, **self._packing)
 
     async def ready(self) -> None:
         self._caller.processes = tuple(await self._every("ready", kind="start"))

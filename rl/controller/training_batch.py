@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -92,19 +92,30 @@ class TrainingBatch:
 
 
 _Groups = list[list[Member]]
+_T = TypeVar("_T")
+
+_MANY_ROLLOUTS, _MANY_TOKENS = 128, 200_000
+"""Fewer take a few milliseconds."""
 
 
 async def build_training_batch(
     groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers
 ) -> TrainingBatch:
-    """Forward passes all run at the same time; the rest is computed in threads, beside the event loop.
+    """Forward passes all run at the same time. A large batch is computed in threads, beside the event loop.
 
-    Where the advantages allow it, they run only for samples that will learn.
+    Where the advantages allow it, forward passes run only for samples that will learn.
     """
-    members = await asyncio.to_thread(lambda: [_usable(group, algorithm) for group in groups])
+    num_rollouts = sum(len(group.rollouts) for group in groups)
+    num_tokens = sum(sum(rollout.turn_lengths) for group in groups for rollout in group.rollouts)
+    is_large = num_rollouts >= _MANY_ROLLOUTS or num_tokens >= _MANY_TOKENS
+
+    async def compute(function: Callable[[], _T]) -> _T:
+        return await asyncio.to_thread(function) if is_large else function()
+
+    members = await compute(lambda: [_usable(group, algorithm) for group in groups])
     if algorithm.advantages_need_forward:
         members = await _with_forward_passes(members, scorers)
-    counted, learning, means = await asyncio.to_thread(_with_advantages, members, algorithm)
+    counted, learning, means = await compute(lambda: _with_advantages(members, algorithm))
     if not algorithm.advantages_need_forward:
         learning = await _with_forward_passes(learning, scorers)
     made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]

@@ -133,7 +133,8 @@ def test_a_branched_rollout_weighs_as_one_sequence_and_its_turns_have_their_own_
     assert scatter_reward(rollout, score).tolist() == [0, 0.25, 0.5, 0, 0, 0.25]
 
 
-def test_advantages_are_computed_beside_the_event_loop():
+def test_advantages_of_a_large_batch_are_computed_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr("rl.controller.training_batch._MANY_ROLLOUTS", 2)
     asked, may_end = threading.Event(), threading.Event()
 
     def slow_estimator(groups):
