@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
 from rl.processes import is_gone, is_stopped, kill_processes
 from rl.types import LoRA, OptimParams, Sample
-from rl.waiting import Deadlines, beside
+from rl.waiting import Deadlines, beside, in_thread
 
 _MANY = 256
 """Samples; to pack fewer takes a few milliseconds."""
@@ -127,9 +128,8 @@ class EngineHandle:
         """
         assert self.config.max_seq_len is not None  # config.json's own limit is not known here
         limits = {"max_tokens": self.config.max_seq_len, "samples_per_unit": samples_per_unit}
-        if len(samples) < _MANY:
-            return pack(samples, **limits, **self._packing)
-        return await asyncio.to_thread(pack, samples, **limits, **self._packing)
+        plan = partial(pack, samples, **limits, **self._packing)
+        return plan() if len(samples) < _MANY else await in_thread(plan)
 
     async def ready(self) -> None:
         self._caller.processes = tuple(await self._every("ready", kind="start"))

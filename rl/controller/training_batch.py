@@ -24,6 +24,7 @@ from rl.loss.advantages.base import Trajectory
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
 from rl.types import Group, Sample
+from rl.waiting import in_thread
 
 Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
 """Loss input -> who computes it: the samples -> [T] each. "old_logprobs", "ref_logprobs", "values"."""
@@ -110,7 +111,7 @@ async def build_training_batch(
     is_large = num_rollouts >= _MANY_ROLLOUTS or num_tokens >= _MANY_TOKENS
 
     async def compute(function: Callable[[], _T]) -> _T:
-        return await asyncio.to_thread(function) if is_large else function()
+        return await in_thread(function) if is_large else function()
 
     members = await compute(lambda: [_usable(group, algorithm) for group in groups])
     if algorithm.advantages_need_forward:

@@ -1,6 +1,5 @@
 """Env: a task. It makes problems and prompts, walks the policy through them and verifies its responses."""
 
-import asyncio
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from rl.fields import kind
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.sequences import lay_out
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason, Verdict
+from rl.waiting import in_thread
 
 _LONG = 4096
 """Tokens of a group that are decoded in a thread: they take over a millisecond."""
@@ -154,7 +154,7 @@ class Env:
 
         if sum(len(completion.tokens) for completion in completions) < _LONG:
             return rollouts()
-        return await asyncio.to_thread(rollouts)
+        return await in_thread(rollouts)
 
 
 @lru_cache(maxsize=8)
