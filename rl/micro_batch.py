@@ -126,13 +126,10 @@ def _rows(
     """What `Rows.__reduce__` took apart; samples are without what no row reads."""
     inputs = {name: column.split(lengths) for name, column in loss_inputs.items()}
     arrays = {name: column.split(lengths) for name, column in columns.items()}
-    samples = {
-        i: Sample(
-            **{name: parts[at] for name, parts in arrays.items()},
-            loss_inputs={name: parts[at] for name, parts in inputs.items()},
-        )
-        for at, i in enumerate(ids)
-    }
+    samples: dict[int, Sample] = {}
+    for at, i in enumerate(ids):
+        own: dict[str, Any] = {name: parts[at] for name, parts in arrays.items()}
+        samples[i] = Sample(**own, loss_inputs={name: parts[at] for name, parts in inputs.items()})
     return Rows(samples, trees, multiple_of, tuple(loss_inputs))
 
 

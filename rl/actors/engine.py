@@ -127,8 +127,13 @@ class EngineHandle:
         batch is dropped.
         """
         assert self.config.max_seq_len is not None  # config.json's own limit is not known here
-        limits = {"max_tokens": self.config.max_seq_len, "samples_per_unit": samples_per_unit}
-        plan = partial(pack, samples, **limits, **self._packing)
+        plan = partial(
+            pack,
+            samples,
+            max_tokens=self.config.max_seq_len,
+            samples_per_unit=samples_per_unit,
+            **self._packing,
+        )
         return plan() if len(samples) < _MANY else await in_thread(plan)
 
     async def ready(self) -> None:
