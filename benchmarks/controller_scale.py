@@ -1,6 +1,7 @@
-"""How far one controller goes: CPU per sample with fake actors, and a simulation of large runs in virtual time.
+"""How far one controller goes: CPU per sample with fake actors, a simulation of large runs in virtual time, long samples.
 
-`python -m benchmarks.controller_scale [--component_seconds GROUP TRAIN PUBLISH LOAD]` writes docs/controller_scale.md. The
+`python -m benchmarks.controller_scale [--component_seconds GROUP TRAIN PUBLISH LOAD]` writes docs/controller_scale.md;
+with `--only_long` its last section alone (benchmarks/long_samples.py). The
 controller's code is the real one (loop, buffer, pools, replicas, weight store, training batch, packing); only the processes
 are made up. In the simulation the event loop's clock jumps to the next timer, so that a run of thousands of generators takes
 no longer than the controller's own work; the share of the virtual time for which that work would have kept its one core busy
@@ -13,15 +14,20 @@ import random
 import selectors
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from benchmarks import long_samples
 from benchmarks.fakes import NoRecorder, Seconds, config, fake_actors
-from benchmarks.runs import write_table
+from benchmarks.runs import table, write_table
 from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig
 from rl.controller.stages import RunStages
 from rl.models.tokenizer import HFTokenizer
 from rl.waiting import beside
+
+PAGE = Path("docs/controller_scale.md")
 
 
 class VirtualTime(selectors.DefaultSelector):
@@ -36,11 +42,20 @@ class VirtualTime(selectors.DefaultSelector):
         return super().select(0)
 
 
-def virtual_loop() -> asyncio.AbstractEventLoop:
-    clock = VirtualTime()
-    loop = asyncio.SelectorEventLoop(clock)
-    loop.time = lambda: clock.now
-    return loop
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """What other loops do in threads it does at once: the clock would jump while they run."""
+
+    def __init__(self) -> None:
+        self._virtual = VirtualTime()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future:
+        future = self.create_future()
+        future.set_result(function(*args))
+        return future
 
 
 def run(settings: RunConfig, seconds: Seconds, num_rewards: int) -> tuple[float, float]:
@@ -57,7 +72,7 @@ def run(settings: RunConfig, seconds: Seconds, num_rewards: int) -> tuple[float,
             return asyncio.get_running_loop().time() - began
 
     random.seed(0)
-    loop = virtual_loop()
+    loop = VirtualLoop()
     began = time.process_time()
     try:
         virtual = loop.run_until_complete(main())
@@ -81,7 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--component_seconds", type=float, nargs=4, default=[3.5, 5.0, 0.1, 0.3])
     parser.add_argument("--generators", type=int, nargs="*", default=[8, 32, 128, 512, 4096])
+    parser.add_argument("--only_long", action="store_true")
     options = parser.parse_args()
+    if options.only_long:
+        before, _, _ = PAGE.read_text().partition(long_samples.TITLE)
+        PAGE.write_text(before + long_samples.section())
+        return
     group, train, publish, load = options.component_seconds
     seconds = Seconds(group, 0.3, 0.01, train, publish, load)
 
@@ -115,11 +135,13 @@ def main() -> None:
             f"about {most:.0f} generators. What it does then is the samples themselves (tokenising, packing, metrics): the",
             "cost of a sample hardly depends on how many generators there are.",
             "",
-            *("| " + " | ".join(cells) + " |" for cells in [simulated[0], ["---"] * 6, *simulated[1:]]),
+            table(simulated),
+            "",
+            long_samples.section(),
         ]
     )
     command = "python -m benchmarks.controller_scale"
-    write_table(Path("docs/controller_scale.md"), "How far one controller goes", command, rows, notes)
+    write_table(PAGE, "How far one controller goes", command, rows, notes)
 
 
 def row(settings: RunConfig, seconds: Seconds, in_flight: int) -> list[str]:

@@ -37,9 +37,18 @@ class Seconds:
     load: float = 0.0
 
 
+def four_tokens(versions: VersionRange) -> Completion:
+    return Completion([5, 6, 7, 2], [-1.0] * 4, versions, StopReason.STOP)
+
+
 class FakeGenerator:
-    def __init__(self, seconds: Seconds, rng: random.Random):
-        self._seconds, self._rng, self._version = seconds, rng, 0
+    def __init__(
+        self,
+        seconds: Seconds,
+        rng: random.Random,
+        complete: Callable[[VersionRange], Completion] = four_tokens,
+    ):
+        self._seconds, self._rng, self._version, self._complete = seconds, rng, 0, complete
 
     async def check(self) -> None:
         pass
@@ -55,7 +64,7 @@ class FakeGenerator:
         first = self._version
         await asyncio.sleep(self._seconds.group * self._rng.lognormvariate(0, self._seconds.spread))
         versions = VersionRange(first, self._version)
-        return [Completion([5, 6, 7, 2], [-1.0] * 4, versions, StopReason.STOP) for _ in range(n)]
+        return [self._complete(versions) for _ in range(n)]
 
 
 class FakeReward:
@@ -124,7 +133,15 @@ def config(**changes: Any) -> RunConfig:
     )
 
 
-def fake_actors(config: RunConfig, seconds: Seconds, num_rewards: int, seed: int = 0) -> Actors:
+def fake_actors(
+    config: RunConfig,
+    seconds: Seconds,
+    num_rewards: int,
+    seed: int = 0,
+    complete: Callable[[VersionRange], Completion] = four_tokens,
+    reward: FakeReward | None = None,
+    trainer: FakeTrainer | None = None,
+) -> Actors:
     """The controller's own pools, replicas and store over processes that are made up."""
     rng = random.Random(seed)
 
@@ -135,14 +152,14 @@ def fake_actors(config: RunConfig, seconds: Seconds, num_rewards: int, seed: int
 
     def make(number: int, updates: Any, changed: Signal) -> GeneratorReplica:
         async def spawn() -> FakeGenerator:
-            return FakeGenerator(seconds, rng)
+            return FakeGenerator(seconds, rng, complete)
 
         return GeneratorReplica(f"generator-{number}", spawn, 0, True, updates, changed)
 
     async def spawn_reward() -> FakeReward:
-        return FakeReward(seconds)
+        return reward or FakeReward(seconds)
 
     rewards = [Replica(f"reward-{i}", spawn_reward, 0, rewards_changed) for i in range(num_rewards)]
     generators = GeneratorPool("generator", make, config.generator.num_replicas, MODEL, store)
     pool = RewardPool("reward worker", rewards, rewards_changed, max_episodes=0)
-    return Actors(FakeTrainer(config, seconds), generators, pool, store, config.deadlines)
+    return Actors(trainer or FakeTrainer(config, seconds), generators, pool, store, config.deadlines)

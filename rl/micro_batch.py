@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,32 @@ class MicroBatch:
     )  # [M] float32 each: those that every sample has
 
 
+_COLUMNS = ("tokens", "loss_mask", "generator_logprobs", "advantages", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """An array of each of several samples, one after the other."""
+
+    values: np.ndarray
+    one_each: bool  # values has one number for each sample, which is that of all its tokens
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray]) -> "Column":
+        """arrays: [T] of each sample."""
+        if all(array.strides == (0,) and len(array) for array in arrays):
+            return cls(np.array([array[0] for array in arrays]), True)
+        return cls(np.concatenate(arrays), False)
+
+    def split(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """[T] of each sample. lengths: T of each."""
+        sizes = lengths.tolist()
+        if self.one_each:
+            return [np.broadcast_to(value, size) for value, size in zip(self.values, sizes, strict=True)]
+        ends = np.cumsum(lengths).tolist()
+        return [self.values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The micro-batches of one data-parallel rank, each made when it is asked for.
@@ -54,6 +81,18 @@ class Rows:
     def __iter__(self) -> Iterator[MicroBatch]:
         return (self[index] for index in range(len(self)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process go a few long arrays, in place of several of each sample."""
+        if not self.samples:
+            return Rows, ({}, self.trees, self.multiple_of, self.names)
+        samples = list(self.samples.values())
+        columns = {name: Column.of([getattr(s, name) for s in samples]) for name in _COLUMNS}
+        if any(sample.labels is not None for sample in samples):
+            columns["labels"] = Column.of([_scored(sample) for sample in samples])
+        loss_inputs = {name: Column.of([s.loss_inputs[name] for s in samples]) for name in self.names}
+        lengths = np.array([len(sample) for sample in samples])
+        return _rows, (list(self.samples), lengths, columns, loss_inputs, self.trees, self.multiple_of)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -74,6 +113,24 @@ class Batch:
     @property
     def num_target_tokens(self) -> int:
         return sum(sample.num_targets for rows in self.ranks for sample in rows.samples.values())
+
+
+def _rows(
+    ids: Sequence[int],
+    lengths: np.ndarray,
+    columns: Mapping[str, Column],
+    loss_inputs: Mapping[str, Column],
+    trees: tuple[Tree, ...],
+    multiple_of: int,
+) -> Rows:
+    """What `Rows.__reduce__` took apart; samples are without what no row reads."""
+    inputs = {name: column.split(lengths) for name, column in loss_inputs.items()}
+    arrays = {name: column.split(lengths) for name, column in columns.items()}
+    samples: dict[int, Sample] = {}
+    for at, i in enumerate(ids):
+        own: dict[str, Any] = {name: parts[at] for name, parts in arrays.items()}
+        samples[i] = Sample(**own, loss_inputs={name: parts[at] for name, parts in inputs.items()})
+    return Rows(samples, trees, multiple_of, tuple(loss_inputs))
 
 
 def _micro_batch(

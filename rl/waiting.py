@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from rl.bounds import PositiveFloat
 
+T = TypeVar("T")
 _TICK_SECONDS = 0.05
 _LAST_LOOK_SECONDS = 0.1  # for an answer that came while the loop was blocked to be handed on
 _SHORTEST_SECONDS = 0.001
@@ -51,6 +53,17 @@ class Signal:
         """Returns once `holds()`; it is asked again after each `notify`."""
         while not holds():
             await self.wait()
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """What the function returns or raises, computed beside the event loop. A cancelled caller does not wait.
+
+    The result does not pass through the futures: those are chained in a cycle, which would keep it until the
+    next garbage collection.
+    """
+    results: list[T] = []
+    await asyncio.to_thread(lambda: results.append(function()))
+    return results.pop()
 
 
 async def together(parts: Iterable[Coroutine]) -> None:

@@ -1,5 +1,7 @@
 import pickle
+import pickletools
 import tracemalloc
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -100,8 +102,36 @@ def test_a_rank_is_sent_its_own_samples_alone():
     parts = [pickle.loads(pickle.dumps(batch.for_rank(rank))) for rank in range(2)]
     assert sorted([*parts[0].ranks[0].samples, *parts[1].ranks[1].samples]) == [0, 1, 2, 3, 4]
     assert sum(part.num_target_tokens for part in parts) == batch.num_target_tokens
-    for rank, part in enumerate(parts):
-        assert len(part.ranks[1 - rank]) == 0
-        for ours, theirs in zip(batch.ranks[rank], part.ranks[rank], strict=True):
-            assert ours.tokens.tolist() == theirs.tokens.tolist()
-            assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()
+    assert [len(parts[0].ranks[1]), len(parts[1].ranks[0])] == [0, 0]
+
+
+@pytest.mark.parametrize("with_labels", [False, True])
+@pytest.mark.parametrize("one_weight", [False, True])
+def test_rows_are_the_same_in_another_process(with_labels, one_weight):
+    rng = np.random.default_rng(0)
+    samples = []
+    for size in (3, 7, 2, 1, 0, 5, 4):
+        values = [rng.random(size, np.float32) for _ in range(4)]
+        weights = np.broadcast_to(np.float32(1 / (1 + size)), size) if one_weight else values[2]
+        inputs = {"ref_logprobs": values[3]} | ({"of_some": values[3]} if size == 3 else {})
+        labels = rng.integers(0, 50, size) if with_labels and size % 2 else None
+        tokens = rng.integers(0, 3, size).astype(np.int32 if size % 2 else np.int64)
+        mask = rng.random(size) < 0.7
+        samples.append(Sample(tokens, mask, *values[:2], weights, inputs, "a name", labels))
+    batch = pack(samples, num_ranks=3, max_tokens=8, multiple_of=4, share_prefixes=True)
+    for rank in range(3):
+        theirs = pickle.loads(pickle.dumps(batch.for_rank(rank))).ranks[rank]
+        for ours, copy in zip(batch.ranks[rank], theirs, strict=True):
+            assert list(ours.loss_inputs) == list(copy.loss_inputs) == ["ref_logprobs"]
+            for name in (f.name for f in fields(ours) if f.name != "loss_inputs"):
+                a, b = getattr(ours, name), getattr(copy, name)
+                assert a.dtype == b.dtype and a.tolist() == b.tolist()
+            assert ours.loss_inputs["ref_logprobs"].tolist() == copy.loss_inputs["ref_logprobs"].tolist()
+
+
+def test_a_batch_of_many_samples_is_sent_as_a_few_arrays():
+    samples = [sample(4) for _ in range(1000)]
+    message = pickle.dumps(pack(samples, max_tokens=100).for_rank(0))
+    made = sum(opcode.name == "REDUCE" for opcode, _, _ in pickletools.genops(message))
+    assert made < 30  # holds: exact, arrays and their types
+    assert len(message) < 60 * 4000  # holds: exact, bytes of arrays, and 25 for each sample's place

@@ -1,7 +1,9 @@
 """Tokens are arrays from the generator to what is trained on."""
 
 import asyncio
+import gc
 import pickle
+import threading
 import tracemalloc
 
 import hypothesis.strategies as st
@@ -42,9 +44,11 @@ class Generator:
         return [pickle.loads(message) for message in messages]
 
 
+@pytest.mark.parametrize("num_at_once", [1, 10**6])
 @pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean"])
-def test_rollouts_and_what_is_trained_on_take_under_16_bytes_a_token(loss_agg):
-    """The prompt's tokens are a group's own, and are not counted."""
+def test_rollouts_and_what_is_trained_on_take_under_16_bytes_a_token(monkeypatch, loss_agg, num_at_once):
+    """In a thread too. The prompt's tokens are a group's own, and are not counted."""
+    monkeypatch.setattr("rl.controller.training_batch._MANY_TOKENS", num_at_once)
     algorithm = quickstart().algorithm
     object.__setattr__(algorithm, "loss_agg", loss_agg)
     prompt = Prompt(Problem("1", "q", "a"), tuple(range(1000, 3000)))
@@ -54,12 +58,34 @@ def test_rollouts_and_what_is_trained_on_take_under_16_bytes_a_token(loss_agg):
     try:
         rollouts = asyncio.run(Env().drive(prompt, 4, context))
         groups = [Group(0, tuple(rollouts), tuple(map(Score, (0.0, 1.0, 0.0, 1.0))))]
+        gc.disable()
         batch = asyncio.run(build_training_batch(groups, algorithm, {}))
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
+        gc.enable()
         tracemalloc.stop()
     assert len(batch.groups[0].samples) == 4
     assert num_bytes / (4 * (NUM_TOKENS + 2000)) < 16  # holds: exact, bytes of arrays
+
+
+def test_long_texts_are_decoded_beside_the_event_loop():
+    asked, may_end = threading.Event(), threading.Event()
+
+    class SlowTokenizer:
+        def decode(self, tokens):
+            asked.set()
+            assert may_end.wait(10)
+            return "text"
+
+    async def main():
+        context = RolloutContext(Generator(), SlowTokenizer(), SamplingParams(NUM_TOKENS), 10**6)
+        driving = asyncio.create_task(Env().drive(Prompt(Problem("1", "q", "a"), (5,)), 1, context))
+        while not asked.is_set():
+            await asyncio.sleep(0.001)
+        may_end.set()
+        assert [rollout.response for rollout in await driving] == ["text"]
+
+    asyncio.run(main())
 
 
 segments = st.lists(

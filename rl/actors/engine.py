@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
 from rl.processes import is_gone, is_stopped, kill_processes
 from rl.types import LoRA, OptimParams, Sample
-from rl.waiting import Deadlines, beside
+from rl.waiting import Deadlines, beside, in_thread
+
+_MANY = 256
+"""Samples; to pack fewer takes a few milliseconds."""
 
 
 class EngineHandle:
@@ -117,16 +121,18 @@ class EngineHandle:
     async def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack.
 
-        In a thread, which a cancelled caller does not wait for: it changes nothing, and its batch is dropped.
+        Many are packed in a thread, which a cancelled caller does not wait for: it changes nothing, and its
+        batch is dropped.
         """
         assert self.config.max_seq_len is not None  # config.json's own limit is not known here
-        return await asyncio.to_thread(
+        plan = partial(
             pack,
             samples,
             max_tokens=self.config.max_seq_len,
             samples_per_unit=samples_per_unit,
             **self._packing,
         )
+        return plan() if len(samples) < _MANY else await in_thread(plan)
 
     async def ready(self) -> None:
         self._caller.processes = tuple(await self._every("ready", kind="start"))

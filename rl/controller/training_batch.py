@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from rl.loss.advantages.base import Trajectory
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
 from rl.types import Group, Sample
+from rl.waiting import in_thread
 
 Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
 """Loss input -> who computes it: the samples -> [T] each. "old_logprobs", "ref_logprobs", "values"."""
@@ -92,29 +93,47 @@ class TrainingBatch:
 
 
 _Groups = list[list[Member]]
+_T = TypeVar("_T")
+
+_MANY_ROLLOUTS, _MANY_TOKENS = 128, 200_000
+"""Fewer take a few milliseconds."""
 
 
 async def build_training_batch(
     groups: Sequence[Group], algorithm: Algorithm, scorers: Scorers
 ) -> TrainingBatch:
-    """Forward passes all run at the same time.
+    """Forward passes all run at the same time. A large batch is computed in threads, beside the event loop.
 
-    Where the advantages allow it, they run only for samples that will learn.
+    Where the advantages allow it, forward passes run only for samples that will learn.
     """
-    members = [_usable(group, algorithm) for group in groups]
+    num_rollouts = sum(len(group.rollouts) for group in groups)
+    num_tokens = sum(sum(rollout.turn_lengths) for group in groups for rollout in group.rollouts)
+    is_large = num_rollouts >= _MANY_ROLLOUTS or num_tokens >= _MANY_TOKENS
+
+    async def compute(function: Callable[[], _T]) -> _T:
+        return await in_thread(function) if is_large else function()
+
+    members = await compute(lambda: [_usable(group, algorithm) for group in groups])
     if algorithm.advantages_need_forward:
         members = await _with_forward_passes(members, scorers)
+    counted, learning, means = await compute(lambda: _with_advantages(members, algorithm))
+    if not algorithm.advantages_need_forward:
+        learning = await _with_forward_passes(learning, scorers)
+    made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
+    return TrainingBatch(made, list(groups), means=means)
+
+
+def _with_advantages(
+    members: _Groups, algorithm: Algorithm
+) -> tuple[_Groups, _Groups, dict[str, tuple[float, int]]]:
+    """Those that count in the mean, those of them that learn, and metrics."""
     members, means = _with_rewards(members, algorithm)
     if algorithm.reads_rewards:
         members = estimate_advantages(members, algorithm)
         nonzero = [m.has_advantages for group in members for m in group]
         means["advantages/nonzero"] = float(sum(nonzero)), len(nonzero)
     counted = [[m for m in group if not algorithm.shaping.drops(m.rollout.stop)] for group in members]
-    learning = _with_gradient(counted, algorithm)
-    if not algorithm.advantages_need_forward:
-        learning = await _with_forward_passes(learning, scorers)
-    made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
-    return TrainingBatch(made, list(groups), means=means)
+    return counted, _with_gradient(counted, algorithm), means
 
 
 def _usable(group: Group, algorithm: Algorithm) -> list[Member]:

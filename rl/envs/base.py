@@ -12,6 +12,10 @@ from rl.fields import kind
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.sequences import lay_out
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason, Verdict
+from rl.waiting import in_thread
+
+_LONG = 4096
+"""Tokens of a group that are decoded in a thread: they take over a millisecond."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -133,17 +137,24 @@ class Env:
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         """Walk the policy through the problem n times. For tools or several turns, see ChatEnv."""
-        given = Segment.given(prompt.tokens)
-        return [
-            Rollout(
-                problem=prompt.problem,
-                segments=lay_out([given, Segment(completion.tokens, True, completion.logprobs)]),
-                response=context.tokenizer.decode(completion.tokens.tolist()),
-                stop=completion.stop,
-                versions=completion.versions,
-            )
-            for completion in await context.sampler.sample(prompt.tokens, n, context.params)
-        ]
+        completions = await context.sampler.sample(prompt.tokens, n, context.params)
+
+        def rollouts() -> list[Rollout]:
+            given = Segment.given(prompt.tokens)
+            return [
+                Rollout(
+                    problem=prompt.problem,
+                    segments=lay_out([given, Segment(completion.tokens, True, completion.logprobs)]),
+                    response=context.tokenizer.decode(completion.tokens.tolist()),
+                    stop=completion.stop,
+                    versions=completion.versions,
+                )
+                for completion in completions
+            ]
+
+        if sum(len(completion.tokens) for completion in completions) < _LONG:
+            return rollouts()
+        return await in_thread(rollouts)
 
 
 @lru_cache(maxsize=8)

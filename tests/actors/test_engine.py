@@ -75,6 +75,7 @@ def test_a_batch_is_planned_beside_the_event_loop_and_dropped_where_its_caller_i
         return samples
 
     monkeypatch.setattr("rl.actors.engine.pack", slow_pack)
+    monkeypatch.setattr("rl.actors.engine._MANY", 1)
 
     async def main():
         trainer = engine(Rank())

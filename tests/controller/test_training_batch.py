@@ -3,6 +3,7 @@
 # holds: exact
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -130,3 +131,23 @@ def test_a_branched_rollout_weighs_as_one_sequence_and_its_turns_have_their_own_
     assert weights == pytest.approx([0.5, 0.5])  # 3 of 6 tokens each
     rollout, score = forked(1.0, Rewards(turns=(0.25, 0.5, 0.25)))
     assert scatter_reward(rollout, score).tolist() == [0, 0.25, 0.5, 0, 0, 0.25]
+
+
+def test_advantages_of_a_large_batch_are_computed_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr("rl.controller.training_batch._MANY_ROLLOUTS", 2)
+    asked, may_end = threading.Event(), threading.Event()
+
+    def slow_estimator(groups):
+        asked.set()
+        assert may_end.wait(10)
+        return [[0.0] * len(members) for members in groups]
+
+    async def main():
+        algorithm = replace(quickstart().algorithm, advantages=slow_estimator)
+        building = asyncio.create_task(build_training_batch([group(0, 1)], algorithm, {}))
+        while not asked.is_set():
+            await asyncio.sleep(0.001)
+        may_end.set()
+        assert len((await building).groups) == 1
+
+    asyncio.run(main())
