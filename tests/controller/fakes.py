@@ -26,6 +26,7 @@ from rl.controller.updaters import scorers
 from rl.loss.base import TokenInputs
 from rl.models.checkpoint_dir import prune
 from rl.models.tokenizer import HFTokenizer
+from rl.observability.batches import write_batch
 from rl.observability.timeline import Timeline
 from rl.types import POLICY, Completion, Score, StopReason, VersionRange
 from rl.waiting import Deadlines
@@ -262,8 +263,9 @@ class QuietRecorder(SimpleNamespace):
     def evaluation(self, step, metrics, groups, pause=True):
         self.evaluations[step] = metrics
 
-    async def keep_batch(self, *args):
+    async def keep_batch(self, step, batch, entropy_coef, keep_last):
         await asyncio.sleep(0)  # a turn, in which an interrupt may come
+        write_batch(self.run_dir, step, batch, entropy_coef, keep_last)
 
     async def flush(self):
         await asyncio.sleep(0)

@@ -273,7 +273,7 @@ def test_budgets_are_of_what_is_started_where_it_is_started(model, tmp_path, num
     )
     specs = specs_on(machine, config, tmp_path, tmp_path, without)
     assert set(specs.roles) == {"trainer", "generator", "critic", "reference", "judge", "reward"} - {*without}
-    places = place(specs.roles, num_devices=num_gpus, shared=specs.share_devices)
+    places = place(specs.roles, 8, num_devices=num_gpus, shared=specs.share_devices)
     assert max(device for where in places.values() for device in where.devices) < num_gpus
     assert specs.share_devices == (len(specs.roles) - ("reward" in specs.roles) > num_gpus)
     config = by_device(config, machine, without)

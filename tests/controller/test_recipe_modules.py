@@ -152,7 +152,7 @@ def test_a_files_name_may_have_dots(tmp_path):
     load_recipe(write(tmp_path / "other", 2.0))
     env = cloudpickle.loads(cloudpickle.dumps(config.env))
     assert name == "mine" and env.reward(None, None, None) == 1.0
-    assert not [name for name in sys.modules if "second" in name]
+    assert not [name for name in sys.modules if name.split(".")[-1] == "second"]
 
 
 def test_a_recipes_name_is_its_path_and_its_function():

@@ -67,6 +67,9 @@ class Pickling:
     def __init__(self, seen, key):
         self.seen, self.key = seen, key
 
+    def __getattr__(self, name):
+        return getattr(cloudpickle, name)
+
     def dump(self, content, file):
         self.seen.setdefault(self.key, set()).add(threading.get_ident())
         cloudpickle.dump(content, file)

@@ -9,9 +9,11 @@ import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
+from rl.actors import engine
 from rl.actors.actors import Actors, Revival
 from rl.actors.engine import EngineHandle
 from rl.actors.generator import GeneratorProcesses
@@ -23,6 +25,7 @@ from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess
 from rl.actors.trainer import TrainerHandle
 from rl.cluster.machine import this_machine
+from rl.controller import training_batch
 from rl.controller.config import RunConfig
 from rl.controller.device_defaults import by_device
 from rl.controller.recovery import train_and_export
@@ -188,6 +191,7 @@ class World:
     fail_on: tuple | None = None
     mismatch: float = 0.0  # nats a token between trainer and generator
     slow: dict[str, float] = field(default_factory=dict)  # part of "process.method" -> times as slow
+    in_threads: bool = False  # what only large batches are computed in
     seed: int = 0
     meshes: dict[str, FakeMesh] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)  # roles whose processes never start again
@@ -287,6 +291,12 @@ class World:
 
     async def run(self) -> None:
         """As `launch` and `run_recipe` do it."""
+        if not self.in_threads:
+            return await self._run()
+        with patch.object(engine, "_MANY", 0), patch.object(training_batch, "_MANY_ROLLOUTS", 0):
+            await self._run()
+
+    async def _run(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = HFTokenizer(self.config.model.materialize(self.run_dir))
         actors, revival = self.actors()
