@@ -1,7 +1,6 @@
 """EngineHandle: all ranks of an engine as one: the trainer's, the critic's, the reference's."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from rl.models.engine_config import EngineConfig
 from rl.observability.timeline import Timeline
 from rl.processes import is_gone, is_stopped, kill_processes
 from rl.types import LoRA, OptimParams, Sample
-from rl.waiting import Deadlines, beside, in_thread
+from rl.waiting import Deadlines, beside, in_thread, loop_seconds
 
 _MANY = 256
 """Samples; to pack fewer takes a few milliseconds."""
@@ -91,13 +90,13 @@ class EngineHandle:
 
     async def _watch(self, method: str) -> None:
         """Raises EngineDied where a rank is stopped, which nobody else would notice before the deadline."""
-        limit, running = self._deadlines.progress, time.monotonic()
+        limit, running = self._deadlines.progress, loop_seconds()
         while True:
             await asyncio.sleep(1.0)
             stopped = [process for process in self._caller.processes if is_stopped(process)]
             if not stopped:
-                running = time.monotonic()
-            if time.monotonic() - running > limit:
+                running = loop_seconds()
+            if loop_seconds() - running > limit:
                 raise EngineDied(
                     f"{self.name} is stopped in {method} (pid {stopped[0].pid} on {stopped[0].host}, for "
                     f"over {limit:.0f} s); continue it with kill -CONT, or raise --deadlines.progress"

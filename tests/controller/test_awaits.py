@@ -23,6 +23,7 @@ from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
 from rl.models.layout import Layout
 from rl.types import LoRA
+from rl.waiting import Deadlines
 from tests.controller.awaits import Await, awaits, waiting
 from tests.controller.whole_run import World
 from tests.virtual_time import VirtualLoop
@@ -61,6 +62,7 @@ def base(recipe=quickstart, **changes):
     settings = replace(
         recipe(), env=SortLetters(num_eval=2), warmup=WarmupConfig(steps=1, batch_size=2), steps=3,
         save_every=2, prompts_per_step=2, group_size=2, eval_every=2, max_logprob_diff=1e9,
+        deadlines=Deadlines(start=30, load=60, progress=12, train=180, sync=60, checkpoint=180),
     )  # fmt: skip
     return replace(settings, **changes)
 
@@ -88,7 +90,7 @@ LONG_EVALUATION = replace(ASYNC, eval_every=1, steps=4)
 DRAINED = replace(ASYNC, generator=replace(ASYNC.generator, updates="drain"))
 EPISODES = replace(
     calculator(), env=replace(calculator().env, num_eval=2), warmup=WarmupConfig(), steps=2,
-    prompts_per_step=2, group_size=2, eval_every=2, max_logprob_diff=1e9,
+    prompts_per_step=2, group_size=2, eval_every=2, max_logprob_diff=1e9, deadlines=SYNC.deadlines,
 )  # fmt: skip
 SLOW_LOADS = {
     "num_generators": 2,
