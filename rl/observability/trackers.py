@@ -61,8 +61,8 @@ class RemoteRun:
         except (ValueError, TypeError, KeyError) as error:
             raise RunError(f"{self._path} is broken ({error}); remove it to begin another run") from error
 
-    def begin(self, number: str) -> None:
-        self.id = number
+    def begin(self, run_id: str) -> None:
+        self.id = run_id
         self._write()
 
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -139,9 +139,10 @@ def test_the_loop_goes_on_while_failed_rollouts_of_many_tokens_are_written(tmp_p
     """1,000 of 32k tokens: what the loop's thread does for them is to choose; each lump of text is short."""
     tokens = list(range(32768))
     failed = Score(0.0, "ValueError: x", cause="raised")
-    made = group(*[failed] * 1000)
+    failures = group(*[failed] * 1000)
     segments = (Segment(tokens, True, [-0.5] * len(tokens)),)
-    made = replace(made, rollouts=tuple(replace(r, segments=segments) for r in made.rollouts))
+    rollouts = tuple(replace(rollout, segments=segments) for rollout in failures.rollouts)
+    failures = replace(failures, rollouts=rollouts)
     lumps, threads, dumps = [], set(), json.dumps
 
     def watched(value, **options):
@@ -152,7 +153,7 @@ def test_the_loop_goes_on_while_failed_rollouts_of_many_tokens_are_written(tmp_p
     async def main():
         async with Recorder(tmp_path, 9, Timeline(), Sinks({}), num_rollouts=0) as recorder:
             monkeypatch.setattr(rollout_log.json, "dumps", watched)
-            recorder._files.write_rollouts(1, "train", [made], lambda _: ())
+            recorder._files.write_rollouts(1, "train", [failures], lambda _: ())
             await recorder.flush()
             monkeypatch.undo()
 
@@ -160,3 +161,14 @@ def test_the_loop_goes_on_while_failed_rollouts_of_many_tokens_are_written(tmp_p
     assert threading.get_ident() not in threads and max(lumps) == 1024
     whole = read_whole_rollouts(tmp_path, "train", 1)
     assert len(whole) == MAX_FAILED and whole[0]["branches"][0][0]["tokens"] == tokens
+
+
+def test_a_batch_may_have_a_class_of_the_recipes(tmp_path):
+    class Shelf:
+        books = 3
+
+    for step in (1, 2, 3):
+        batches.write_batch(tmp_path, step, {"metadata": Shelf()}, 0.5, keep_last=2)
+    content, entropy_coef = batches.read_batch(tmp_path, 3)
+    assert content["metadata"].books == 3 and entropy_coef == 0.5
+    assert [batches.has_batch(tmp_path, step) for step in (1, 2, 3)] == [False, True, True]

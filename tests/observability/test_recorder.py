@@ -112,8 +112,8 @@ def test_a_disk_that_hangs_ends_the_run_with_its_name(tmp_path, monkeypatch, fai
 
     with pytest.raises(ValueError if fails else RunError) as raised:
         asyncio.run(main())
-    said = out.getvalue() if fails else str(raised.value)
-    assert f"{tmp_path} has not taken what was written within 0 s: the ends of metrics.jsonl" in said
+    message = out.getvalue() if fails else str(raised.value)
+    assert f"{tmp_path} has not taken what was written within 0 s: the ends of metrics.jsonl" in message
     gate.set()
 
 

@@ -1,8 +1,10 @@
 """A thread that writes: order, bounds, deadlines, and whatever a job raises."""
 
 import asyncio
+import random
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 
 import pytest
 
@@ -40,6 +42,53 @@ def test_jobs_run_in_their_order_in_one_other_thread():
     asyncio.run(main())
     assert [i for i, _ in seen] == list(range(51))
     assert len({thread for _, thread in seen} - {threading.get_ident()}) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_taken_is_done_once_and_in_order_whatever_comes(seed):
+    """Any mixture of calls, jobs that raise, and moments at which the thread stands still."""
+    rng = random.Random(seed)
+    taken, done, num_errors = [], [], 0
+
+    async def main():
+        nonlocal num_errors
+        writer, gate = Writer("it", 5), threading.Event()
+        gate.set()
+        for i in range(200):
+            fails = rng.random() < 0.1
+
+            def job(i=i, fails=fails):
+                gate.wait()
+                done.append(i)
+                if fails:
+                    raise OSError(i)
+
+            size = rng.randrange(4)
+            try:
+                match rng.choice(("put", "offer", "run", "stop", "go")):
+                    case "put":
+                        writer.put(job, size)
+                        taken.append((i, fails))
+                    case "offer" if writer.offer(job, size):
+                        taken.append((i, fails))
+                    case "run" if gate.is_set():
+                        taken.append((i, fails))
+                        await writer.run(job, 20)
+                    case "stop":
+                        gate.clear()
+                    case "go":
+                        gate.set()
+            except OSError:
+                num_errors += 1
+            except RunError as error:
+                assert "does not keep up" in str(error)
+        gate.set()
+        with suppress(OSError):
+            assert await writer.close(nothing, 20) == 0
+
+    asyncio.run(main())
+    assert done == [i for i, _ in taken]
+    assert num_errors <= sum(fails for _, fails in taken)
 
 
 @pytest.mark.parametrize("error", [*RAISED, *EXITS], ids=lambda error: type(error).__name__)
