@@ -29,6 +29,7 @@ from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import SharingWatch
 from rl.paths import lock_directory
+from rl.waiting import give_way_often
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SIGNAL_SECONDS = 1.0
@@ -107,6 +108,7 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool) -
 
 async def run_recipe(recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False) -> None:
     """From the first process to the last file. in_place: the directory holds the run's earlier steps."""
+    give_way_often()
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
