@@ -30,6 +30,7 @@ from rl.observability.timeline import Timeline
 from rl.observability.watches import SharingWatch
 from rl.paths import lock_directory
 from rl.processes import on_interrupt
+from rl.waiting import give_way_often
 
 _SAME_SIGNAL_SECONDS = 1.0
 
@@ -116,6 +117,7 @@ async def run_recipe(
 
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
     """
+    give_way_often()
     take_over_weights(config, run_dir)
     model_dir = config.model.materialize(run_dir)
     tokenizer = HFTokenizer(model_dir)
