@@ -43,8 +43,10 @@ def test_the_last_living_generator_dies_between_steps_and_its_successors_as_they
     victim, rng = Victim(setting, tmp_path / "killed"), random.Random(0)
     for number in range(KILLS):
         victim.wait_for_step(number + 1)
+        while not victim.kill(("generator-0",), signal.SIGKILL):  # the one before it died, and it is on its way
+            assert not victim.is_over, victim.output()[-3000:]
+            time.sleep(0.02)
         known = psutil.Process(victim.process.pid).children()
-        assert victim.kill(("generator-0",), signal.SIGKILL)
         if number % (KILLS // BIRTHS) == 0:
             child = born_after(victim, known)
             time.sleep(rng.random())
