@@ -1,5 +1,6 @@
 """Waits that had no end: each run here is the run that nothing happened to, or ends and says what died."""
 
+import contextlib
 import os
 import random
 import signal
@@ -18,16 +19,25 @@ KILLS, BIRTHS = 20, 10
 PER_KILL = 40.0  # seconds for a generator to start again, twice where the first one dies young
 
 
-def born_after(victim, known):
-    """The next process of a mesh, while it has written to no log yet."""
+def meshes(victim):
+    """The meshes that the children of the controller are of, with a process of each."""
+    found = {}
+    for child in psutil.Process(victim.process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            if mesh := child.environ().get("RL_MESH"):
+                found[mesh] = child
+    return found
+
+
+def kill_the_next_born(victim, known, seconds):
+    """A process of a mesh that was not there before, so many seconds after it was seen first."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        for child in psutil.Process(victim.process.pid).children():
-            try:
-                if child not in known and "RL_MESH" in child.environ():
-                    return child
-            except psutil.Error:
-                continue
+        for mesh, child in meshes(victim).items():
+            if mesh not in known:
+                time.sleep(seconds)
+                child.kill()
+                return
         time.sleep(0.02)
     raise AssertionError(f"nothing is spawned: {victim.output()[-3000:]}")
 
@@ -43,14 +53,13 @@ def test_the_last_living_generator_dies_between_steps_and_its_successors_as_they
     victim, rng = Victim(setting, tmp_path / "killed"), random.Random(0)
     for number in range(KILLS):
         victim.wait_for_step(number + 1)
-        while not victim.kill(("generator-0",), signal.SIGKILL):  # the one before it died, and it is on its way
+        # The one before it may have died a moment ago, and this one be on its way.
+        while not victim.kill(("generator-0",), signal.SIGKILL):
             assert not victim.is_over, victim.output()[-3000:]
             time.sleep(0.02)
-        known = psutil.Process(victim.process.pid).children()
+        known = meshes(victim)
         if number % (KILLS // BIRTHS) == 0:
-            child = born_after(victim, known)
-            time.sleep(rng.random())
-            child.kill()
+            kill_the_next_born(victim, known, rng.random())
     victim.process.wait(SECONDS)
     wrong = differences(setting, victim.outcome(), whole)
     assert not wrong, wrong
