@@ -19,7 +19,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from rl.errors import RunError
 from rl.types import Group, PolicyVersion
 from rl.waiting import Signal
 
@@ -91,7 +93,8 @@ class RolloutBuffer:
         self._in_step: list[Finished] = []  # what the step that was taken last consists of, filtered too
         self._spare: list[Finished] = []  # finished since the batch before, and not worth a place
         self._tasks: set[asyncio.Task] = set()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
+        self._is_closed = False
         self._changed = Signal()
         self.ends: Counter[str] = Counter()
         self._again: list[int] = []  # started before, and to be started again
@@ -184,6 +187,7 @@ class RolloutBuffer:
         return {"buffer/running": len(self._running), "buffer/finished": len(self._finished)}
 
     def close(self) -> None:
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
 
@@ -201,7 +205,7 @@ class RolloutBuffer:
             self._running_since[self._served] += 1
             task = asyncio.create_task(self._run(self._running[index]))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._ended, index))
 
     @property
     def _num_started(self) -> int:
@@ -220,10 +224,8 @@ class RolloutBuffer:
     async def _run(self, prompt: _Prompt) -> None:
         try:
             group = await self._generate(prompt.index, prompt.begun)
-        except Exception as error:  # ends the run: whoever takes the next batch hears of it
-            self._failure = self._failure or error
-            self._changed.notify()
-            return
+        except Exception as error:
+            return self._fail(error)
         del self._running[prompt.index]
         self._running_since -= Counter([prompt.begun])  # keeps no zeros
         finished = Finished(prompt.index, prompt.begun, group)
@@ -232,6 +234,17 @@ class RolloutBuffer:
         else:
             self._spare.append(finished)
             self._start()
+        self._changed.notify()
+
+    def _ended(self, index: int, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() and not self._is_closed:
+            why = "its environment cancels it, or a library of that: let no CancelledError out"
+            self._fail(RunError(f"prompt {index} was cancelled before its end; {why}"))
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the run: whoever takes the next batch hears of it."""
+        self._failure = self._failure or error
         self._changed.notify()
 
     def _is_kept(self, group: Group) -> bool:

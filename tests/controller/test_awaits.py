@@ -143,6 +143,14 @@ def _do(world: World, what: str, task: asyncio.Task) -> None:
             world.kill(role, for_good=True)
         case "hangs":
             world.hang(role)
+        case "is cancelled":  # by a library that an environment uses
+            prompts = [
+                t
+                for t in asyncio.all_tasks(task.get_loop())
+                if t.get_coro().__qualname__ == "RolloutBuffer._run"
+            ]
+            for prompt in sorted(prompts, key=asyncio.Task.get_name)[:1]:
+                prompt.cancel()
         case "and trainer die":  # as a signal to a whole job
             task.cancel()
             world.kill("trainer")
@@ -228,7 +236,7 @@ def happen(
 
 ROLES = ("trainer", "critic", "reference", "generator", "reward")
 EVENTS = [f"{role} {how}" for role in ROLES for how in ("dies", "dies for good", "hangs")]
-EVENTS += ["interrupt", "interrupt and trainer die"]
+EVENTS += ["interrupt", "interrupt and trainer die", "prompt is cancelled"]
 _LIMIT = 1.5 * sum(vars(SYNC.deadlines).values())
 """Virtual seconds: a run may wait for one deadline after the other."""
 
@@ -246,7 +254,7 @@ def check(scenario: Scenario, at: Await, what: str, directory, undisturbed: Outc
         return
     if role == "interrupt":
         assert isinstance(error, asyncio.CancelledError), f"the interrupt is forgotten: {error}"
-    elif what.endswith(("for good", "hangs")):  # what hangs may have been given too little time
+    elif what.endswith(("for good", "hangs", "cancelled")):  # what hangs may have been given too little time
         assert error is None or role in str(error), error
     else:
         assert error is None, error
@@ -287,7 +295,7 @@ def _cases(reached, undisturbed):
     for place, name in reached.items():
         meshes = {mesh.split("-")[0] for mesh in undisturbed[name].world.meshes}
         for what in EVENTS:
-            if what.split()[0] in (*meshes, "interrupt"):
+            if what.split()[0] in (*meshes, "interrupt", "prompt"):
                 yield name, place, what
 
 

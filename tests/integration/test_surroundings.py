@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import termios
 import time
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,18 +54,18 @@ def temporary():
 @pytest.fixture
 def strangers():
     """What other programs and users have in shared memory, under names like a run's. They stay as they are."""
-    folders = [
-        SHARED_MEMORY / f"rl-{name}" for name in ("data-cache", "4194305-0123abcd-run", f"{os.getuid() + 1}")
-    ]
+    mark = uuid.uuid4().hex[:8]
+    names = (f"data-cache-{mark}", f"4194305-{mark}-run", f"{os.getuid() + 1 + int(mark, 16)}")
+    folders = [SHARED_MEMORY / f"rl-{name}" for name in names]
     for folder in folders:
         folder.mkdir()
         (folder / "data").write_text("theirs")
-    yield
-    kept = [(folder / "data").read_text() for folder in folders]
-    for folder in folders:
-        (folder / "data").unlink()
-        folder.rmdir()
-    assert kept == ["theirs"] * 3
+    try:
+        yield
+        assert [(folder / "data").read_text() for folder in folders] == ["theirs"] * 3
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
