@@ -155,6 +155,7 @@ class Pool(Generic[R]):
         self._name = name
         self.replicas = tuple(replicas)
         self.changed = changed  # the states, or who has nothing to do
+        self._last_death = ""
 
     async def run(self) -> None:
         """Keep every replica alive, until cancelled."""
@@ -194,7 +195,9 @@ class Pool(Generic[R]):
                 num_deaths += 1
                 if num_deaths == max_deaths:
                     raise
-                _log.warning("%s; its work goes to another %s", death, self._name)
+                if str(death) != self._last_death:  # each that waited for it comes here
+                    self._last_death = str(death)
+                    _log.warning("%s; its work goes to another %s", death, self._name)
 
     def check_alive(self) -> None:
         """Raises ProcessDied once all are dead for good."""
