@@ -95,6 +95,7 @@ def answers(turns, cancelled):
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.sleep(1)  # what was given up is told to the decoder
 
     with ThreadPoolExecutor(1) as thread:
         return run_virtually(main(thread)), decoder.admitted
