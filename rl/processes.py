@@ -43,7 +43,9 @@ def mark_descendants() -> None:
     The mark is a limit of so many microseconds that nothing reaches, on what only real-time processes have.
     """
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_RTTIME, (_MARK, resource.getrlimit(resource.RLIMIT_RTTIME)[1]))
+        _, most = resource.getrlimit(resource.RLIMIT_RTTIME)
+        with suppress(ValueError, OSError):  # a lower limit is set: they are known by other facts alone
+            resource.setrlimit(resource.RLIMIT_RTTIME, (_MARK, most))
 
 
 class Reaper:

@@ -59,7 +59,7 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """One after the other. Not a copy where they are all the parts of one buffer, in their order."""
     filled = [array for array in arrays if len(array)]
     buffer = filled[0].base if filled else None
-    if isinstance(buffer, np.ndarray) and all(array.base is buffer for array in filled):
+    if isinstance(buffer, np.ndarray) and all(a.base is buffer and a.dtype == buffer.dtype for a in filled):
         place = _address(buffer)
         for array in filled:
             if _address(array) != place or array.strides != buffer.strides:

@@ -91,6 +91,15 @@ asyncio.run(main())
 """
 
 
+def test_a_lower_limit_than_the_mark_is_left_as_it_is():
+    code = (
+        "import resource; from rl.processes import mark_descendants; limit = (10**6, 10**6); "
+        "resource.setrlimit(resource.RLIMIT_RTTIME, limit); mark_descendants(); "
+        "assert resource.getrlimit(resource.RLIMIT_RTTIME) == limit"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_adopted_zombies_are_reaped_and_no_status_is_stolen():
     ended = subprocess.run([sys.executable, "-c", ADOPTS], capture_output=True, text=True, timeout=60)
     assert ended.stdout.split("\n")[:3] == ["[]", "[7, 7] [7, 7]", "[7, 7]"], ended.stderr

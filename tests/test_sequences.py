@@ -105,6 +105,12 @@ def test_segments_side_by_side_are_the_same_and_joined_without_a_copy(segments):
         assert copies or not len(whole) or any(segment.tokens.base is whole for segment in placed)
 
 
+def test_a_buffer_is_not_given_back_as_numbers_of_another_type():
+    buffer = np.arange(4, dtype=np.int32)
+    parts = [buffer[:2].view(np.float32), buffer[2:].view(np.float32)]
+    assert joined(parts).dtype == np.float32
+
+
 @given(segments, st.randoms(use_true_random=False))
 def test_other_parts_of_one_buffer_are_not_taken_for_all_of_it(segments, random):
     placed = list(lay_out(segments))

@@ -25,7 +25,7 @@ class Births:
     """Of one mesh, which may be spawned again and again under its name."""
 
     def __init__(self, name: str):
-        self._caller = Caller(name, f"logs/{name}*.log of the run")
+        self._name = name
         self._mesh = ""
         self._num_procs = 0
         self._born: list[psutil.Process] = []
@@ -33,6 +33,7 @@ class Births:
     def expect(self, num_procs: int) -> Mapping[str, str]:
         """What the processes of the next spawn must have in their environment."""
         self._mesh, self._num_procs, self._born = f"{os.getpid()}-{next(_NUMBERS)}", num_procs, []
+        self._caller = Caller(self._name, f"logs/{self._name}*.log of the run")  # counts deaths from here on
         return {_VARIABLE: self._mesh}
 
     async def watching(self, starting: Awaitable[T]) -> T:
@@ -46,7 +47,7 @@ class Births:
             await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.sleep(_PATIENCE_SECONDS)
         where = f"pid {process.pid} on {process.host}"
-        raise ProcessDied(self._caller.death(self._caller.name, verb, where))
+        raise ProcessDied(self._caller.death(self._name, verb, where))
 
     def _one_that_is_gone(self) -> ProcessInfo | None:
         if len(self._born) < self._num_procs:

@@ -1,5 +1,6 @@
 """Recorder: everything a run leaves behind in its directory, and what one sees while it runs."""
 
+import asyncio
 import json
 import math
 import sys
@@ -61,18 +62,18 @@ class Recorder:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Files first, then sinks; each has a deadline, and what is lost is said."""
+        """Files first, then sinks, interrupted or not; each has a deadline, and what is lost is said."""
         if self._out.isatty():
             print(file=self._out)
         self._write_trace()
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             await self._files.close(in_haste=kind is not None)
-        except Exception as raised:
+        except (Exception, asyncio.CancelledError) as raised:
             failure = raised
         self._say(self._files.take_lines())
         self._say(await self._sinks.close(failed=kind is not None or failure is not None))
-        if failure is not None and kind is None:
+        if failure is not None and (kind is None or isinstance(failure, asyncio.CancelledError)):
             raise failure
         if failure is not None:
             self._say([str(failure)])

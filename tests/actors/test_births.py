@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
+from rl import out_of_memory
 from rl.actors import births as module
 from rl.actors.births import Births
 from rl.actors.remote import ProcessDied
@@ -69,3 +71,21 @@ def test_children_of_the_processes_may_end_and_another_spawn_is_another_mesh(bir
             second.wait()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_kill_for_memory_before_the_birth_is_not_blamed(births, monkeypatch):
+    killed = 0
+    monkeypatch.setattr(out_of_memory, "num_killed", lambda: killed)
+    births.expect(1)  # the first life, in which the kernel kills another program
+    killed = 1
+
+    async def main():
+        process = spawn(births.expect(1), "import nonsense")
+        process.wait()
+        births._born = [psutil.Process()]
+        monkeypatch.setattr(module, "_lives", lambda process: False)
+        await births.watching(answer())
+
+    with pytest.raises(ProcessDied) as death:
+        asyncio.run(main())
+    assert "memory" not in str(death.value)

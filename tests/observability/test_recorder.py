@@ -95,6 +95,28 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path):
     hanging.gate.set()
 
 
+def test_an_interrupt_while_files_are_closed_leaves_no_sink_open(tmp_path, monkeypatch):
+    gate, keeping = threading.Event(), Keeping()
+    monkeypatch.setattr(JsonLines, "append", lambda self, line: gate.wait())
+
+    async def main():
+        async def body():
+            async with Recorder(
+                tmp_path, 3, Timeline(), Sinks({"x": lambda: keeping}), out=io.StringIO()
+            ) as r:
+                step(r, 1)
+
+        running = asyncio.create_task(body())
+        await asyncio.sleep(0.05)  # it waits for the disk
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+    assert keeping.closed is True  # as that of a run that failed
+    gate.set()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_disk_that_hangs_ends_the_run_with_its_name(tmp_path, monkeypatch, fails):
     gate, out = threading.Event(), io.StringIO()
