@@ -90,6 +90,8 @@ async def beside(*coroutines: Coroutine, until_done: bool = False) -> AsyncItera
             yield
             for task in running if not until_done else ():
                 task.cancel()
+            if running:  # here, not in the group's end: that leaves the task counted as cancelled before 3.13
+                await asyncio.wait(running)
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

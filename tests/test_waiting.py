@@ -4,6 +4,7 @@
 
 import ast
 import asyncio
+import contextlib
 import selectors
 import threading
 import time
@@ -16,7 +17,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.errors import RunError
-from rl.waiting import within
+from rl.waiting import beside, together, within
 
 ROOT = Path(__file__).parent.parent
 SLACK_SECONDS = 0.5  # for a last look, also in pieces
@@ -160,6 +161,29 @@ def test_nothing_of_a_deadline_stays_and_without_one_there_is_none():
                 await asyncio.sleep(1000.0)
 
     run(main())
+
+
+def test_who_waited_for_parts_of_which_one_failed_is_not_counted_as_cancelled():
+    """An interrupt is known by that count."""
+
+    async def fails(turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        raise RunError("it fails")
+
+    async def main():
+        for turns in range(4):
+            for parts in ([fails(turns)], [fails(turns), asyncio.sleep(9)], [fails(turns), fails(1)]):
+                with pytest.raises(RunError):
+                    await together(parts)
+                assert not asyncio.current_task().cancelling()
+            for body in (0, 9):
+                with contextlib.suppress(RunError):
+                    async with beside(fails(turns)):
+                        await asyncio.sleep(body)
+                assert not asyncio.current_task().cancelling()
+
+    asyncio.run(main())
 
 
 def test_who_is_cancelled_is_cancelled():

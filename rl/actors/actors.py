@@ -90,6 +90,16 @@ class Actors:
         await self.revival.restart(death)
         await self.generators.forget()
 
+    async def publish_base(self) -> None:
+        """Of an adapter: the model never changes, so this is once. Engines that die are started again."""
+        while self.store.newest(MODEL) is None:
+            try:
+                await self.store.publish(MODEL, lambda: self.trainer.publish_weights(0))
+            except EngineDied as death:
+                if self.revival is None:
+                    raise
+                await self.revival.restart(death)
+
     async def publish(self, version: PolicyVersion) -> None:
         """Make the trainer's weights the newest version; returns when they are written.
 

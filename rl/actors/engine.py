@@ -19,6 +19,7 @@ from rl.types import LoRA, OptimParams, Sample
 from rl.waiting import Deadlines, beside, in_thread, loop_seconds
 
 _MANY = 256
+_PATIENCE_SECONDS = 10.0  # for the collectives of the others to fail, and for Monarch to say why
 """Samples; to pack fewer takes a few milliseconds."""
 
 
@@ -89,10 +90,19 @@ class EngineHandle:
                 raise EngineDied(self._caller.death(who, method, where)) from error
 
     async def _watch(self, method: str) -> None:
-        """Raises EngineDied where a rank is stopped, which nobody else would notice before the deadline."""
-        limit, running = self._deadlines.progress, loop_seconds()
+        """Raises EngineDied where a rank is stopped, or is gone and the others wait for it.
+
+        Nobody else would notice before the deadline.
+        """
+        limit, running, complete = self._deadlines.progress, loop_seconds(), loop_seconds()
         while True:
             await asyncio.sleep(1.0)
+            gone = [process for process in self._caller.processes if is_gone(process)]
+            if not gone:
+                complete = loop_seconds()
+            elif loop_seconds() - complete > _PATIENCE_SECONDS:
+                where = f"pid {gone[0].pid} on {gone[0].host}"
+                raise EngineDied(self._caller.death(self.name, method, where))
             stopped = [process for process in self._caller.processes if is_stopped(process)]
             if not stopped:
                 running = loop_seconds()

@@ -148,8 +148,7 @@ class _Launcher:
         pools: list[Pool] = [actors.generators, actors.rewards, *([self.judge.pool] if self.judge else [])]
         await together((self._revival.start(), *(pool.started() for pool in pools)))
         if actors.policy is not None:
-            # The model never changes: it is published once, and only its adapter afterwards.
-            await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
+            await actors.publish_base()
         freeze_heap()
 
     async def _transport(self) -> Transport:

@@ -13,6 +13,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -91,9 +92,21 @@ def scored_by(config: RunConfig) -> str:
     judge = (config.judge.model, config.judge.max_tokens)
     sampling = (config.group_size, config.seed, config.dtype, config.trainer.max_tokens)
     settings = json.dumps(to_json((config.env, config.reward.limit_seconds, judge, sampling)))
-    code = sorted({_checksum(file.read_bytes()) for file in _files_of(config.env)})
+    code = sorted({_checksum_of(file) for file in _files_of(config.env)})
     # The repr of what JSON does not know may have its address in this process.
     return _checksum(re.sub(r" at 0x[0-9a-f]+", "", "\n".join([settings, *code])).encode())
+
+
+@cache
+def _checksum_of(file: Path) -> str:
+    """As it was when first asked."""
+    return _checksum(file.read_bytes())
+
+
+def note_code(config: RunConfig) -> None:
+    """Called before anything is scored: what scores is the code as it is now, also where it changes later."""
+    for file in _files_of(config.env):
+        _checksum_of(file)
 
 
 def _files_of(env: Env) -> set[Path]:

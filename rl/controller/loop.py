@@ -18,7 +18,6 @@ a deadline (waiting.py), but a sample: its generator is watched for progress ins
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Protocol
 
 from rl.controller.schedule import Schedule
@@ -61,5 +60,6 @@ async def train(schedule: Schedule, stages: Stages) -> None:
         await evaluation
     finally:
         evaluation.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await evaluation
+        await asyncio.wait({evaluation})  # another interrupt ends this, too
+        if not evaluation.cancelled():
+            evaluation.exception()  # nobody waits for it any more

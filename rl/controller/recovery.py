@@ -15,6 +15,7 @@ from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.config import RunConfig
+from rl.controller.held_groups import note_code
 from rl.controller.resume import is_own, newest_good
 from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
@@ -35,6 +36,7 @@ async def train_and_export(
     Where one that nobody chose is damaged, which only loading it shows, the run goes on from one before it.
     """
     origin = "" if is_own(config.resume, recorder.run_dir) else config.resume
+    note_code(config)
     while True:
         try:
             await RunStages(config, actors, tokenizer, recorder, goes_on).run()

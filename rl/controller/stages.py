@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl.actors.actors import Actors
+from rl.actors.remote import EngineDied, ProcessDied
 from rl.controller.algorithm import Algorithm
 from rl.controller.buffer import RolloutBuffer
 from rl.controller.checkpoint_rules import checkpoint_state
@@ -15,6 +16,7 @@ from rl.controller.config import RunConfig
 from rl.controller.held_groups import write_prompts
 from rl.controller.loop import train
 from rl.controller.parity import Parity, default_limit
+from rl.controller.resume import is_own
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
@@ -72,7 +74,8 @@ class RunStages:
         else:
             await self._warm_up()
         if config.algorithm.samples_rollouts:
-            self.buffer = rollout_buffer(config, self._rollouts, actors.generators, state, self._goes_on)
+            own = is_own(config.resume, self._recorder.run_dir)
+            self.buffer = rollout_buffer(config, self._rollouts, actors.generators, state, own)
         schedule = Schedule(
             first=state["step"] + 1,
             last=config.steps,
@@ -98,10 +101,9 @@ class RunStages:
         try:
             async with beside(*self._beside_the_loop()):
                 await train(self._schedule, self)
-        except asyncio.CancelledError:
-            if self._unrecorded is not None:
-                self.record(*self._unrecorded)
-            await self._save_what_is_done()
+        except (asyncio.CancelledError, ProcessDied) as end:
+            if not isinstance(end, EngineDied):
+                await self._leave(end)
             raise
         finally:
             if self.buffer is not None:
@@ -209,17 +211,21 @@ class RunStages:
         await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
         self._save_clock.saved()
 
-    async def _save_what_is_done(self) -> None:
-        """As the run is interrupted; unless half an update is in the weights, or they are saved already."""
+    async def _leave(self, end: BaseException) -> None:
+        """Record and save what is done, unless half an update is in the weights, or they are saved already.
+
+        end: an interrupt; or the death of what the run cannot go on without, while the trainer is well.
+        """
+        if self._unrecorded is not None:
+            self.record(*self._unrecorded)
         path = self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
         if self._updating or self._done < self._schedule.first:
             return
         await self._actors.trainer.finish_checkpoint()
         if is_complete(path):
             return
-        print(
-            f"interrupted: saving a checkpoint of step {self._done}; once more to end without it", flush=True
-        )
+        why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end)
+        print(f"{why}: saving a checkpoint of step {self._done}; once more to end without it", flush=True)
         if self._schedule.refreshes(self._done) and self._refreshed != self._done:
             await self.refresh_reference(self._done)
         await self.save(self._done, taken=self._taken)

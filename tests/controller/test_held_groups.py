@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
+from rl.controller import held_groups
 from rl.controller.buffer import BufferState, Finished
-from rl.controller.held_groups import read_prompts, write_prompts
+from rl.controller.held_groups import note_code, read_prompts, write_prompts
 from rl.controller.recipes import load_recipe
 from rl.models.sources import TinyQwen3
 from rl.types import Problem, Score
@@ -131,6 +132,8 @@ def test_groups_are_generated_again_where_the_code_of_env_or_recipe_differs(chec
     prompts = write_prompts(checkpoint, STATE, config)
 
     def held():
+        """As another process sees it, which reads the code anew."""
+        held_groups._checksum_of.cache_clear()
         return read_prompts(going_on(checkpoint, config), prompts, is_own=True).held
 
     assert held()
@@ -139,6 +142,12 @@ def test_groups_are_generated_again_where_the_code_of_env_or_recipe_differs(chec
         file.write_text(before + "# another reward\n")
         assert not held()
         file.write_text(before)
+    assert held()
+    note_code(config)  # a run starts, and its code is edited while it goes on
+    helper.write_text("POINTS = 2.0\n")
+    prompts = write_prompts(checkpoint, STATE, config)
+    assert not held()
+    helper.write_text("POINTS = 1.0\n")
     assert held()
     del prompts["scored_by"]  # as an older version wrote it
     assert not held()

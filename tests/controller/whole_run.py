@@ -303,7 +303,7 @@ class World:
         async with beside(actors.generators.run(), actors.rewards.run()):
             await together((revival.start(), actors.generators.started(), actors.rewards.started()))
             if actors.policy is not None:
-                await actors.store.publish(MODEL, lambda: actors.trainer.publish_weights(0))
+                await actors.publish_base()
             await train_and_export(self.config, actors, tokenizer, self.recorder, goes_on=False)
 
     @property
