@@ -72,6 +72,12 @@ async def in_thread(function: Callable[[], T]) -> T:
     return results.pop()
 
 
+def num_interrupts() -> int:
+    """How often the running task has been asked to end by others than its own parts."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
 async def together(parts: Iterable[Coroutine]) -> None:
     """Run them all. If one fails, the others are cancelled and have ended when its error is raised."""
     async with beside(*parts, until_done=True):

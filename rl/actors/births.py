@@ -16,7 +16,7 @@ from rl.waiting import beside
 
 T = TypeVar("T")
 _VARIABLE = "RL_MESH"  # in a process's environment: which mesh it is of
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # Monarch may know why, and says so a second or two later
 _NUMBERS = count()
 

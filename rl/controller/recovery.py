@@ -21,6 +21,7 @@ from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
 from rl.interfaces import Tokenizer
 from rl.observability.recorder import Recorder
+from rl.waiting import num_interrupts
 
 
 async def train_and_export(
@@ -43,7 +44,7 @@ async def train_and_export(
             await actors.trainer.finish_checkpoint()
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:
-            if _is_interrupted():  # a signal to a whole job ends processes, too
+            if num_interrupts():  # a signal to a whole job ends processes, too
                 print(f"interrupted; {death}: the newest checkpoint is what is left", flush=True)
                 raise asyncio.CancelledError from death
             await actors.restart_engines(death)
@@ -65,11 +66,6 @@ async def train_and_export(
         before = step_of(config.resume)
         await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
         print(f"going on from {config.resume or 'the beginning'}", flush=True)
-
-
-def _is_interrupted() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def step_of(checkpoint: str) -> int:

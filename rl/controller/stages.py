@@ -30,7 +30,7 @@ from rl.models.checkpoint_dir import is_complete, latest
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
 from rl.types import PolicyVersion
-from rl.waiting import beside
+from rl.waiting import beside, num_interrupts
 
 
 class RunStages:
@@ -102,7 +102,7 @@ class RunStages:
             async with beside(*self._beside_the_loop()):
                 await train(self._schedule, self)
         except (asyncio.CancelledError, ProcessDied) as end:
-            if not isinstance(end, EngineDied):
+            if not isinstance(end, EngineDied) and num_interrupts() < 2:
                 await self._leave(end)
             raise
         finally:

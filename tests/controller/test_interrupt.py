@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from configs.calculator import calculator
 from configs.quickstart import quickstart
 from rl.controller.config import ReferenceConfig, WarmupConfig
 from rl.controller.resume import with_newest_checkpoint
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
+from rl.errors import RunError
 from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
+from tests.controller.awaits import waiting
 from tests.controller.fakes import QuietRecorder, fake_actors, run_fakes
+from tests.controller.whole_run import World
+from tests.virtual_time import VirtualLoop
 
 STEPS, PROMPTS = 4, 4
 REFRESHED = {"kl": KL(coef=0.1), "reference": ReferenceConfig(refresh_every=1)}
@@ -132,3 +137,62 @@ def test_latest_is_the_newest_checkpoint_of_the_recipe(tmp_path, monkeypatch):
     (tmp_path / "runs" / "new" / "checkpoints").mkdir(parents=True)
     _, (line,) = with_newest_checkpoint("x", config(resume="runs/new"))
     assert "the run runs/new has no complete checkpoint" in line
+
+
+def checkpoints(world):
+    return sorted(path.name for path in (world.run_dir / "checkpoints").glob("*"))
+
+
+def end(world, look):
+    """The run's error. `look(task, places)` is called at each turn of the loop, with the awaits that tasks are in."""
+    tasks = []
+
+    class Loop(VirtualLoop):
+        def _run_once(self):
+            if tasks and not tasks[0].done():
+                look(tasks[0], [place.code for place in waiting(self)])
+            super()._run_once()
+
+    async def main():
+        tasks.append(asyncio.create_task(world.run()))
+        await tasks[0]
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        try:
+            runner.run(main())
+        except (RunError, asyncio.CancelledError) as error:
+            return error
+    return None
+
+
+def test_the_last_generators_death_costs_no_step_that_is_done(tmp_path):
+    world = World(config(save_every=0, max_logprob_diff=1e9), tmp_path)
+
+    def kill(_, places):
+        if 2 in world.recorder.steps and any("asyncio.shield(updating)" in place for place in places):
+            world.kill("generator", for_good=True)
+
+    assert "every generator has died for good" in str(end(world, kill))
+    assert checkpoints(world) == [f"step-{max(world.recorder.steps)}"]
+
+
+def test_a_second_interrupt_ends_the_run_without_a_checkpoint_where_the_first_one_waits(tmp_path):
+    """Here for the episodes of an evaluation to close, which takes long."""
+    settings = replace(
+        calculator(), env=replace(calculator().env, num_eval=2), warmup=WarmupConfig(), steps=4, eval_every=1,
+        prompts_per_step=2, group_size=2, max_logprob_diff=1e9,
+    )  # fmt: skip
+    world, times = World(settings, tmp_path, slow={"close_episode": 4000, "ask_episode": 30}), []
+
+    def interrupt(task, places):
+        now = task.get_loop().time()
+        evaluates = any("_rollouts.evaluate(sampler)" in place for place in places)
+        in_episode = any("answer = await self._ask" in place for place in places)
+        if (not times and 2 in world.recorder.steps and evaluates and in_episode) or (
+            len(times) == 1 and now > times[0] + 1.5
+        ):
+            times.append(now)
+            task.cancel()
+
+    assert isinstance(end(world, interrupt), asyncio.CancelledError)
+    assert len(times) == 2 and not checkpoints(world)
