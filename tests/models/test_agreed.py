@@ -166,6 +166,21 @@ def test_so_they_do_where_the_error_has_no_words(ranks, reason, failing):
     assert isinstance(raised[failing], Wordless if reason is None else RunError)
 
 
+@pytest.mark.parametrize("failing", range(NUM_RANKS))
+def test_so_they_do_where_the_reason_cannot_be_told(ranks, failing):
+    """As one that asks a disk which is gone for its free space."""
+
+    def reason(failure):
+        raise OSError("stale file handle")
+
+    def part():
+        with platform.agreed(reason):
+            if dist.get_rank() == failing:
+                raise ValueError("x")
+
+    assert [str(error) for error in ranks.run(part)] == ["x"] * NUM_RANKS
+
+
 @pytest.mark.parametrize("writer", ["write_adapter", "save_file"])
 def test_an_adapter_that_cannot_be_written_fails_on_every_rank(ranks, monkeypatch, tmp_path, writer):
     def full(*_):
