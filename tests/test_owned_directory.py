@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -215,3 +217,52 @@ def test_temporary_files_go_with_the_process_and_sockets_have_room(length, tmp_p
     inside, same, longest, own = ended.stdout.split()
     assert inside == same and int(longest) <= 107 and own == str(base)
     assert not Path(inside).exists() and tree(base) == {"user's"}
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from rl.owned_directory import owned_directory, temporary_directory
+kind, base = sys.argv[1], Path(sys.argv[2])
+with owned_directory(base, "run") as path:
+    if kind == "ends with the process":
+        path = temporary_directory()
+    child = os.fork()
+    if not child and kind == "lives on":
+        signal.pause()
+    if not child:
+        sys.exit(0)
+    if kind != "lives on":
+        os.waitpid(child, 0)
+        assert path.exists(), "a fork removed it"
+"""
+
+
+@pytest.mark.parametrize("kind", ["lives on", "leaves the block", "ends with the process"])
+def test_the_directory_is_its_makers_whatever_a_fork_of_it_does(kind, tmp_path):
+    """A fork that lives on holds nothing up; one that ends removes nothing."""
+    command = [sys.executable, "-c", FORKED, kind, str(tmp_path)]
+    with subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, start_new_session=True
+    ) as maker:
+        try:
+            assert maker.wait(timeout=10) == 0
+            assert not tree(tmp_path)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(maker.pid, signal.SIGKILL)
+
+
+def test_a_root_that_another_run_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    root = tmp_path / ROOT
+    root.mkdir()
+    listed = Path.iterdir
+
+    def iterdir(path):
+        if path == root:
+            root.rmdir()
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with owned_directory(tmp_path, "run") as path:
+        assert path.is_dir()

@@ -32,6 +32,7 @@ from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.observability.rollout_log import rollout_record
+from rl.owned_directory import temporary_directory
 from rl.types import Group
 
 NOT_STARTED = ("critic", "reference")
@@ -151,7 +152,7 @@ def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
 
 
 async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list[Group], list[Group]]:
-    with tempfile.TemporaryDirectory(prefix="rl-eval-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="eval-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
         model_dir = config.model.materialize(directory)
         specs = specs_on(this_machine(), config, model_dir, directory, without=NOT_STARTED)

@@ -29,6 +29,7 @@ from rl.loss.entropy import EntropyBonus
 from rl.models.checkpoint_dir import is_complete
 from rl.observability.batches import has_batch, read_batch
 from rl.observability.json_lines import read_records
+from rl.owned_directory import temporary_directory
 
 NOT_STARTED = ("generator", "judge", "reward")
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
@@ -93,7 +94,7 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
 
 
 async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -> dict[str, float]:
-    with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="replay-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
         model_dir = config.model.materialize(directory)
         specs = specs_on(this_machine(), config, model_dir, directory, without=NOT_STARTED)

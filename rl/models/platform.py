@@ -6,7 +6,7 @@ Import this module before any other part of torchtitan.
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,10 @@ def agreed(
     try:
         yield
     except Exception as error:
-        failure = error if reason is None else reason(error)
+        failure = error
+        if reason is not None:
+            with suppress(Exception):  # it must not leave before the collective
+                failure = reason(error)
         failure.__cause__ = error if failure is not error else error.__cause__
     fail_together(failure, group)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ Trained = Callable[[Group], Sequence[Sample]]
 MAX_FAILED = 32
 """Rollouts whose reward failed: how many of a step or an evaluation are recorded."""
 
+_NAME = re.compile(r"(train|eval)-(?P<step>[0-9]+)\.jsonl\.gz")
 _NUM_AT_ONCE = 1024  # numbers: as text they take 1 ms, in which no other thread runs
 _TOKEN_BYTES = 100  # in memory: its numbers as Python's objects
 
@@ -87,8 +89,9 @@ class RolloutLog:
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`."""
         self._lines.rewind(step)
-        for path in self._whole.glob("*-*.jsonl.gz"):
-            if int(path.name.split(".")[0].rsplit("-", 1)[1]) > step:
+        for path in self._whole.glob("*.jsonl.gz"):
+            match = _NAME.fullmatch(path.name)  # another's file stays
+            if match and int(match["step"]) > step:
                 path.unlink()
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.errors import RunError, message_of, one_line
 from rl.observability.trackers import MLflow, Sink, TensorBoard, WandB
 from rl.observability.writer import Writer
 
@@ -49,9 +50,25 @@ def open_sinks(tracking: TrackingConfig, run_dir: Path, settings: Mapping[str, A
         "wandb": lambda: WandB(tracking.project, run_dir, settings),
         "mlflow": lambda: MLflow(tracking.project, run_dir, settings),
     }
-    for name in tracking.sinks:
-        importlib.import_module(_MODULES[name])  # here, as threads that import at once may disturb each other
-    return Sinks({name: openers[name] for name in tracking.sinks})
+    return Sinks({name: _imported(name, openers[name]) for name in tracking.sinks})
+
+
+def _imported(name: Name, opener: Callable[[], Sink]) -> Callable[[], Sink]:
+    """The opener, or one that fails as the import did.
+
+    Imports here, in the main thread, as threads that import at once may disturb each other.
+    """
+    try:
+        importlib.import_module(_MODULES[name])
+    except (Exception, SystemExit) as error:  # of another's library
+        reason = f"{_MODULES[name]} does not import ({one_line(error):.80})"
+        failure = RunError(f"{reason}; run: pip install --force-reinstall {_PACKAGES[name]}")
+        return partial(_fail, failure)
+    return opener
+
+
+def _fail(failure: RunError) -> Sink:
+    raise failure
 
 
 class Sinks:
@@ -141,5 +158,5 @@ class _SinkThread:
             act(self._sink)
         except BaseException as error:  # of another's library: a network, a disk, an exit
             self._has_failed = True
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = message_of(error) or type(error).__name__
             self._lines.append(f"{self._name} gets no more metrics: {reason:.200}")

@@ -1,10 +1,12 @@
 """A server on fewer GPUs than it has processes: who shares which, and how much memory each may take."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rl.cluster.actor_specs import ActorSpecs
 from rl.cluster.machine import Machine
-from rl.controller.memory_plan import cache_left, num_device_procs, placed, with_budgets
+from rl.controller.memory_plan import USABLE, cache_left, num_device_procs, on_devices, placed, with_budgets
 from rl.errors import ConfigError
 from rl.models.hf import read_config
 from rl.models.memory import (
@@ -17,13 +19,15 @@ from rl.models.memory import (
 )
 from rl.types import LoRA
 
+_REMEDY = "use a smaller model, context_length, limits.max_rank or limits.max_models, or more GPUs"
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def share_gpus(specs: ActorSpecs, machine: Machine) -> ActorSpecs:
     """The specs as they are where each process has a GPU of its own.
 
-    Raises ConfigError where the layout needs more GPUs than there are, and where memory is too small.
+    Raises ConfigError where the layout needs more GPUs than there are, where memory is too small for what is
+    planned on a shared GPU, and where the cache that is asked for is below one sequence.
     """
     num_gpus, num_ranks = len(machine.gpus), specs.roles["trainer"]
     if num_ranks > num_gpus:
@@ -31,21 +35,49 @@ def share_gpus(specs: ActorSpecs, machine: Machine) -> ActorSpecs:
             f"the layout has {num_ranks} processes and the machine {num_gpus} GPUs: those of one engine "
             f"cannot share; use fewer"
         )
+    asked = specs.generator.kv_cache_gib
+    if asked is None and num_device_procs(specs.roles) <= num_gpus:
+        return specs
+    needed = longest_sequence_bytes(_shape(specs), specs.generator) / GIB
+    if asked is not None and asked < needed:
+        raise ConfigError(
+            f"kv_cache_gib={asked:g} is less than one sequence of {specs.generator.max_model_len} tokens "
+            f"takes, {needed:.2g} GiB; raise it, or lower context_length"
+        )
     if num_device_procs(specs.roles) <= num_gpus:
         return specs
-    memories = _memories(specs)
-    if specs.generator.kv_cache_gib is None:
-        left = cache_left(placed(specs.roles, memories, machine, shared=True), machine)
-        needed = longest_sequence_bytes(_shape(specs), specs.generator) / GIB
+    if asked is None:
+        left = cache_left(placed(specs.roles, _memories(specs), machine, shared=True), machine)
         if left < needed:
             raise ConfigError(
-                f"{num_gpus} GPUs of {machine.gpus[0].gib:.1f} GiB, shared by trainer and generators, have "
-                f"{max(0.0, left):.1f} GiB left for a cache, and one sequence needs {needed:.1f}; use a "
-                f"smaller model, context_length, limits.max_rank or limits.max_models, or more GPUs"
+                f"trainer and generators share {num_gpus} x {machine.gpus[0].gib:.1f} GiB of GPU memory, "
+                f"{_tenths(needed - left)} GiB short of a cache for one sequence on each generator; {_REMEDY}"
             )
         specs = replace(specs, generator=replace(specs.generator, kv_cache_gib=left))
-        memories = _memories(specs)
+    memories = _memories(specs)
+    _check_room(specs, memories, machine, _REMEDY if asked is None else f"lower kv_cache_gib, or {_REMEDY}")
     return with_budgets(replace(specs, share_devices=True), memories, machine)
+
+
+def _check_room(specs: ActorSpecs, memories: Mapping[str, Memory], machine: Machine, remedy: str) -> None:
+    """Raises ConfigError where a GPU has less than is planned for its processes, with the GPU's shortfall.
+
+    memories: of each process of a role.
+    """
+    for device, sharing in on_devices(placed(specs.roles, memories, machine, shared=True)).items():
+        room = machine.gpus[device].gib * USABLE
+        planned = sum(process.memory.total for process in sharing) / GIB
+        if planned > room:
+            processes = ", ".join(f"{process.role} {process.memory.total / GIB:.1f}" for process in sharing)
+            raise ConfigError(
+                f"GPU {device} has {room:.1f} GiB for processes that need about {planned:.1f} ({processes}), "
+                f"{_tenths(planned - room)} GiB short; {remedy}"
+            )
+
+
+def _tenths(gib: float) -> str:
+    """Rounded up, so that a shortfall is never 0."""
+    return f"{math.ceil(gib * 10) / 10:.1f}"
 
 
 def _shape(specs: ActorSpecs) -> ModelShape:

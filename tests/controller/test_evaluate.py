@@ -2,12 +2,14 @@
 
 # holds: exact
 
+import asyncio
 import dataclasses
 import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import combinations, product
 from statistics import fmean, pstdev
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +24,7 @@ from rl.controller.resume import take_over_weights
 from rl.errors import ConfigError
 from rl.loss.kl import KL
 from rl.models.random_weights import draw_once
+from rl.owned_directory import temporary_directory
 from rl.types import LoRA
 from tests.controller.fakes import run_fakes
 from tests.controller.test_training_batch import group
@@ -140,3 +143,27 @@ def test_who_goes_on_from_another_run_takes_over_the_weights_that_it_drew(a_run,
         take_over_weights(replace(config, resume=str(checkpoint)), other)
         weights, drawn = (path / "model" / "model.safetensors" for path in (other, run_dir))
         assert weights.read_bytes() == drawn.read_bytes()
+
+
+class Materialized(Exception):
+    """Where the model is made."""
+
+
+class Elsewhere:
+    """A model that is made, and nothing more."""
+
+    def materialize(self, directory):
+        raise Materialized(directory)
+
+
+@pytest.mark.parametrize("kind", ["eval", "replay"])
+def test_temporary_files_lie_where_they_go_with_the_process_however_it_ends(kind, tmp_path):
+    config = SimpleNamespace(model=Elsewhere())
+    run = {
+        "eval": lambda: evaluation._answers(config, 0, tmp_path),
+        "replay": lambda: replaying._learn_again(config, tmp_path, 1, tmp_path),
+    }
+    with pytest.raises(Materialized) as error:
+        asyncio.run(run[kind]())
+    (directory,) = error.value.args
+    assert temporary_directory() in directory.parents and not directory.exists()

@@ -32,6 +32,16 @@ class Unpicklable(Exception):
         super().__init__(one)
 
 
+class Wordless(Exception):
+    """Neither its words nor itself can be sent."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+    def __reduce__(self):
+        raise TypeError("no pickling")
+
+
 class Ranks:
     """A process group of threads. A rank that waits for one that has left fails after a second."""
 
@@ -141,6 +151,34 @@ def test_whichever_rank_fails_all_raise(ranks, failure, failing):
     assert raised[failing] is failure
     assert all(str(failure) in str(error) for error in raised if error is not None)
     assert None not in raised
+
+
+@pytest.mark.parametrize("reason", [None, platform.not_written("out")])
+@pytest.mark.parametrize("failing", range(NUM_RANKS))
+def test_so_they_do_where_the_error_has_no_words(ranks, reason, failing):
+    def part():
+        with platform.agreed(reason):
+            if dist.get_rank() == failing:
+                raise Wordless
+
+    raised = ranks.run(part)
+    assert "Wordless" in str(raised[1 - failing]), raised
+    assert isinstance(raised[failing], Wordless if reason is None else RunError)
+
+
+@pytest.mark.parametrize("failing", range(NUM_RANKS))
+def test_so_they_do_where_the_reason_cannot_be_told(ranks, failing):
+    """As one that asks a disk which is gone for its free space."""
+
+    def reason(failure):
+        raise OSError("stale file handle")
+
+    def part():
+        with platform.agreed(reason):
+            if dist.get_rank() == failing:
+                raise ValueError("x")
+
+    assert [str(error) for error in ranks.run(part)] == ["x"] * NUM_RANKS
 
 
 @pytest.mark.parametrize("writer", ["write_adapter", "save_file"])

@@ -87,3 +87,20 @@ def test_what_comes_after_a_step_is_forgotten(tmp_path):
     assert [line["step"] for line in read_records(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert names == ["train-1.jsonl.gz", "train-2.jsonl.gz", "train-3.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my-notes.jsonl.gz", "my-9.jsonl.gz", "train-.jsonl.gz", "train-9.old.jsonl.gz", "my-train-9.jsonl.gz",
+        "train-9-copy.jsonl.gz", "eval--9.jsonl.gz", "train-9.jsonl.gz.bak", "train-٩.jsonl.gz", "train-²-9.jsonl.gz",
+    ],
+)  # fmt: skip
+def test_a_file_of_another_name_is_no_rollout_and_stays(name, tmp_path):
+    log = RolloutLog(tmp_path)
+    for split in ("train", "eval"):
+        log.write(9, split, choose([group(1)], 4))
+    (tmp_path / "rollouts" / name).touch()
+    log.rewind(2)
+    log.close()
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == [name]

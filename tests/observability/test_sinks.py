@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.observability.sinks import Sinks, TrackingConfig, open_sinks
+from rl.observability.sinks import _MODULES, _PACKAGES, Sinks, TrackingConfig, open_sinks
 from tests.observability.test_writer import EXITS, RAISED
 
 
@@ -70,6 +70,38 @@ def test_a_sink_that_fails_is_named_once_and_the_others_go_on(error, after):
     sinks = Sinks({"wandb": lambda: Failing(after, error), "mlflow": lambda: keeping})
     assert log_and_close(sinks, (1, 2, 3), failed=True) == ["wandb gets no more metrics: x"]
     assert [step for step, _ in keeping.seen] == [1, 2, 3] and keeping.closed is True
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_a_sink_whose_error_has_no_words_is_named():
+    sinks = Sinks({"wandb": lambda: Failing(0, Wordless())})
+    assert log_and_close(sinks, (1, 2)) == ["wandb gets no more metrics: Wordless"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize(
+    "error", [*RAISED, SystemExit("x"), Wordless()], ids=lambda error: type(error).__name__
+)
+def test_a_sink_whose_package_does_not_import_is_named_and_the_others_go_on(
+    tmp_path, monkeypatch, name, error
+):
+    class Broken:
+        def find_spec(self, module, *_):
+            if module == _MODULES[name]:
+                raise error
+
+    monkeypatch.delitem(sys.modules, _MODULES[name], raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    sinks = open_sinks(TrackingConfig((name,)), tmp_path, {})
+    (line,) = log_and_close(sinks, (1, 2))
+    assert line.startswith(
+        f"{name} gets no more metrics: {_MODULES[name]} does not import ({type(error).__name__}"
+    )
+    assert line.endswith(f"pip install --force-reinstall {_PACKAGES[name]}")
 
 
 def test_a_sink_that_cannot_be_opened_is_named():

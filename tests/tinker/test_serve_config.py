@@ -1,5 +1,6 @@
 """What `rl serve` is told, and what it refuses before any process starts."""
 
+import re
 import socket
 from dataclasses import replace
 
@@ -10,10 +11,13 @@ pytest.importorskip("tinker", reason="needs the extra `serve`")
 from rl.cli import _serve
 from rl.cluster.machine import GPU, Machine
 from rl.cluster.placement import place
+from rl.controller.memory_plan import USABLE, on_devices, placed
 from rl.errors import ConfigError
 from rl.models.layout import Layout
+from rl.models.memory import GIB, longest_sequence_bytes
 from rl.models.sources import TinyQwen3
 from rl.paths import lock_directory
+from rl.tinker import share_gpus as share_gpus_module
 from rl.tinker.limits import Limits
 from rl.tinker.serve import ServeConfig, _specs, serve
 from rl.waiting import Deadlines
@@ -103,7 +107,7 @@ def test_a_server_starts_on_any_number_of_gpus(model_dir, num_gpus, num_ranks, n
             _specs(config, model_dir, 64, machine)
         return
     specs = _specs(config, model_dir, 64, machine)
-    places = place(specs.roles, num_devices=num_gpus, shared=specs.share_devices)
+    places = place(specs.roles, machine.num_cores, num_devices=num_gpus, shared=specs.share_devices)
     devices = [device for where in places.values() for device in where.devices]
     assert max(devices) < num_gpus
     assert (
@@ -120,11 +124,44 @@ def test_a_server_starts_on_any_number_of_gpus(model_dir, num_gpus, num_ranks, n
     assert beside * cache + budget < machine.gpus[0].gib
 
 
+@pytest.mark.parametrize("cache", [0.0, 1e-6, 0.1, 0.5, 1.0, 1.8, 200.0])
+@pytest.mark.parametrize("gib", [0.1, 2.0, 4.0, 5.0, 80.0])
+@pytest.mark.parametrize(("num_gpus", "num_generators"), [(1, 1), (1, 3), (2, 2), (2, 4)])
+def test_a_server_on_shared_gpus_fits_them_or_is_refused(model_dir, cache, gib, num_gpus, num_generators):
+    """What is planned for each GPU is at most what it has; else the message says by how much, and what to do."""
+    machine = Machine(8, 64.0, (GPU("H100", gib, (9, 0)),) * num_gpus)
+    config = ServeConfig(str(model_dir), num_generators=num_generators, kv_cache_gib=cache)
+    try:
+        specs = _specs(config, model_dir, 64, machine)
+    except ConfigError as error:
+        if cache == 1e-6:
+            assert re.search(
+                r"kv_cache_gib=1e-06 is less than one sequence .* takes, [\d.e-]*[1-9]\d* GiB; raise it",
+                str(error),
+            )
+        else:
+            assert re.search(r" (?!0\.0)\d+\.\d GiB short[^;]*; .*use a smaller model", str(error)), error
+            assert ("lower kv_cache_gib" in str(error)) == bool(cache)
+        return
+    assert cache != 1e-6
+    memories = share_gpus_module._memories(specs)
+    room = gib * USABLE * GIB
+    for processes in on_devices(placed(specs.roles, memories, machine, shared=True)).values():
+        assert sum(process.memory.total for process in processes) <= room
+    assert specs.trainer.config.device_memory_gib * GIB >= memories["trainer"].total
+    assert specs.generator.kv_cache_gib * GIB >= longest_sequence_bytes(
+        share_gpus_module._shape(specs), specs.generator
+    )
+
+
 def test_too_little_memory_for_a_server_is_said_before_anything_starts(model_dir):
     small = Machine(8, 64.0, (GPU("T4", 2.0, (7, 5)),))
-    with pytest.raises(
-        ConfigError, match="1 GPUs of 2.0 GiB, shared by trainer and generators, have 0.0 GiB"
-    ):
+    with pytest.raises(ConfigError, match=r"share 1 x 2.0 GiB of GPU memory, \d\.\d GiB short of a cache"):
         _specs(ServeConfig(str(model_dir)), model_dir, 64, small)
-    asked = _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, small)
+    with pytest.raises(
+        ConfigError, match=r"GPU 0 has 1.8 GiB .* need about .* GiB short; lower kv_cache_gib"
+    ):
+        _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, small)
+    large = Machine(8, 64.0, (GPU("H100", 79.6, (9, 0)),))
+    asked = _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, large)
     assert asked.generator.kv_cache_gib == 0.5 and asked.share_devices
