@@ -88,8 +88,9 @@ async def together(parts: Iterable[Coroutine]) -> None:
 async def beside(*coroutines: Coroutine, until_done: bool = False) -> AsyncIterator[None]:
     """Run them beside the body of the context. If one fails, the body is cancelled and its error raised.
 
-    At its end they are cancelled, or waited for (`until_done`).
+    At its end they are cancelled, or waited for (`until_done`). An interrupt that meets a failure stays one.
     """
+    interrupts = num_interrupts()
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in coroutines]
@@ -99,6 +100,8 @@ async def beside(*coroutines: Coroutine, until_done: bool = False) -> AsyncItera
             if running:  # here, not in the group's end: that leaves the task counted as cancelled before 3.13
                 await asyncio.wait(running)
     except BaseExceptionGroup as group:
+        if num_interrupts() > interrupts:
+            raise asyncio.CancelledError from group
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -186,6 +186,32 @@ def test_who_waited_for_parts_of_which_one_failed_is_not_counted_as_cancelled():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_an_interrupt_that_meets_a_failure_of_a_part_stays_an_interrupt(turns):
+    async def fails():
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        raise RunError("it fails")
+
+    async def main():
+        for body in (together([fails(), asyncio.sleep(9)]), alone(beside(fails()))):
+            task = asyncio.create_task(body)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if task.done():  # the failure came first
+                task.exception()
+                continue
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    async def alone(context):
+        async with context:
+            await asyncio.sleep(9)
+
+    asyncio.run(main())
+
+
 def test_who_is_cancelled_is_cancelled():
     async def main():
         async def wait():
