@@ -91,7 +91,10 @@ class _Directory:
         sys.path.extend(self._appended)
 
     def _remove_places(self) -> None:
-        sys.path[:] = [place for place in sys.path if place not in self._appended]
+        for place in self._appended:
+            if place in sys.path:
+                last = len(sys.path) - 1 - sys.path[::-1].index(place)
+                del sys.path[last]
         self._appended = []
 
     def _register(self) -> None:
@@ -110,7 +113,7 @@ class _Directory:
     def _modules(self) -> dict[str, ModuleType]:
         """All from its places, with their sub-modules."""
         tops = self._tops()
-        return {n: m for n, m in sys.modules.items() if n in tops or n.partition(".")[0] in tops}
+        return {n: m for n, m in list(sys.modules.items()) if n in tops or n.partition(".")[0] in tops}
 
     def _tops(self) -> set[str]:
         """Names of its modules and packages, without their sub-modules."""

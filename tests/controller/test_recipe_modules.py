@@ -1,6 +1,7 @@
 """What a recipe imports from its own directory: it reaches other processes, and each recipe gets its own."""
 
 import importlib
+import pickle
 import sys
 from importlib.machinery import PathFinder
 from itertools import permutations
@@ -248,3 +249,22 @@ def test_a_recipes_name_is_its_path_and_its_function():
         for file in ("r.py", "r.py:x.py", ".py"):
             assert split_name(f"{directory}/{file}:f") == (f"{directory}/{file}", "f")
             assert split_name(f"{directory}/{file}") == (f"{directory}/{file}", "")
+
+
+@pytest.mark.parametrize("beside", ["", "import alone"])
+def test_what_a_run_has_written_is_read_with_the_recipes_own_modules(tmp_path, beside):
+    """Held groups and recorded batches may have classes of the recipe's file, and of modules beside it that
+    only a function of it imports."""
+    recipe = write(
+        tmp_path / "a", 1.0, beside, "from alone import Alone\nreturn {'own': Mine(), 'beside': Alone()}"
+    )
+    _, config = load_recipe(recipe)
+    write_config(tmp_path, source_of(recipe), config)
+    written = cloudpickle.dumps(config.env.reward(None, None, None))
+    load_recipe(write(tmp_path / "b", 2.0, WAYS["a module"]))
+    recipe_modules.deactivate_all()
+    recipe_modules._directories.clear()  # as in another process
+    _, config = load_recipe(str(tmp_path / "config.json"))
+    read = pickle.loads(written)
+    assert type(read["beside"]) is type(config.env.reward(None, None, None)["beside"])
+    assert read["beside"].value == 1.0 and type(read["own"]).__name__ == "Mine"
