@@ -15,6 +15,7 @@ from rl.paths import LOCK, write_whole
 
 _NAME = "config.json"
 _TYPE_FIELD = ".type"  # the key of a field called type, where the key `type` is the class's
+_SETS: dict[str, type] = {"set": set, "frozenset": frozenset}
 
 
 def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
@@ -70,10 +71,14 @@ def to_json(value: Any) -> Any:
         return {"dict": [[to_json(key), to_json(item)] for key, item in value.items()]}
     if inspect.isroutine(value) and (owner := _owner(value)) is not None:
         return {"method": value.__name__, "of": to_json(owner)}
-    if inspect.isroutine(value) or isinstance(value, type):
+    if hasattr(value, "__qualname__") and (inspect.isroutine(value) or isinstance(value, type)):
         return {"python": _name(value)}
-    if isinstance(value, tuple | list):
+    if isinstance(value, list):
+        return {"list": [to_json(item) for item in value]}
+    if isinstance(value, tuple):
         return [to_json(item) for item in value]
+    if type(value) in _SETS.values():  # the order of a set differs from process to process
+        return {type(value).__name__: sorted((to_json(item) for item in value), key=json.dumps)}
     if isinstance(value, os.PathLike):
         return {"path": os.fspath(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -107,6 +112,10 @@ def from_json(data: Any, where: str = "config.json") -> Any:
                 raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
         case {"dict": list(items)}:
             return {from_json(key, where): from_json(item, where) for key, item in items}
+        case {"list": list(items)}:
+            return [from_json(item, where) for item in items]
+        case {"set": list(items)} | {"frozenset": list(items)}:
+            return _SETS[next(iter(data))](from_json(item, where) for item in items)
         case {"method": str(name), "of": owner}:
             return _attribute(from_json(owner, where), name, where)
         case {"python": str(name)}:
@@ -132,7 +141,9 @@ def _attribute(owner: Any, name: str, where: str) -> Any:
 
 
 def _name(thing: Any) -> str:
-    return f"{thing.__module__}:{thing.__qualname__}"
+    """module:name of a class or a function. A method of a class in C, as str.lower, only knows its class."""
+    named = thing if getattr(thing, "__module__", None) else getattr(thing, "__objclass__", type(thing))
+    return f"{named.__module__}:{thing.__qualname__}"
 
 
 def _find(name: str, where: str) -> Any:

@@ -22,6 +22,7 @@ import cloudpickle
 from rl.controller.buffer import BufferState
 from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json
+from rl.controller.recipe_modules import files_of_recipe
 from rl.envs.base import Env
 from rl.paths import whole_file
 
@@ -110,11 +111,10 @@ def note_code(config: RunConfig) -> None:
 
 
 def _files_of(env: Env) -> set[Path]:
-    """Where its classes are, and what a recipe imports from beside itself."""
+    """Where its classes are, and what a recipe imports from its own places."""
     kinds = (kind for part in (env, *env.made_of) for kind in type(part).__mro__)
-    modules = {kind.__module__ for kind in kinds} | cloudpickle.list_registry_pickle_by_value()
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
-    return {Path(file) for file in files if file and os.path.isfile(file)}
+    files = (getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds)
+    return {Path(file) for file in files if file and os.path.isfile(file)} | files_of_recipe()
 
 
 def _path(checkpoint: Path) -> Path:

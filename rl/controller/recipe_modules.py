@@ -1,7 +1,10 @@
-"""The modules of a recipe file: itself, and the modules and packages of its directory that it imports.
+"""The modules of a recipe file: itself, and the modules and packages that it imports from its own places.
 
-Python has one table of modules for the whole process, so one directory's modules are in it at a time. The
-processes of a run get them by value. What is imported only there is on their path (`cluster/spawn.py`).
+Its places are its directory and what it puts on `sys.path` itself. Python has one table of modules for the
+whole process, so one directory's modules are in it at a time. The recipe's places come first on the path
+while its own code runs, as a script's do, and last at any other time: a library's `import profile` does not
+mean a file `profile.py` beside the recipe. The processes of a run get the path (`cluster/spawn.py`). They get
+by value only what they cannot import from it: with both they would have two of each class.
 """
 
 import importlib
@@ -9,17 +12,24 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import cloudpickle
 
 from rl.errors import ConfigError
 
+T = TypeVar("T")
+
 _RECIPE = "recipe_"  # before a file's name, the name of its module; the rest may have dots
 _NAME = re.compile(r"(.+\.py)(?::([^/]*))?")
+_LIBRARIES = {os.path.abspath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -33,44 +43,111 @@ class _Directory:
     """The modules of one recipe's directory, in Python's table of modules or set aside."""
 
     def __init__(self, path: str):
-        self._path = path
+        self._places = [path]
         self._imported_elsewhere = {name.partition(".")[0] for name in sys.modules}
         self._set_aside: dict[str, ModuleType] = {}
-        self._is_active = False
+        self._appended: list[str] = []  # to sys.path; the user may have put a place there, too
+        self._by_value: list[ModuleType] = []
+        self.files: set[Path] = set()  # of all that the recipe imported from its places as it was executed
 
     def activate(self) -> None:
-        """Its own modules come before all others, as a script's do."""
         sys.modules.update(self._set_aside)
         self._set_aside = {}
-        if not self._is_active:
-            sys.path.insert(0, self._path)
-        self._is_active = True
+        self._append_places()
+        self._register()
         importlib.invalidate_caches()  # files may have been written since
 
     def deactivate(self) -> None:
-        tops = self._tops()
-        self._set_aside = {n: m for n, m in sys.modules.items() if n in tops or n.partition(".")[0] in tops}
+        self._unregister()
+        self._set_aside = self._modules()
         for name in self._set_aside:
             del sys.modules[name]
-        if self._is_active and self._path in sys.path:
-            sys.path.remove(self._path)  # the first, which is its own: the user may have put it there, too
-        self._is_active = False
+        self._remove_places()
 
-    def pickle_by_value(self) -> None:
-        """All that is imported from here so far, with the sub-modules of its packages."""
-        for name in self._tops():
-            cloudpickle.register_pickle_by_value(sys.modules[name])
+    @contextmanager
+    def places_first(self) -> Iterator[None]:
+        """While the recipe's own code runs. What it puts on the path becomes a place of its own."""
+        self._remove_places()
+        others = list(sys.path)
+        sys.path[:] = [*self._places, *others]
+        before = Counter(sys.path)
+        try:
+            yield
+        finally:
+            added = Counter(sys.path) - before
+            places = [os.path.abspath(p) for p in sys.path if p in added or p in self._places]
+            self._places = list(dict.fromkeys([*places, *self._places]))
+            sys.path[:] = others
+            self._append_places()
+            self._register()
+
+    def note_files(self) -> None:
+        files = (getattr(module, "__file__", None) for module in self._modules().values())
+        self.files = {Path(file) for file in files if file}
+
+    def _append_places(self) -> None:
+        self._remove_places()
+        self._appended = [place for place in self._places if place not in sys.path]
+        sys.path.extend(self._appended)
+
+    def _remove_places(self) -> None:
+        for place in self._appended:
+            if place in sys.path:
+                last = len(sys.path) - 1 - sys.path[::-1].index(place)
+                del sys.path[last]
+        self._appended = []
+
+    def _register(self) -> None:
+        """By value goes what a process with this path cannot import, with the sub-modules of its packages."""
+        self._unregister()
+        self._by_value = [sys.modules[name] for name in self._tops() if not _is_importable(name)]
+        for module in self._by_value:
+            cloudpickle.register_pickle_by_value(module)
+
+    def _unregister(self) -> None:
+        for module in self._by_value:
+            if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.unregister_pickle_by_value(module)
+        self._by_value = []
+
+    def _modules(self) -> dict[str, ModuleType]:
+        """All from its places, with their sub-modules."""
+        tops = self._tops()
+        return {n: m for n, m in list(sys.modules.items()) if n in tops or n.partition(".")[0] in tops}
 
     def _tops(self) -> set[str]:
         """Names of its modules and packages, without their sub-modules."""
-        return {name for name, module in list(sys.modules.items()) if self._is_top(name, module)}
+        places = {place for place in self._places if not _is_library(place)}
+        return {name for name, module in list(sys.modules.items()) if self._is_top(name, module, places)}
 
-    def _is_top(self, name: str, module: ModuleType) -> bool:
-        """Whether this is a module of the directory, and no package that was imported before the recipe."""
+    def _is_top(self, name: str, module: ModuleType, places: set[str]) -> bool:
+        """Whether this is a module of the places, and no package that was imported before the recipe."""
         if name in self._imported_elsewhere or ("." in name and not name.startswith(_RECIPE)):
             return False
-        places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
-        return any(os.path.dirname(_module_path(place)) == self._path for place in places if place)
+        return any(os.path.dirname(path) in places for path in _paths(module))
+
+
+def _is_library(place: str) -> bool:
+    """Its modules are the same for all recipes, and some can be imported only once in a process."""
+    return place in _LIBRARIES or os.path.basename(place) in ("site-packages", "dist-packages")
+
+
+def _is_importable(name: str) -> bool:
+    """Whether the path leads to this very module, and to no other of its name."""
+    if name.startswith(_RECIPE):
+        return False
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    spec: ModuleSpec | None = next((spec for spec in specs if spec is not None), None)
+    if spec is None:
+        return False
+    places = [spec.origin] if spec.has_location else spec.submodule_search_locations
+    paths = {_module_path(place) for place in places or () if place}
+    return bool(paths.intersection(_paths(sys.modules[name])))
+
+
+def _paths(module: ModuleType) -> list[str]:
+    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
+    return [_module_path(place) for place in places if place]
 
 
 def _module_path(file: str) -> str:
@@ -92,9 +169,21 @@ def import_recipe(path: str) -> ModuleType:
     directory = _activate(os.path.dirname(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    directory.pickle_by_value()
+    with directory.places_first():
+        spec.loader.exec_module(module)
+    directory.note_files()
     return module
+
+
+def call_in_recipe(path: str, function: Callable[[], T]) -> T:
+    """Call a function of a recipe's file, which `import_recipe` has executed."""
+    with _activate(os.path.dirname(path)).places_first():
+        return function()
+
+
+def files_of_recipe() -> set[Path]:
+    """Of the active recipe: its file, and those of the modules that it imports from its places."""
+    return {file for directory in _active for file in directory.files if file.is_file()}
 
 
 @contextmanager
@@ -108,7 +197,6 @@ def modules_of(recipe: str) -> Iterator[None]:
         return
     before = next(iter(_active), None)
     _make_active(directory)
-    directory.pickle_by_value()  # with what a check has imported since
     try:
         yield
     finally:
@@ -116,11 +204,15 @@ def modules_of(recipe: str) -> Iterator[None]:
             _make_active(before)
 
 
+def deactivate_all() -> None:
+    for directory in _active:
+        directory.deactivate()
+    _active.clear()
+
+
 def _activate(path: str) -> _Directory:
     if path not in _directories:
-        for active in _active:  # or its modules would pass for imported elsewhere
-            active.deactivate()
-        _active.clear()
+        deactivate_all()  # or another's modules would pass for imported elsewhere
         _directories[path] = _Directory(path)
     _make_active(_directories[path])
     return _directories[path]

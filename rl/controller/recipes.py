@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.controller.config import RunConfig
 from rl.controller.config_json import from_json, is_config, read_config
-from rl.controller.recipe_modules import import_recipe, split_name
+from rl.controller.recipe_modules import call_in_recipe, import_recipe, split_name
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, parts_of, postpone_refusals, short
 
@@ -137,7 +137,7 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
         if function:
             has = f"no recipe function {function!r}"
         raise ConfigError(f"{path} has {has}; {remedy}")
-    config = _run_user_code(path, functions[function])
+    config = _run_user_code(path, lambda: call_in_recipe(path, functions[function]))
     if inspect.iscoroutine(config):
         config.close()  # or Python warns that nobody awaited it
     if not isinstance(config, RunConfig):
