@@ -45,6 +45,7 @@ ELSEWHERE = {
     "self._rollouts.close()": "an AgentEnv's endpoint: tests/envs",
     "self.door.close()": "an AgentEnv's endpoint: tests/envs",
     'self._verb("act"': "an AgentEnv's: tests/envs",
+    "to_thread(self._copy, weights)": "another run's reference: tests/controller/test_checkpoints.py",
     'restore("")': "of no weights, which waits for nothing",
     "restart_engines(EngineDied(str(damage)))": "a damaged checkpoint: tests/controller/test_recovery.py",
     "batch = await self.pack(samples)": "the Tinker server's",
