@@ -84,8 +84,8 @@ class ReferenceMesh:
             return str(path)
         if not Path(weights).is_dir():
             raise RunError(
-                f"the reference's weights {weights}, which the checkpoint notes, are missing; bring them back, "
-                f"or go on from another checkpoint"
+                f"the reference's weights {weights}, which the checkpoint notes, are missing; bring them "
+                f"back, or go on from another checkpoint"
             )
         partial = path.with_name(f"{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed here

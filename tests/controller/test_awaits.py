@@ -47,6 +47,7 @@ ELSEWHERE = {
     'self._verb("act"': "an AgentEnv's: tests/envs",
     "to_thread(self._copy, weights)": "another run's reference: tests/controller/test_checkpoints.py",
     'restore("")': "of no weights, which waits for nothing",
+    "step_of(config.resume) - 1)": "a damaged checkpoint: tests/controller/test_recovery.py",
     "restart_engines(EngineDied(str(damage)))": "a damaged checkpoint: tests/controller/test_recovery.py",
     "batch = await self.pack(samples)": "the Tinker server's",
     "reaper.reap": "real zombies: tests/test_processes.py",
