@@ -1,5 +1,7 @@
 """The reference policy: where the KL penalty pulls to, a teacher, or DPO's start. Two ways to have one."""
 
+import asyncio
+import hashlib
 import shutil
 from collections.abc import Collection, Sequence
 from itertools import count
@@ -10,6 +12,8 @@ import numpy as np
 
 from rl.actors.engine import EngineHandle
 from rl.actors.trainer import TrainerHandle
+from rl.errors import RunError
+from rl.paths import sync
 from rl.types import POLICY, REFERENCE, Sample
 
 
@@ -35,7 +39,8 @@ class ReferenceMesh:
     """A frozen engine in processes of its own.
 
     It is refreshed through a Hugging Face directory, which a resumed run finds again. No directory that a
-    checkpoint notes is written to or removed.
+    checkpoint notes is written to or removed. Another run's directory is copied into this run's, because the
+    other run may remove it.
     """
 
     def __init__(self, engine: EngineHandle, trainer: TrainerHandle, directory: Path):
@@ -65,9 +70,31 @@ class ReferenceMesh:
         return str(self._directory / name)
 
     async def restore(self, weights: str) -> None:
+        if weights and Path(weights).parent != self._directory:
+            weights = await asyncio.to_thread(self._copy, weights)
         if weights:
             await self._engine.load_weights(weights)
         self._weights = weights
+
+    def _copy(self, weights: str) -> str:
+        """Another run's weights, as a directory of this run. Made once. Blocks until it is on the disk."""
+        digest = hashlib.blake2b(weights.encode(), digest_size=4).hexdigest()
+        path = self._directory / f"{Path(weights).name}-from-{digest}"
+        if path.exists():
+            return str(path)
+        if not Path(weights).is_dir():
+            raise RunError(
+                f"the reference's weights {weights}, which the checkpoint notes, are missing; bring them "
+                f"back, or go on from another checkpoint"
+            )
+        partial = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed here
+        shutil.copytree(weights, partial)
+        for file in (*partial.rglob("*"), partial):
+            sync(file)
+        partial.rename(path)
+        sync(self._directory)
+        return str(path)
 
     def note(self) -> str:
         self._last_noted = self._weights

@@ -9,17 +9,21 @@ import re
 import shutil
 from pathlib import Path
 
-from rl.models.checkpoint_dir import RECORD
+from rl.models.checkpoint_dir import RECORD, finish_rename, remove
 
 ABANDONED = "abandoned"
 _PARTS = {
+    "checkpoints": r"step-(\d+)",
     "critic_checkpoints": r"step-(\d+)",
     "held": r"step-(\d+)\.pkl",
     "batches": r"step-(\d+)\.pkl",
     "rollouts": r"(?:train|eval)-(\d+)\.jsonl\.gz",
-    "checkpoints": r"step-(\d+)",  # the last to move: as long as one is there, the move is not over
 }
-"""What a run's directory has of single steps: where, and under which names."""
+"""What a run's directory has of single steps: where, and under which names.
+
+Checkpoints are the first to move, the newest first: whoever was killed half-way goes on from one that has all
+of its parts.
+"""
 _OF_ALL_STEPS = ("config.json", "metrics.jsonl", "rollouts.jsonl")
 
 
@@ -29,7 +33,7 @@ def abandon_after(run_dir: Path, step: int) -> str:
     Only the run that has locked the directory may call it, while none of its engines writes. Where it was
     killed half-way, the next call goes on with it.
     """
-    target = next(iter((run_dir / ABANDONED).glob("*.partial")), None)
+    target = _half_moved(run_dir)
     later = [number for number, _ in _steps(run_dir, "checkpoints") if number > step]
     if target is None and not later:
         return ""
@@ -39,7 +43,7 @@ def abandon_after(run_dir: Path, step: int) -> str:
         if (run_dir / name).is_file():
             shutil.copyfile(run_dir / name, target / name)
     for part in _PARTS:
-        for number, path in _steps(run_dir, part):
+        for number, path in reversed(_steps(run_dir, part)):
             if number > step:
                 (target / part).mkdir(exist_ok=True)
                 path.rename(target / part / path.name)
@@ -51,18 +55,33 @@ def abandon_after(run_dir: Path, step: int) -> str:
 def remove_unfinished(run_dir: Path) -> None:
     """Remove checkpoints that the run's earlier life left half written, and a critic's without a policy's.
 
-    Each is known by its own record. Only the run that has locked the directory may call it, while none of its
-    engines writes.
+    One that is complete but for its name gets the name. Each is known by its own record. Only the run that
+    has locked the directory may call it, while none of its engines writes.
     """
-    policies = {number for number, _ in _steps(run_dir, "checkpoints")}
     for part in ("checkpoints", "critic_checkpoints"):
-        for path in (run_dir / part).glob("*.partial"):
-            match = re.fullmatch(r"step-(\d+)(?:\.old)?\.partial", path.name)
-            if match and _is_own(path, match[1]):
-                shutil.rmtree(path)
+        for number, path in _own_partial(run_dir / part):
+            if not path.name.endswith(".gone.partial"):
+                finish_rename(run_dir / part / f"step-{number}")
+        for _, path in _own_partial(run_dir / part):
+            remove(path)
+    half_moved = _half_moved(run_dir)  # critics' checkpoints follow
+    homes = [run_dir, *([half_moved] if half_moved else [])]
+    policies = {number for home in homes for number, _ in _steps(home, "checkpoints")}
     for number, path in _steps(run_dir, "critic_checkpoints"):
         if number > max(policies, default=-1) and _is_own(path, str(number)):
-            shutil.rmtree(path)
+            remove(path)
+
+
+def _own_partial(directory: Path) -> list[tuple[str, Path]]:
+    """Checkpoints of the run that have no name: being written, replaced or removed."""
+    paths = directory.glob("*.partial")
+    matches = ((re.fullmatch(r"step-(\d+)(?:\.old|\.gone)?\.partial", path.name), path) for path in paths)
+    return [(match[1], path) for match, path in matches if match and _is_own(path, match[1])]
+
+
+def _half_moved(run_dir: Path) -> Path | None:
+    """The branch to which `abandon_after` was still moving when it was killed."""
+    return next(iter((run_dir / ABANDONED).glob("*.partial")), None)
 
 
 def abandoned(run_dir: Path) -> list[tuple[Path, list[int], int]]:

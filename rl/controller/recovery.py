@@ -53,19 +53,24 @@ async def train_and_export(
             if is_named or not is_own(config.resume, recorder.run_dir):
                 raise
             print(damage, flush=True)
-            print(abandon_after(recorder.run_dir, step_of(config.resume) - 1), flush=True)
+            await _abandon_after(recorder, step_of(config.resume) - 1)
             if actors.critic and not (origin or newest_good(config, recorder.run_dir)):
                 # The policy has been loaded before the critic's damage showed.
                 await actors.restart_engines(EngineDied(str(damage)))
         newest = newest_good(config, recorder.run_dir)
         config = replace(config, resume=str(newest or origin))
-        if left := abandon_after(recorder.run_dir, step_of(config.resume) if newest else -1):
-            print(left, flush=True)
+        await _abandon_after(recorder, step_of(config.resume) if newest else -1)
         is_named = is_named and newest is None
         goes_on = newest is not None or goes_on or not config.resume
         before = step_of(config.resume)
         await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
         print(f"going on from {config.resume or 'the beginning'}", flush=True)
+
+
+async def _abandon_after(recorder: Recorder, step: int) -> None:
+    """Where files are written: it copies what was recorded, all of it, which takes long."""
+    if left := await recorder.write(lambda: abandon_after(recorder.run_dir, step)):
+        print(left, flush=True)
 
 
 def step_of(checkpoint: str) -> int:

@@ -28,6 +28,7 @@ from rl.models.checkpoint_dir import (
     checksum_files,
     prune,
     read_record,
+    remove,
     rename,
     tensor_names,
     write_checksums,
@@ -83,7 +84,7 @@ class Checkpoints:
         partial = path.with_name(path.name + ".partial")
         with agreed(self._reason, self._group):
             if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                remove(partial)
                 partial.mkdir(parents=True)
                 sync(path.parent.parent)  # a run's first checkpoint makes its directory too
                 write_whole(partial / RECORD, json.dumps(record).encode())

@@ -27,6 +27,10 @@ def read_record(path: Path) -> dict[str, Any]:
     """The plain data of a checkpoint. Raises RunError where there is none that is complete."""
     if not is_complete(path):
         raise RunError(f"{path} is not a complete checkpoint; give another, as runs/.../checkpoints/step-N")
+    return _record(path)
+
+
+def _record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads((path / RECORD).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -56,6 +60,13 @@ def why_damaged(path: Path) -> str:
 
     Returns what is wrong; empty where nothing is, or where only `check_content` would find it.
     """
+    if not is_complete(path):
+        return f"{path} is not a complete checkpoint"
+    return _why_damaged(path)
+
+
+def _why_damaged(path: Path) -> str:
+    """Of a checkpoint under any name."""
     try:
         sums = _checksums(path)
         small = {name: sums[name] for name in (RECORD, ".metadata") if name in sums}
@@ -101,7 +112,7 @@ def _checksums(path: Path) -> dict[str, str]:
 
     Raises DamagedCheckpoint where a file of them is missing or broken.
     """
-    names = read_record(path).get("checksums")
+    names = _record(path).get("checksums")
     files = sorted(path.glob(_checksum_file("*"))) if names is None else [path / name for name in names]
     sums: dict[str, str] = {}
     for file in files:
@@ -171,14 +182,58 @@ def rename(partial: Path, path: Path) -> None:
 
     Its files are on the disk by then, each synced by who wrote it: so a name is never without them.
     """
-    old = path.with_name(path.name + ".old.partial")
-    shutil.rmtree(old, ignore_errors=True)  # of a process that died here
+    old = _old(path)
+    remove(old)  # of a process that was killed here
     sync(partial)
     if path.exists():
         path.rename(old)
     partial.rename(path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _try_to_remove(old)
+
+
+def finish_rename(path: Path) -> None:
+    """Give a checkpoint the name that it lacks: its process was killed right before `rename` gave it.
+
+    Of two complete copies the newer one has it then. Only where no other process writes there.
+    """
+    for copy in (_partial(path), _old(path)):
+        if not path.exists() and copy.exists() and not _why_damaged(copy):
+            sync(copy)
+            copy.rename(path)
+            sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, if it is there. Who is killed here leaves one that is incomplete and has a record.
+
+    The record, by which a run knows its own, goes last.
+    """
+    if not path.exists():
+        return
+    (path / ".metadata").unlink(missing_ok=True)
+    for file in path.iterdir():
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        elif file.name != RECORD:
+            file.unlink()
+    shutil.rmtree(path)
+
+
+def _try_to_remove(old: Path) -> None:
+    try:
+        remove(old)
+    except OSError as error:
+        _log.warning("the old checkpoint %s could not be removed: %s", old, error)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _old(path: Path) -> Path:
+    """Where a checkpoint is while another one takes its name."""
+    return path.with_name(path.name + ".old.partial")
 
 
 def prune(path: Path, keep_last: int) -> None:
@@ -191,8 +246,10 @@ def prune(path: Path, keep_last: int) -> None:
     others = sorted((p for p in same_kind if p != path), key=_number)
     for old in others[: max(0, len(others) - (keep_last - 1))]:
         # Under another name first: a directory is whole or does not look like a checkpoint.
-        gone = old.with_name(old.name + ".old.partial")
+        gone = old.with_name(old.name + ".gone.partial")
         try:
-            shutil.rmtree(old.rename(gone))
+            old.rename(gone)
         except OSError as error:
             _log.warning("the old checkpoint %s could not be removed: %s", old, error)
+        else:
+            _try_to_remove(gone)

@@ -1,12 +1,15 @@
 """Going on in place from an older step: the later ones are left behind, whole, and nothing takes them for newer."""
 
 import json
+import os
+import pickle
 import random
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from configs.quickstart import quickstart
 from rl.controller import abandoned
@@ -16,7 +19,7 @@ from rl.controller.config import WarmupConfig
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError, DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE
-from rl.models.checkpoint_dir import latest
+from rl.models.checkpoint_dir import RECORD, latest, newest_first, prune, rename
 from tests.controller.fakes import FakeEngine, fake_actors
 
 DAMAGES = {
@@ -212,3 +215,140 @@ def test_what_an_earlier_life_left_half_written_goes_and_a_stranger_s_stays(tmp_
     remove_unfinished(tmp_path)
     assert {str(path) for path in files(tmp_path)} == {*theirs, "checkpoints/step-6/record.json"}
     assert not (tmp_path / "checkpoints/step-8.partial").exists()
+
+
+def checkpoint(path, step, content="new"):
+    """A complete one, of a few files."""
+    put(path / "record.json", json.dumps({"state": {"step": step}, "content": content}))
+    put(path / "__0_0.distcp")
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+
+
+def killed_at(patch, number, names=("rename", "unlink", "rmdir")):
+    """From now on the process is killed before its `number`-th change to a directory."""
+    left = [number]
+
+    def dying(change):
+        def call(*arguments, **options):
+            if not left[0]:
+                raise Interrupted
+            left[0] -= 1
+            return change(*arguments, **options)
+
+        return call
+
+    for name in names:
+        patch.setattr(os, name, dying(getattr(os, name)))
+
+
+def every_kill(monkeypatch, prepare, change):
+    """A directory for each change at which the process may be killed."""
+    for number in range(40):
+        run_dir, is_whole = prepare(number), False
+        with monkeypatch.context() as patch, suppress(Interrupted):
+            killed_at(patch, number)
+            change(run_dir)
+            is_whole = True
+        yield run_dir
+        if is_whole:
+            return
+    raise AssertionError("it changes more than is tried")
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "critic_checkpoints"])
+def test_whoever_is_killed_while_a_checkpoint_gets_its_name_loses_none(part, tmp_path, monkeypatch):
+    def prepare(number):
+        run_dir = tmp_path / str(number)
+        checkpoint(run_dir / "checkpoints" / "step-10", 10)
+        checkpoint(run_dir / "checkpoints" / "step-20", 20)
+        checkpoint(run_dir / part / "step-20", 20, "old")
+        checkpoint(run_dir / part / "step-20.partial", 20)
+        return run_dir
+
+    def name(run_dir):
+        rename(run_dir / part / "step-20.partial", run_dir / part / "step-20")
+
+    contents = []
+    for run_dir in every_kill(monkeypatch, prepare, name):
+        remove_unfinished(run_dir)
+        assert latest(run_dir / part) == run_dir / part / "step-20"
+        assert not list((run_dir / part).glob("*.partial"))
+        contents.append(json.loads((run_dir / part / "step-20" / RECORD).read_text())["content"])
+    assert contents == sorted(contents, reverse=True) and set(contents) == {"old", "new"}
+
+
+def test_a_checkpoint_that_is_complete_but_for_its_name_gets_it_and_an_incomplete_one_does_not(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    checkpoint(checkpoints / "step-20.partial", 20)
+    checkpoint(checkpoints / "step-30.partial", 30)
+    (checkpoints / "step-30.partial" / ".metadata").unlink()
+    checkpoint(checkpoints / "step-40.partial", 4)  # a stranger's
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-20", "step-40.partial"]
+
+
+@pytest.mark.parametrize("step", [20, 30])
+@pytest.mark.parametrize("critic", [False, True])
+def test_whoever_is_killed_while_steps_are_left_behind_goes_on_from_a_whole_checkpoint(
+    step, critic, tmp_path, monkeypatch
+):
+    """All that a checkpoint needs is where the checkpoint is: in the run's directory, or in the branch."""
+    parts = {"held": ".pkl", "batches": ".pkl", "checkpoints": ""} | (
+        {"critic_checkpoints": ""} if critic else {}
+    )
+
+    def prepare(number):
+        run_dir = tmp_path / str(number)
+        for number in (20, 30, 40):
+            for part, suffix in parts.items():
+                path = run_dir / part / f"step-{number}{suffix}"
+                put(path) if suffix else checkpoint(path, number)
+        return run_dir
+
+    for run_dir in every_kill(monkeypatch, prepare, lambda run_dir: abandon_after(run_dir, step)):
+        remove_unfinished(run_dir)
+        newest = newest_first(run_dir / "checkpoints")[0]
+        needed = [run_dir / part / f"{newest.name}{suffix}" for part, suffix in parts.items()]
+        assert all(path.exists() for path in needed)
+        abandon_after(run_dir, int(newest.name[5:]))
+        assert all(path.exists() for path in needed)
+        assert latest(run_dir / "checkpoints") == newest
+        branches = [path for path, _, _ in abandoned.abandoned(run_dir)]
+        assert all(path.name == "1" for path in branches)
+        for home in (run_dir, *branches):
+            names = [{path.name.split(".")[0] for path in (home / part).glob("*")} for part in parts]
+            assert all(there == names[0] for there in names)
+
+
+REMOVERS = {
+    "prune": lambda run_dir: prune(run_dir / "checkpoints" / "step-20", 1),
+    "the next start": remove_unfinished,
+    "a new checkpoint of the same step": lambda run_dir: rename(
+        run_dir / "checkpoints" / "step-20.partial", run_dir / "checkpoints" / "step-20"
+    ),
+}
+
+
+@pytest.mark.parametrize("remover", REMOVERS)
+def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_goes_with_the_next_start(
+    remover, tmp_path, monkeypatch
+):
+    def prepare(number):
+        checkpoints = tmp_path / str(number) / "checkpoints"
+        for name, step in (("step-10", 10), ("step-20", 20), ("step-20.partial", 20), ("step-5.partial", 5)):
+            for rank in range(1, 9):  # so that the record is the last in the directory's order by chance only
+                put(checkpoints / name / f"__{rank}_0.distcp")
+            checkpoint(checkpoints / name, step)
+            put(checkpoints / name / "a directory" / "a file")
+        (checkpoints / "step-5.partial" / ".metadata").unlink()
+        checkpoint(tmp_path / str(number) / "critic_checkpoints" / "step-30", 30)
+        return tmp_path / str(number)
+
+    for run_dir in every_kill(monkeypatch, prepare, REMOVERS[remover]):
+        checkpoints = run_dir / "checkpoints"
+        remove_unfinished(run_dir)
+        assert not list((run_dir / "critic_checkpoints").iterdir())
+        assert latest(checkpoints) == checkpoints / "step-20"
+        names = {path.name for path in checkpoints.iterdir()}
+        assert names == {path.name for path in newest_first(checkpoints)}
+        assert names in ({"step-20"}, {"step-10", "step-20"})

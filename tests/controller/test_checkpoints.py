@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from rl.models.checkpoint_dir import is_complete, prune, rename
 from tests.controller.fakes import FakeEngine, fake_actors
 
 SETTINGS = replace(quickstart(), kl=KL(coef=0.1))
+
+
+class Killed(Exception):
+    pass
 
 
 class Policy(FakeEngine):
@@ -127,6 +132,83 @@ def test_each_complete_checkpoint_finds_the_reference_that_it_notes(seed, tmp_pa
             run.check()
 
     (tmp_path / "checkpoints").mkdir()
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_goes_on_from_another_s_checkpoint_needs_nothing_of_the_other(seed, tmp_path):
+    """The other goes on, too, and removes what its own checkpoints no longer note; then all of it goes."""
+    random.seed(seed)
+    first, second = (Run(tmp_path / name, keep_last=1) for name in ("first", "second"))
+
+    async def live():
+        for event in ("learn", "refresh", "learn", "save", "written"):
+            await getattr(first, event)()
+        origin = first.complete()[0]
+        reference = first.engine.weights
+        await second.load(origin)
+        assert second.engine.weights == reference
+        for event in ("learn", "save", "written"):
+            await getattr(second, event)()
+        for event in ("learn", "refresh_and_save", "written", "learn", "refresh_and_save", "written"):
+            await getattr(first, event)()
+        second.check()
+        shutil.rmtree(tmp_path / "first")
+        for _ in range(20):
+            await getattr(second, random.choice(["learn", "save", "written", "die", "resume"]))()
+            second.check()
+            assert second.engine.weights == reference
+        assert len(list((tmp_path / "second" / "reference").iterdir())) == 1
+
+    for run in (first, second):
+        (run.run_dir / "checkpoints").mkdir(parents=True)
+    asyncio.run(live())
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_copies_the_other_s_reference_again(tmp_path):
+    first, second = (Run(tmp_path / name, keep_last=1) for name in ("first", "second"))
+
+    async def live():
+        for event in ("learn", "refresh", "save", "written"):
+            await getattr(first, event)()
+        (origin,) = first.complete()
+        await second.load(origin)
+        await second.refresh()  # the copy goes: no checkpoint notes it
+        await second.load(origin)
+        await second.load(origin)
+        await second.save()
+        await second.written()
+        shutil.rmtree(tmp_path / "first")
+        second.check()
+
+    for run in (first, second):
+        (run.run_dir / "checkpoints").mkdir(parents=True)
+    asyncio.run(live())
+
+
+def test_a_copy_that_a_kill_cut_short_is_made_again(tmp_path, monkeypatch):
+    first, second = (Run(tmp_path / name, keep_last=1) for name in ("first", "second"))
+    rename = Path.rename
+
+    def dying(path, target):
+        if path.parent.name == "reference":
+            raise Killed
+        return rename(path, target)
+
+    async def live():
+        for event in ("learn", "refresh", "save", "written"):
+            await getattr(first, event)()
+        (origin,) = first.complete()
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Path, "rename", dying)
+            await second.load(origin)
+        second.begin()
+        await second.load(origin)
+        assert second.engine.weights == first.engine.weights
+        assert len(list((tmp_path / "second" / "reference").iterdir())) == 1
+
+    for run in (first, second):
+        (run.run_dir / "checkpoints").mkdir(parents=True)
     asyncio.run(live())
 
 

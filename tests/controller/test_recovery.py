@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from configs.quickstart import quickstart
 from rl.actors.actors import Revival
 from rl.actors.remote import EngineDied
+from rl.controller import recovery
 from rl.controller.config import CriticConfig, ReferenceConfig, WarmupConfig
 from rl.controller.recovery import train_and_export
 from rl.envs.sort_letters import SortLetters
-from rl.errors import RunError
+from rl.errors import DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
@@ -145,3 +147,31 @@ def test_where_the_newest_checkpoint_is_damaged_too_an_older_one_does(damaged, t
     assert "step-4 is passed over" in caplog.text
     branch = tmp_path / "run" / "abandoned" / "1" / "checkpoints"
     assert sorted(path.name for path in branch.iterdir()) == [f"step-{step}" for step in damaged]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_left_behind_is_copied_by_the_thread_that_writes(damaged, tmp_path, monkeypatch):
+    """After all that was recorded before, and not in the loop, which a large file would hold up."""
+    threads, move = [], recovery.abandon_after
+
+    def abandon_after(run_dir, step):
+        threads.append(threading.current_thread())
+        return move(run_dir, step)
+
+    monkeypatch.setattr(recovery, "abandon_after", abandon_after)
+    load = FakeEngine.load_checkpoint
+
+    async def load_checkpoint(engine, path):
+        if damaged and path.endswith("step-4"):
+            raise DamagedCheckpoint(f"{path} is broken")
+        return await load(engine, path)
+
+    monkeypatch.setattr(FakeEngine, "load_checkpoint", load_checkpoint)
+    with monkeypatch.context() as patch:
+        mortal = Mortal(patch, ())
+        run(config(), tmp_path / "whole")
+    threads.clear()
+    Mortal(monkeypatch, [mortal.num_calls - 5])
+    run(config(), tmp_path / "run")
+    assert len(threads) == (3 if damaged else 1)
+    assert threading.main_thread() not in threads
