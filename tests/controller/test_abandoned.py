@@ -94,6 +94,14 @@ def test_who_goes_on_from_an_older_step_goes_on_from_there_the_next_time_too(tra
     assert not Path("run/abandoned/2").exists()
 
 
+@pytest.mark.parametrize("name", ["step-4.partial", "step-4.old.partial"])
+def test_latest_goes_on_from_a_checkpoint_that_lacked_only_its_name(name, train):
+    train(steps=4)
+    Path("run/checkpoints/step-4").rename(f"run/checkpoints/{name}")
+    train("latest", steps=6)
+    assert steps() == [4, 6] and not Path("run/abandoned").exists()
+
+
 def test_a_branch_has_the_critic_s_part_and_a_new_run_can_go_on_from_it(train):
     train(steps=6, advantages=GAE())
     train("run/checkpoints/step-4", steps=8, until=6, advantages=GAE())
