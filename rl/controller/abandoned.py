@@ -59,9 +59,9 @@ def remove_unfinished(run_dir: Path) -> None:
     has locked the directory may call it, while none of its engines writes.
     """
     for part in ("checkpoints", "critic_checkpoints"):
-        for number, path in _own_partial(run_dir / part):
+        for step, path in _own_partial(run_dir / part):
             if not path.name.endswith(".gone.partial"):
-                finish_rename(run_dir / part / f"step-{number}")
+                finish_rename(run_dir / part / f"step-{step}")
         for _, path in _own_partial(run_dir / part):
             remove(path)
     half_moved = _half_moved(run_dir)  # critics' checkpoints follow

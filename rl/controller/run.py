@@ -54,6 +54,8 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
         lock = lock_directory(run_dir, "run")
         if in_place:
             remove_unfinished(run_dir)
+            if asked_for == "latest":  # one that lacked only its name has it now
+                config, _ = with_newest_checkpoint(recipe, replace(config, resume="latest"))
             if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         # Who starts again from these settings starts at the beginning.
