@@ -405,11 +405,9 @@ def resumed(tmp_path, before, after):
 def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
     settings = config(save_every=1, kl=KL(coef=0.1), warmup=WarmupConfig(steps=1, batch_size=2))
     calls = resumed(tmp_path, settings, settings)
-    assert ("trainer", "load_checkpoint", "step-1") in calls and (
-        "reference",
-        "load_weights",
-        "step-0",
-    ) in calls
+    assert ("trainer", "load_checkpoint", "step-1") in calls
+    (loaded,) = [call[2] for call in calls if call[:2] == ("reference", "load_weights")]
+    assert loaded.startswith("step-0-from-")  # a copy: the first run removes its own when it likes
     shutil.rmtree(tmp_path / "first" / "reference")
     (line,) = validate(replace(settings, resume=str(tmp_path / "first" / "checkpoints" / "step-1")))
     assert "notes the reference's weights" in line and "which are gone" in line
