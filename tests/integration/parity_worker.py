@@ -5,12 +5,15 @@ import json
 import sys
 from pathlib import Path
 
+import psutil
+
 from rl.batching import pack, to_sample
 from rl.cluster.launch import launch
 from rl.cluster.machine import this_machine
 from rl.controller.device_defaults import specs_on
 from rl.envs.base import RolloutContext
 from rl.models.tokenizer import HFTokenizer
+from rl.owned_directory import temporary_directory
 from rl.types import OptimParams, SamplingParams
 from tests.recipes import fsdp2_and_two_generators
 
@@ -22,6 +25,8 @@ async def main(run_dir: Path) -> dict:
     model_dir = config.model.materialize(run_dir)
     env, tokenizer = config.env, HFTokenizer(model_dir)
     result: dict = {"synced": [], "versions": []}
+    temporary_directory()  # whose janitor lives as long as this process
+    of_this_process = set(psutil.Process().children(recursive=True))
     async with launch(specs_on(this_machine(), config, model_dir, run_dir), run_dir) as actors:
         generators = actors.generators
 
@@ -80,8 +85,6 @@ async def main(run_dir: Path) -> dict:
         import os
         import signal
 
-        import psutil
-
         victim = [
             c for c in psutil.Process().children(recursive=True) if _log_name(c.pid) == "generator-1.log"
         ]
@@ -93,7 +96,7 @@ async def main(run_dir: Path) -> dict:
         result["same_everywhere"] = all(
             c.tokens.tolist() == a.tokens.tolist() for g in again for c, a in zip(g, again[0], strict=True)
         )
-    result["left_running"] = len(psutil.Process().children(recursive=True))
+    result["left_running"] = len(set(psutil.Process().children(recursive=True)) - of_this_process)
     return result
 
 
