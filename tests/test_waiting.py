@@ -25,7 +25,7 @@ TICK_SECONDS = 0.05  # of each block at most this much is counted
 ROUNDING = 1e-9
 
 
-class Clock(selectors.SelectSelector):
+class Clock(selectors.DefaultSelector):
     """Where nothing is to be done, the time of the next timer comes at once."""
 
     now = 0.0
