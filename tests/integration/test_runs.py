@@ -375,7 +375,10 @@ def test_a_signal_ends_everything_within_ten_seconds(tmp_path, moment, number, c
         os.killpg(process.pid, number)  # as a terminal does: the whole foreground group
     else:
         process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
+    try:
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()  # one that goes on would work beside all other tests
     assert time.monotonic() - started < 10
     assert process.returncode == code
     assert "Traceback" not in output
