@@ -11,7 +11,7 @@ from typing import TypeVar
 import psutil
 
 from rl.actors.remote import Caller, ProcessDied
-from rl.processes import ProcessInfo
+from rl.processes import ProcessInfo, is_gone
 from rl.waiting import beside
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Births:
         self._name = name
         self._mesh = ""
         self._num_procs = 0
-        self._born: list[psutil.Process] = []
+        self._born: list[ProcessInfo] = []
 
     def expect(self, num_procs: int) -> Mapping[str, str]:
         """What the processes of the next spawn must have in their environment."""
@@ -51,20 +51,15 @@ class Births:
 
     def _one_that_is_gone(self) -> ProcessInfo | None:
         if len(self._born) < self._num_procs:
-            children = [child for child in psutil.Process().children() if child not in self._born]
-            self._born += [child for child in children if _mesh_of(child) == self._mesh]
+            known = {process.pid for process in self._born}
+            for child in psutil.Process().children():
+                if child.pid not in known and _mesh_of(child) == self._mesh:
+                    self._born.append(ProcessInfo(child.pid, socket.gethostname(), ""))
             del self._born[self._num_procs :]  # orphans of theirs that were adopted
-        gone = next((process for process in self._born if not _lives(process)), None)
-        return gone and ProcessInfo(gone.pid, socket.gethostname(), "")
+        return next(filter(is_gone, self._born), None)
 
 
 def _mesh_of(process: psutil.Process) -> str | None:
     with suppress(psutil.Error, OSError):
         return process.environ().get(_VARIABLE)
     return None
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

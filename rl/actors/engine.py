@@ -19,8 +19,9 @@ from rl.types import LoRA, OptimParams, Sample
 from rl.waiting import Deadlines, beside, in_thread, loop_seconds
 
 _MANY = 256
-_PATIENCE_SECONDS = 10.0  # for the collectives of the others to fail, and for Monarch to say why
 """Samples; to pack fewer takes a few milliseconds."""
+
+_PATIENCE_SECONDS = 10.0  # for the collectives of the others to fail, and for Monarch to say why
 
 
 class EngineHandle:

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from rl import out_of_memory
 from rl.actors import births as module
 from rl.actors.births import Births
 from rl.actors.remote import ProcessDied
+from rl.processes import process_info
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_a_kill_for_memory_before_the_birth_is_not_blamed(births, monkeypatch):
     async def main():
         process = spawn(births.expect(1), "import nonsense")
         process.wait()
-        births._born = [psutil.Process()]
-        monkeypatch.setattr(module, "_lives", lambda process: False)
+        births._born = [process_info()]
+        monkeypatch.setattr(module, "is_gone", lambda process: True)
         await births.watching(answer())
 
     with pytest.raises(ProcessDied) as death:
