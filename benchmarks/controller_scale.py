@@ -11,13 +11,10 @@ says where the first bottleneck lies.
 import argparse
 import asyncio
 import random
-import selectors
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks import long_samples
 from benchmarks.fakes import NoRecorder, Seconds, config, fake_actors
@@ -26,36 +23,9 @@ from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig
 from rl.controller.stages import RunStages
 from rl.models.tokenizer import HFTokenizer
 from rl.waiting import beside
+from tests.virtual_time import VirtualLoop
 
 PAGE = Path("docs/controller_scale.md")
-
-
-class VirtualTime(selectors.DefaultSelector):
-    """What an event loop waits with: where it would wait for a timer, the clock jumps to it instead."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """What other loops do in threads it does at once: the clock would jump while they run."""
-
-    def __init__(self) -> None:
-        self._virtual = VirtualTime()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
-
-    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future:
-        future = self.create_future()
-        future.set_result(function(*args))
-        return future
 
 
 def run(settings: RunConfig, seconds: Seconds, num_rewards: int) -> tuple[float, float]:
