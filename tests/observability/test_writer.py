@@ -162,13 +162,18 @@ def test_who_stops_waiting_leaves_no_noise_behind(caplog):
     """The loop is closed when the answer comes; what had not begun is not begun."""
     gc.collect()  # what other tests have left says so now
     caplog.clear()
-    gate, begun = threading.Event(), []
+    is_running, gate, begun = threading.Event(), threading.Event(), []
     writer = Writer("it", 10)
 
+    def run():
+        is_running.set()
+        gate.wait()
+
     async def main():
-        running = asyncio.create_task(writer.run(gate.wait, 20))
+        running = asyncio.create_task(writer.run(run, 20))
         waiting = asyncio.create_task(writer.run(lambda: begun.append(1), 20))
         await asyncio.sleep(0)
+        assert is_running.wait(20)  # so that the other one cannot have begun
         running.cancel()
         waiting.cancel()
         await asyncio.wait([running, waiting])
