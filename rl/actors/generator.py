@@ -53,13 +53,13 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def sample(
-        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None
+        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None, key: int | None
     ) -> list[Completion]:
-        return await self._engine.sample(prompt, n, params, wave)
+        return await self._engine.sample(prompt, n, params, wave, key)
 
     @concurrent_endpoint
-    async def give_up_samples(self) -> None:
-        self._engine.give_up_samples()
+    async def give_up_samples(self, keys: Sequence[int] | None) -> None:
+        self._engine.give_up_samples(keys)
 
     @concurrent_endpoint
     async def load_weights(self, manifest: Manifest) -> None:
@@ -87,11 +87,16 @@ class GeneratorProcesses:
         self._caller.processes = tuple(answers.values())
 
     async def sample(
-        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None = None
+        self,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        wave: Wave | None = None,
+        key: int | None = None,
     ) -> list[Completion]:
-        """However long it takes, while `check` sees progress."""
+        """However long it takes, while `check` sees progress. `key` names the request for `give_up_samples`."""
         with self._timeline.span(self._caller.name, "sample"):
-            call = only(self._first.sample.call(prompt, n, params, wave))
+            call = only(self._first.sample.call(prompt, n, params, wave, key))
             try:
                 return await self._caller.call(call, "sample", Deadline("progress", None))
             except GeneratorFailed as error:  # as good as dead
@@ -110,9 +115,9 @@ class GeneratorProcesses:
             self._loading = False
             self._progressed = loop_seconds()
 
-    async def give_up_samples(self) -> None:
-        """End all that is being sampled: nobody waits for it any more."""
-        call = only(self._first.give_up_samples.call())
+    async def give_up_samples(self, keys: Sequence[int] | None = None) -> None:
+        """End what is being sampled for these requests, or all: nobody waits for it any more."""
+        call = only(self._first.give_up_samples.call(keys))
         await self._caller.call(
             call, "give_up_samples", Deadline("progress", self._deadlines.progress), past=ProcessDied
         )

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from rl.actors.generator import GeneratorProcesses
 from rl.actors.replica import Replica, State
+from rl.errors import RunError
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
 from rl.waiting import Signal
@@ -63,8 +65,9 @@ class Updates:
 class _Request:
     """One that waits for its turn to end, and then for its completions."""
 
-    def __init__(self, prompt: Sequence[int], n: int, params: SamplingParams):
-        self.prompt, self.n, self.params = prompt, n, params
+    def __init__(self, key: int, prompt: Sequence[int], n: int, params: SamplingParams):
+        self.key, self.prompt, self.n, self.params = key, prompt, n, params
+        self.is_sent = False
         self.answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
 
     def finish(self, sampled: asyncio.Task[list[Completion]]) -> None:
@@ -103,8 +106,10 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         self._in_flight_updates = in_flight_updates
         self._updates = updates
         self._wave_numbers = count()
+        self._keys = count()
         self._wave: _OpenWave | None = None  # of the present turn of the event loop
-        self._sent: set[asyncio.Task[list[Completion]]] = set()
+        self._given_up: list[int] = []  # keys of requests of the present turn that nobody waits for any more
+        self._sent: set[asyncio.Task[Any]] = set()
 
     async def serve(self, member: GeneratorProcesses) -> None:
         self.version = None
@@ -144,26 +149,47 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
         """Requests made in one turn of the event loop are admitted together, in this order: see Wave."""
-        return await self.ask(lambda member: self._in_wave(member, _Request(prompt, n, params)), load=n)
+        request = _Request(next(self._keys), prompt, n, params)
+        return await self.ask(lambda member: self._in_wave(member, request), load=n)
 
     async def _in_wave(self, member: GeneratorProcesses, request: "_Request") -> list[Completion]:
         if self._wave is None or self._wave.member is not member:
             self._wave = _OpenWave(member)
             asyncio.get_running_loop().call_soon(self._close_wave, self._wave)
         self._wave.requests.append(request)
-        return await request.answer
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            if request.is_sent:
+                self._give_up(member, request.key)
+            raise
+
+    def _give_up(self, member: GeneratorProcesses, key: int) -> None:
+        """The generator ends what nobody waits for. One message for all of a turn of the event loop."""
+        if not self._given_up:
+            asyncio.get_running_loop().call_soon(self._send_given_up, member)
+        self._given_up.append(key)
+
+    def _send_given_up(self, member: GeneratorProcesses) -> None:
+        keys, self._given_up = self._given_up, []
+        if member is self._member:  # a dead one samples nothing
+            self._keep(asyncio.create_task(_quietly(member.give_up_samples(keys))))
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._sent.add(task)
+        task.add_done_callback(self._sent.discard)
 
     def _close_wave(self, wave: "_OpenWave") -> None:
-        """Send the requests that somebody still waits for. From here on none of them is taken back."""
+        """Send the requests that somebody still waits for."""
         self._wave = None if self._wave is wave else self._wave
         waiting = [request for request in wave.requests if not request.answer.done()]
         number, size = next(self._wave_numbers), len(waiting)
         for position, request in enumerate(waiting):
             place = Wave(number, position, size)
-            sampling = wave.member.sample(request.prompt, request.n, request.params, place)
+            sampling = wave.member.sample(request.prompt, request.n, request.params, place, request.key)
             task = asyncio.create_task(sampling)
-            self._sent.add(task)
-            task.add_done_callback(self._sent.discard)
+            request.is_sent = True
+            self._keep(task)
             task.add_done_callback(request.finish)
 
     def _is_behind(self) -> bool:
@@ -173,3 +199,9 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
     async def _load(self, member: GeneratorProcesses, manifest: Manifest) -> None:
         async with self._updates.store.reading(manifest):
             await member.load_weights(manifest)
+
+
+async def _quietly(giving_up: Awaitable[None]) -> None:
+    """A generator that does not answer is its watch's to notice."""
+    with suppress(RunError):
+        await giving_up

@@ -41,7 +41,7 @@ class Processes:
     async def kill(self):
         pass
 
-    async def give_up_samples(self):
+    async def give_up_samples(self, keys=None):
         self.given_up += 1
 
     async def load_weights(self, manifest):
@@ -49,7 +49,7 @@ class Processes:
         self.loaded.append((manifest.name, manifest.version))
         self.version = manifest.version
 
-    async def sample(self, prompt, n, params, wave):
+    async def sample(self, prompt, n, params, wave, key):
         first = self.version
         self.waves.append((wave.id, wave.position, wave.size, tuple(prompt)))
         await self.release.wait()

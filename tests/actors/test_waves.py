@@ -7,7 +7,7 @@ import pytest
 
 from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica
-from rl.models.generator.commands import Admit, Tick
+from rl.models.generator.commands import Abort, Admit, Tick
 from rl.models.generator.engine import GeneratorEngine
 from rl.types import Completion, SamplingParams, StopReason, VersionRange
 from rl.waiting import beside
@@ -19,23 +19,26 @@ REQUESTS = 3
 
 
 class Decoder:
-    """Each request takes three steps."""
+    """Each request takes so many steps."""
 
-    def __init__(self):
-        self.left, self.admitted = {}, []
+    def __init__(self, num_steps=3):
+        self.left, self.admitted, self.finished, self.num_steps = {}, [], [], num_steps
 
     def tick(self, commands):
         answers = {}
         for command in commands:
             if isinstance(command, Admit):
-                self.left[command] = 3
+                self.left[command] = self.num_steps
                 self.admitted.append(command.prompt)
             else:
+                if isinstance(command, Abort):
+                    self.left = {a: n for a, n in self.left.items() if a.id not in command.requests}
                 answers[command.id] = None
         for admit in list(self.left):
             self.left[admit] -= 1
             if not self.left[admit]:
                 del self.left[admit]
+                self.finished.append(admit.prompt)
                 answers[admit.id] = Completion([1], [-1.0], VersionRange(0, 0), StopReason.STOP)
         return Tick(answers, len(self.left))
 
@@ -55,13 +58,16 @@ class Member:
     async def load_weights(self, manifest):
         await self.engine.load_weights(manifest)
 
-    async def sample(self, prompt, n, params, wave):
-        return await asyncio.shield(asyncio.ensure_future(self.engine.sample(prompt, n, params, wave)))
+    async def sample(self, prompt, n, params, wave, key):
+        return await asyncio.shield(asyncio.ensure_future(self.engine.sample(prompt, n, params, wave, key)))
+
+    async def give_up_samples(self, keys):
+        self.engine.give_up_samples(keys)
 
 
-def answers(turns, cancelled):
+def answers(turns, cancelled, decoder=None):
     """Of requests of one turn, some of which are cancelled after so many turns of the event loop."""
-    decoder = Decoder()
+    decoder = decoder or Decoder()
 
     async def main(thread):
         engine = GeneratorEngine(decoder.tick, thread)
@@ -109,3 +115,12 @@ def test_a_request_that_is_cancelled_at_any_turn_holds_up_no_other(cancelled):
             if i not in cancelled:
                 assert isinstance(answer, list), (turns, i, answer)
         assert [i for (i,) in admitted] == sorted(i for (i,) in admitted)
+
+
+@pytest.mark.parametrize("cancelled", [(0,), (1,), (0, 2), (0, 1, 2)])
+def test_the_generator_ends_what_nobody_waits_for_at_any_turn(cancelled):
+    for turns in range(12):
+        decoder = Decoder(num_steps=300)
+        answers(turns, cancelled, decoder)
+        assert not decoder.left
+        assert sorted(decoder.finished) == [(i,) for i in range(REQUESTS) if i not in cancelled], turns

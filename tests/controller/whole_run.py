@@ -138,10 +138,10 @@ class Generator(FakeGenerators):
     async def load_weights(self, manifest):
         self.served = manifest.version
 
-    async def give_up_samples(self):
+    async def give_up_samples(self, keys=None):
         pass
 
-    async def sample(self, prompt, n, params, wave):
+    async def sample(self, prompt, n, params, wave, key):
         return await super().sample(prompt, n, params)
 
 

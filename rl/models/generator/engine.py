@@ -31,6 +31,7 @@ class GeneratorEngine:
         self._numbers = count()
         self._commands: list[Command] = []
         self._waves: dict[int, dict[int, list[Admit]]] = {}  # those that are not complete yet
+        self._keyed: dict[int, tuple[int, ...]] = {}  # samples by the key of their request
         self._answers: dict[int, asyncio.Future] = {}
         self._sampling: set[int] = set()
         self._stepper: asyncio.Task[None] | None = None
@@ -38,12 +39,17 @@ class GeneratorEngine:
         self._version: PolicyVersion | None = None
 
     async def sample(
-        self, prompt: Sequence[int], n: int, params: SamplingParams, wave: Wave | None = None
+        self,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        wave: Wave | None = None,
+        key: int | None = None,
     ) -> list[Completion]:
         """n completions of one prompt, in order.
 
-        Completion i is drawn with seed `params.seed + i`, whatever else runs. Raises RunError for a request
-        that cannot be served; others go on.
+        Completion i is drawn with seed `params.seed + i`, whatever else runs. `key` names the request for
+        `give_up_samples`. Raises RunError for a request that cannot be served; others go on.
         """
         tokens = tuple(prompt)
         each = [replace(params, seed=params.seed + i) for i in range(n)]
@@ -51,6 +57,8 @@ class GeneratorEngine:
         admits = [Admit(next(self._numbers), tokens, p) for p in each]
         answers = [self._expect(admit.id) for admit in admits]
         self._sampling |= {admit.id for admit in admits}
+        if key is not None:
+            self._keyed[key] = tuple(admit.id for admit in admits)
         self._submit(self._complete_wave(admits, wave) if wave else admits)
         try:
             return await asyncio.gather(*answers)
@@ -61,11 +69,22 @@ class GeneratorEngine:
             raise
         finally:
             self._sampling -= {admit.id for admit in admits}
+            if key is not None:
+                del self._keyed[key]
 
-    def give_up_samples(self) -> None:
-        """End every sample that is under way or waits for its wave; who asked for one gets a RunError."""
-        given_up = tuple(self._sampling)
-        self._waves.clear()
+    def give_up_samples(self, keys: Sequence[int] | None = None) -> None:
+        """End samples that are under way or wait for their wave: of these requests, or all.
+
+        Who asked for one gets a RunError. A request that has ended already is left alone.
+        """
+        if keys is None:
+            given_up = tuple(self._sampling)
+            self._waves.clear()
+        else:
+            given_up = tuple(number for key in keys for number in self._keyed.get(key, ()))
+            for members in self._waves.values():  # a wave is complete with the place of a request given up
+                for position, admits in members.items():
+                    members[position] = [admit for admit in admits if admit.id not in given_up]
         self._submit([Abort(next(self._numbers), given_up)])
         for number in given_up:
             self._resolve(number, RunError("the sample was given up"))
