@@ -1,0 +1,158 @@
+"""SamplingQueue: which requests for samples the generators work on, so that no tenant slows another down.
+
+Generators batch whatever they have, and a batch is as slow as it is large. A tenant alone may fill them.
+Beside others it has at most `shared` sequences more than the one that asks for the fewest. Where a step with
+`shared` sequences takes twice as long as an empty one, each then keeps half of what it has alone: the tenant
+with one sequence at a time, since a step takes at most twice as long; the one with many, since `shared` of
+them are half as fast as an endless batch. A request that is larger than that runs alone of its tenant's, and
+only while its tenant has not had more of the generators' time.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from rl.tinker.shares import Shares
+
+_REMEMBERED_SECONDS = 60.0  # a tenant counts as present for so long after its last request
+_LEAD_SECONDS = 2.0
+_FIRST_LENGTH = 16.0  # tokens, of a tenant whose completions are not known yet
+_LENGTH_WEIGHT = 0.1  # of the newest completion's length, in a tenant's average
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a request asks of the generators."""
+
+    num_samples: int
+    num_prompt_tokens: int
+    max_new_tokens: int  # of each sample
+
+
+def parts(num_samples: int, largest: int) -> list[int]:
+    """A request's samples, as requests that take turns."""
+    return [min(largest, num_samples - i) for i in range(0, num_samples, largest)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    tenant: str
+    load: Load
+    weight: float
+
+
+class SamplingQueue:
+    """Requests wait here for their turn. The owner calls `start` for those that are due, `end` for each once.
+
+    Weights are in sequences: the tokens that a request adds to an average decoding step.
+    """
+
+    def __init__(self, capacity: int, shared: int, clock: Callable[[], float] = time.monotonic):
+        """capacity: samples in the generators at a time. shared: of a tenant's beside others', at least."""
+        self._capacity = capacity
+        self._shared = shared
+        self._clock = clock
+        self._shares = Shares()
+        self._waiting: dict[str, OrderedDict[Hashable, Load]] = {}
+        self._running: dict[Hashable, _Running] = {}
+        self._weights: dict[str, float] = {}  # of a tenant's running requests
+        self._samples: Counter[str] = Counter()  # of a tenant's running requests
+        self._present: dict[str, float] = {}  # when each tenant last had work
+        self._lengths: dict[str, float] = {}  # tokens of a tenant's completions, on average
+        self._charged_at = clock()
+
+    def add(self, key: Hashable, tenant: str, load: Load) -> None:
+        self._charge()
+        if tenant not in self._all_present():
+            self._shares.arrive(tenant)
+        self._waiting.setdefault(tenant, OrderedDict())[key] = load
+        self._present[tenant] = self._clock()
+
+    def start(self) -> list[Hashable]:
+        """Those whose turn has come, in order. They run from here on."""
+        self._charge()
+        started: list[Hashable] = []
+        while tenants := [tenant for tenant in self._waiting if self._is_due(tenant)]:
+            tenant = self._shares.next(tenants)
+            key, load = self._waiting[tenant].popitem(last=False)
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+            weight = self._weight(tenant, load)
+            self._running[key] = _Running(tenant, load, weight)
+            self._weights[tenant] = self._weights.get(tenant, 0.0) + weight
+            self._samples[tenant] += load.num_samples
+            started.append(key)
+        return started
+
+    def end(self, key: Hashable, mean_length: float | None = None) -> None:
+        """It is done, failed or cancelled; it may have waited still. mean_length: tokens of its samples."""
+        self._charge()
+        running = self._running.pop(key, None)
+        if running is None:
+            return self._take_back(key)
+        tenant = running.tenant
+        self._present[tenant] = self._clock()
+        self._weights[tenant] -= running.weight
+        self._samples[tenant] -= running.load.num_samples
+        if not self._samples[tenant]:
+            del self._weights[tenant], self._samples[tenant]
+        if mean_length is not None:
+            before = self._lengths.get(tenant, mean_length)
+            self._lengths[tenant] = before + _LENGTH_WEIGHT * (mean_length - before)
+
+    @property
+    def num_running(self) -> int:
+        """Samples."""
+        return self._samples.total()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._running and not self._waiting
+
+    def _take_back(self, key: Hashable) -> None:
+        for tenant, waiting in list(self._waiting.items()):
+            waiting.pop(key, None)
+            if not waiting:
+                del self._waiting[tenant]
+
+    def _is_due(self, tenant: str) -> bool:
+        load = next(iter(self._waiting[tenant].values()))
+        if not self._running:
+            return True
+        others = self._all_present() - {tenant}
+        if not others:
+            return self.num_running + load.num_samples <= self._capacity
+        if self._samples[tenant] + load.num_samples > self._capacity / (1 + len(others)):
+            return not self._samples[tenant]
+        own, weight = self._weights.get(tenant, 0.0), self._weight(tenant, load)
+        if own + weight <= self._shared + min(map(self._wanted, others)):
+            return True
+        return not own and self._shares.lead(tenant, others) <= _LEAD_SECONDS
+
+    def _wanted(self, tenant: str) -> float:
+        """The weight of its requests; above the capacity, of some of them."""
+        weight = self._weights.get(tenant, 0.0)
+        for load in self._waiting.get(tenant, {}).values():
+            if weight > self._capacity:
+                break
+            weight += self._weight(tenant, load)
+        return weight
+
+    def _weight(self, tenant: str, load: Load) -> float:
+        length = min(load.max_new_tokens, max(1.0, self._lengths.get(tenant, _FIRST_LENGTH)))
+        return load.num_samples + load.num_prompt_tokens / length
+
+    def _all_present(self) -> set[str]:
+        since = self._clock() - _REMEMBERED_SECONDS
+        self._present = {tenant: moment for tenant, moment in self._present.items() if moment > since}
+        present = {*self._waiting, *self._weights, *self._present}
+        self._shares.forget(present)
+        return present
+
+    def _charge(self) -> None:
+        """The time since the last call, to the tenants whose requests ran, by their weights."""
+        now, total = self._clock(), sum(self._weights.values())
+        for tenant, weight in self._weights.items():
+            self._shares.charge(tenant, (now - self._charged_at) * weight / total)
+        self._charged_at = now
