@@ -15,7 +15,7 @@ HALF = 8  # sequences with which a step takes twice as long as an empty one
 FIXED = HALF * PER_TOKEN
 STEP_TOKENS = 2048
 MAX_SEQUENCES = 256
-SECONDS = 120.0
+SECONDS = 200.0
 
 
 @dataclass
