@@ -48,7 +48,7 @@ class Requests:
             return row, False
         if self._waiting[tenant] >= self._max_waiting:
             raise TooMany(f"{self._max_waiting} requests are waiting already; wait for their results first")
-        number = self._database.insert(
+        self._database.insert(
             requests,
             id=id,
             tenant=tenant,
@@ -59,7 +59,7 @@ class Requests:
             created=now(),
         )
         self._waiting[tenant] += 1
-        row = self._database.get(requests, number)
+        row = self._database.get(requests, id, "id")
         assert row is not None
         return row, True
 

@@ -185,10 +185,17 @@ class MortalDatabase(Database):
         self.left = k
 
     def _run(self, statement, values=None, changes=False):
+        self._live(changes)
+        return super()._run(statement, values, changes)
+
+    def change(self, *statements, durable=False):
+        self._live(1)
+        super().change(*statements, durable=durable)
+
+    def _live(self, changes):
         self.left -= changes
         if self.left < 0:
             raise Dead
-        return super()._run(statement, values, changes)
 
 
 class MortalBackend(FakeBackend):
@@ -252,7 +259,7 @@ async def train_once(root, database, backend, acknowledged):
         working.cancel()
         with contextlib.suppress(asyncio.CancelledError, BaseException):
             await working
-        database._connection.close()
+        database.close()
 
 
 @pytest.mark.parametrize("what", ["database", "backend"])
