@@ -1,4 +1,4 @@
-"""Connection: one to SQLite or PostgreSQL. One that is lost is made again, and what was asked is asked again."""
+"""Connection: one to SQLite or PostgreSQL. One that is lost is made again; then a statement is repeated."""
 
 import json
 import time
@@ -38,14 +38,14 @@ _BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "BEGIN"}
 
 
 class Unavailable(RunError):
-    """The database cannot be reached, or its disk is full: nothing changed, and the same may work later."""
+    """The database cannot be reached, or its disk is full: the same may work later."""
 
 
 class Connection:
     """Every statement is a transaction of its own, but for those that `change` is called with together.
 
-    Statements are repeated where their answer was lost, so that each has to do the same when it is done twice;
-    an insert does, because rows have unique keys: it is there already.
+    A statement is repeated where its answer was lost, so it has to do the same when it is done twice. An
+    insert does: rows have unique keys, and one that is there already was inserted the first time.
     """
 
     def __init__(self, url: str):
@@ -68,7 +68,7 @@ class Connection:
         return self._twice(lambda connection: connection.execute(statement, values))
 
     def change(self, statements: Sequence[Any], durable: bool = False) -> None:
-        """All of them or none. durable: they outlive the death of the machine, not only that of this process."""
+        """All of them or none. durable: they outlive the machine's death, not only this process's."""
 
         def work(connection: sqlalchemy.Connection) -> None:
             self.transact(connection, lambda: [connection.execute(statement) for statement in statements])

@@ -1,7 +1,7 @@
 """What a restart must not lose: sessions, models, requests with their results, samplers, checkpoints.
 
-SQLite beside the checkpoints, or PostgreSQL. Each change is committed before a client hears of it. A change of the
-tables below is a step of its own in `migrations`.
+SQLite beside the checkpoints, or PostgreSQL. Each change is committed before a client hears of it. Whoever
+changes the tables below adds a step to `migrations`.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ T = TypeVar("T")
 _REST_SECONDS = 1.0
 metadata = MetaData()
 _Id = String(200)
+_NO_BODY = text("body IS NULL")
 
 sessions = Table(
     "sessions", metadata,
@@ -102,7 +103,7 @@ requests = Table(
     Index("ended_of_target", "target", "finished"),
     Index("requests_by_state", "state", "finished"),
     Index("requests_of_tenant", "tenant", "state", "finished", "num_bytes"),
-    Index("forgettable", "finished", sqlite_where=text("body IS NULL"), postgresql_where=text("body IS NULL")),
+    Index("forgettable", "finished", sqlite_where=_NO_BODY, postgresql_where=_NO_BODY),
     sqlite_autoincrement=True,
 )  # fmt: skip
 checkpoints = Table(
@@ -129,8 +130,8 @@ checkpoints = Table(
 class Database:
     """Rows in, rows out. For one process and one thread.
 
-    A change is repeated where its answer was lost (see Connection): no update adds to what is there, and each row
-    that is inserted has a key that no other has.
+    A change is repeated where its answer was lost (see Connection): so no update may add to what is there,
+    and each row that is inserted has a key that no other has.
     """
 
     def __init__(self, url: str):
@@ -181,7 +182,7 @@ class Database:
         self._run(table.delete().where(*where), changes=True)
 
     def change(self, *statements: Any, durable: bool = False) -> None:
-        """All of them or none. durable: they outlive the machine's death, as what is deleted next does not."""
+        """All of them or none. durable: they outlive the machine's death; what is deleted next does not."""
         self._connection.change(statements, durable)
 
     async def patiently(self, call: Callable[[], Awaitable[T]]) -> T:

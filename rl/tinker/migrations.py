@@ -1,7 +1,7 @@
 """From the tables of an older server to those of this one: a function from each version to the next.
 
-They are text, not the tables of `database`: those go on to change. All steps are one transaction, so that a server
-that is killed in the middle of it leaves the database as it was.
+They are text, not the tables of `database`, which go on to change. All steps are one transaction, so that a
+server that is killed in the middle leaves the database as it was.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def migrate(connection: Connection, metadata: MetaData) -> None:
         metadata.create_all(connection)
     elif version > len(STEPS):
         raise ConfigError(
-            f"the database has version {version} of the tables and this server knows {len(STEPS)}: a newer one "
-            f"has written it; install that, or give another database"
+            f"the database has tables of version {version}, this server knows versions up to {len(STEPS)}: "
+            f"use the newer server that wrote it, or give another database"
         )
     else:
         for step in STEPS[version:]:
@@ -117,7 +117,7 @@ INSERT INTO sqlite_sequence (name, seq) SELECT 'requests', max(
 
 
 def _to_version_1(connection: Connection) -> None:
-    """Numbers of requests that are never used again, sizes of all that is kept, an index for each question."""
+    """Numbers of requests are never used again, sizes are kept, each question has an index."""
     requests = {
         "sqlite": f"{_SQLITE_REQUESTS}; {_SQLITE_SEQUENCE}",
         "postgresql": _POSTGRES_REQUESTS,
