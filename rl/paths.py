@@ -72,6 +72,14 @@ def sync(path: Path) -> None:
         os.close(file)
 
 
+def sync_tree(directory: Path) -> None:
+    """Have the disk hold a directory's files and its name."""
+    for file in directory.iterdir():
+        sync(file)
+    sync(directory)
+    sync(directory.parent)
+
+
 class NoLocks(OSError):
     """The file system has no flock."""
 

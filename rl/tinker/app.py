@@ -1,5 +1,6 @@
 """The HTTP server: whose request it is, how large it may be, and what failures look like. See `routes`."""
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import NotFound, UserError
+from rl.tinker.connection import Unavailable
 from rl.tinker.keys import tenant_of
 from rl.tinker.openai import add_openai_routes
 from rl.tinker.requests import TooMany
@@ -22,6 +24,7 @@ from rl.tinker.service import Service
 
 _OPEN = ("/api/v1/healthz",)  # without a key
 _MAX_FIELD = 1000
+_REST_SECONDS = 1.0  # while the database is away
 
 
 class TooLarge(HTTPException):
@@ -72,6 +75,12 @@ def make_app(
         said = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
         return _error(request, 422, "; ".join(said)[:_MAX_FIELD])
 
+    async def unavailable(request: Request, error: Exception) -> Response:
+        """Clients ask again at once."""
+        await asyncio.sleep(_REST_SECONDS)
+        return _error(request, 503, str(error)[:_MAX_FIELD], category="server")
+
+    app.add_exception_handler(Unavailable, unavailable)
     app.add_exception_handler(UserError, refuse(422))
     app.add_exception_handler(NotFound, refuse(404))
     app.add_exception_handler(TooMany, refuse(429))
@@ -139,10 +148,16 @@ def _key_of(request: Request) -> str:
     return ""
 
 
-def _error(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Any:
+def _error(
+    request: Request,
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    category: str = "user",
+) -> Any:
     """As the client of the route reads it: OpenAI's, or Tinker's."""
     if request.url.path.startswith("/v1/"):
         error: Any = {"error": {"message": message, "type": "invalid_request_error"}}
     else:
-        error = {"error": message, "detail": message, "category": "user"}
+        error = {"error": message, "detail": message, "category": category}
     return JSONResponse(error, status, headers=headers)

@@ -10,6 +10,7 @@ from sqlalchemy.engine import Row
 from tinker.types import CopyWeightsRequest
 
 from rl.tinker.backend import UserError
+from rl.tinker.checkpoints import MOST_LISTED
 from rl.tinker.database import now
 from rl.tinker.paths import KINDS
 from rl.tinker.service import Service
@@ -33,16 +34,17 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.get("/training_runs")
     async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Any:
-        found = service.list_models(tenant(request))
-        runs = [_run(row) for row in page(found, limit, offset)]
-        return {"training_runs": runs, "cursor": _cursor(limit, offset, len(found))}
+        runs = [_run(row) for row in service.list_models(tenant(request), *page(limit, offset))]
+        total = service.count_models(tenant(request))
+        return {"training_runs": runs, "cursor": _cursor(limit, offset, total)}
 
     @api.get("/training_runs/{id}")
     async def training_run(id: str, request: Request) -> Any:
         return _run(service.model(tenant(request), id))
 
     def _run(row: Row) -> Any:
-        own = [_checkpoint(c) for c in checkpoints.list(row.tenant, row.id)]
+        newest = {kind: checkpoints.newest(row, kind) for kind in KINDS}
+        last = {kind: checkpoint and _checkpoint(checkpoint) for kind, checkpoint in newest.items()}
         return {
             "training_run_id": row.id,
             "base_model": base_model,
@@ -50,8 +52,8 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
             "is_lora": True,
             "lora_rank": row.lora["rank"],
             "last_request_time": _time(row.seen),
-            "last_checkpoint": next((c for c in own if c["checkpoint_type"] == "training"), None),
-            "last_sampler_checkpoint": next((c for c in own if c["checkpoint_type"] == "sampler"), None),
+            "last_checkpoint": last["weights"],
+            "last_sampler_checkpoint": last["sampler_weights"],
             "user_metadata": row.user_metadata,
         }
 
@@ -62,9 +64,9 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.get("/checkpoints")
     async def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Any:
-        found = checkpoints.list(tenant(request))
-        rows = [_checkpoint(row) for row in page(found, limit, offset)]
-        return {"checkpoints": rows, "cursor": _cursor(limit, offset, len(found))}
+        limits = page(limit, offset)
+        rows = [_checkpoint(row) for row in checkpoints.list(tenant(request), None, *limits)]
+        return {"checkpoints": rows, "cursor": _cursor(limit, offset, checkpoints.count(tenant(request)))}
 
     @api.post("/weights_info")
     async def weights_info(body: _Path, request: Request) -> Any:
@@ -123,8 +125,9 @@ def _checkpoint(row: Row) -> dict[str, Any]:
     }
 
 
-def page(rows: Any, limit: int, offset: int) -> Any:
-    return rows[max(0, offset) : max(0, offset) + max(0, min(limit, 1000))]
+def page(limit: int, offset: int) -> tuple[int, int]:
+    """Limit and offset within what is answered at once."""
+    return max(0, min(limit, MOST_LISTED)), max(0, min(offset, _MOST))
 
 
 def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:

@@ -9,18 +9,25 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import func, select
 from sqlalchemy.engine import Row
 
+from rl.paths import sync, sync_tree
 from rl.tinker.backend import Backend, NotFound, UserError
-from rl.tinker.database import Database, checkpoints, now, samplers
+from rl.tinker.database import Database, checkpoints, now, samplers, sessions
 from rl.tinker.paths import CheckpointPath
+from rl.tinker.quotas import Quotas, size_of
+
+MOST_LISTED = 1000
+_PIECE = 100
 
 
 class Checkpoints:
     """Owns the directories of checkpoints and samplers. A directory is complete or not there."""
 
-    def __init__(self, database: Database, backend: Backend, root: Path):
+    def __init__(self, database: Database, backend: Backend, root: Path, quotas: Quotas):
         self._database = database
+        self._quotas = quotas
         self._backend = backend
         self._root = root
         self._copying = asyncio.Lock()
@@ -39,21 +46,29 @@ class Checkpoints:
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
-        await self._write(model, path.directory(self._root), optimizer=kind == "weights")
-        self._database.delete(checkpoints, checkpoints.c.path == str(path))
-        self._insert(path, model.tenant, request.id, model.lora, body)
+        old_bytes = there.num_bytes if there is not None else 0
+        await self._write(model, path.directory(self._root), kind == "weights", old_bytes)
+        self._insert(path, model.tenant, request.id, model.lora, body, old_bytes)
         return {"path": str(path), "type": request.kind}
 
     def _insert(
-        self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any]
-    ) -> None:
+        self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any],
+        old_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Its row, in the place of one with this path, of old_bytes, that there may be: one transaction."""
         directory, ttl = path.directory(self._root), body.get("ttl_seconds")
-        self._database.insert(
-            checkpoints, path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
-            request=request, directory=self._relative(directory), lora=lora, created=now(),
-            num_bytes=_size(directory), public=False, expires=now() + ttl if ttl else None,
-            user_metadata=body.get("user_metadata"),
+        num_bytes = size_of(directory)
+        self._database.change(
+            checkpoints.delete().where(checkpoints.c.path == str(path)),
+            checkpoints.insert().values(
+                path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
+                request=request, directory=self._relative(directory), lora=lora, created=now(),
+                num_bytes=num_bytes, public=False, expires=now() + ttl if ttl else None,
+                user_metadata=body.get("user_metadata"),
+            ),
+            durable=True,
         )  # fmt: skip
+        self._quotas.add(tenant, num_bytes - old_bytes)
 
     async def copy(self, source: Row, tenant: str, model: str, ttl_seconds: int | None) -> CheckpointPath:
         """A checkpoint of this tenant's own, under a model's id. The same once more is the same copy."""
@@ -64,6 +79,7 @@ class Checkpoints:
         async with self._copying:
             if self._database.get(checkpoints, str(path)) is not None:
                 return path
+            self._quotas.check(tenant, source.num_bytes)
             try:
                 async with _complete(directory) as partial:
                     await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
@@ -80,19 +96,24 @@ class Checkpoints:
         if self._database.get(samplers, id) is None:
             directory = self._of_samplers(model.session) / str(request.number)
             await self._write(model, directory, optimizer=False)
+            num_bytes = size_of(directory)
             if inflight:
                 newest = samplers.c.inflight_of == model.id
                 self._database.update(samplers, newest, directory=self._relative(directory))
             self._database.insert(
                 samplers, id=id, session=model.session, tenant=model.tenant, model_path=None,
                 directory=self._relative(directory), inflight_of=model.id if inflight else None,
-                created=now(),
+                created=now(), num_bytes=num_bytes,
             )  # fmt: skip
+            self._quotas.add(model.tenant, num_bytes)
+            revive(self._database, model.session)
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
 
-    async def _write(self, model: Row, directory: Path, optimizer: bool) -> None:
+    async def _write(self, model: Row, directory: Path, optimizer: bool, old_bytes: int = 0) -> None:
+        """Raises UserError where the tenant has no room for it in the place of one of old_bytes."""
         async with _complete(directory) as partial:
             await self._backend.save(model.id, partial, optimizer)
+            self._quotas.check(model.tenant, size_of(partial) - old_bytes)
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
@@ -108,21 +129,42 @@ class Checkpoints:
             raise NotFound(f"there is no checkpoint {kind}/{name} of {model}")
         return row
 
-    def list(self, tenant: str, model: str | None = None) -> Sequence[Row]:
+    def list(
+        self, tenant: str, model: str | None = None, limit: int = MOST_LISTED, offset: int = 0
+    ) -> Sequence[Row]:
+        """The newest first."""
         where = [checkpoints.c.tenant == tenant, *([checkpoints.c.model == model] if model else [])]
-        return self._database.find(checkpoints, *where, order=checkpoints.c.created.desc())
+        newest = checkpoints.c.created.desc()
+        return self._database.find(checkpoints, *where, order=newest, limit=limit, offset=offset)
+
+    def count(self, tenant: str) -> int:
+        return self._database.count(checkpoints, checkpoints.c.tenant == tenant)
+
+    def newest(self, model: Row, kind: str) -> Row | None:
+        where = (
+            checkpoints.c.model == model.id,
+            checkpoints.c.tenant == model.tenant,
+            checkpoints.c.kind == kind,
+        )
+        rows = self._database.find(checkpoints, *where, order=checkpoints.c.created.desc(), limit=1)
+        return rows[0] if rows else None
 
     def change(self, checkpoint: Row, **values: Any) -> None:
         self._database.update(checkpoints, checkpoints.c.path == checkpoint.path, **values)
 
     def delete(self, checkpoint: Row) -> None:
         self._database.delete(checkpoints, checkpoints.c.path == checkpoint.path)
+        self._quotas.add(checkpoint.tenant, -checkpoint.num_bytes)
         shutil.rmtree(self._root / checkpoint.directory, ignore_errors=True)
 
-    def drop_samplers(self, session: str) -> None:
+    async def drop_samplers(self, session: Row) -> None:
         """Of a session that is over, with the weights that were written for them alone."""
-        self._database.delete(samplers, samplers.c.session == session)
-        shutil.rmtree(self._of_samplers(session), ignore_errors=True)
+        own = samplers.c.session == session.id
+        total = select(func.coalesce(func.sum(samplers.c.num_bytes), 0)).where(own)
+        ((num_bytes,),) = self._database.rows(total)
+        self._database.delete(samplers, own)
+        self._quotas.add(session.tenant, -int(num_bytes))
+        await asyncio.to_thread(shutil.rmtree, self._of_samplers(session.id), ignore_errors=True)
 
     def _relative(self, directory: Path) -> str:
         """As rows name it: the server's directory may be moved."""
@@ -131,10 +173,16 @@ class Checkpoints:
     def _of_samplers(self, session: str) -> Path:
         return self._root / "samplers" / session
 
-    def sweep(self) -> None:
-        """Those past their time go."""
-        for row in self._database.find(checkpoints, checkpoints.c.expires < now()):
-            self.delete(row)
+    async def sweep(self) -> bool:
+        """A few of those past their time go; whether there are more."""
+        rows = self._database.find(
+            checkpoints, checkpoints.c.expires < now(), order=checkpoints.c.expires, limit=_PIECE
+        )
+        for row in rows:
+            self._database.delete(checkpoints, checkpoints.c.path == row.path)
+            self._quotas.add(row.tenant, -row.num_bytes)
+            await asyncio.to_thread(shutil.rmtree, self._root / row.directory, ignore_errors=True)
+        return len(rows) == _PIECE
 
 
 @asynccontextmanager
@@ -142,10 +190,17 @@ async def _complete(directory: Path) -> AsyncIterator[Path]:
     """Where to write it: it appears when it is complete, in the place of one that is overwritten."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    yield partial
+    try:
+        yield partial
+        await asyncio.to_thread(sync_tree, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
+    sync(directory.parent)
 
 
-def _size(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir())
+def revive(database: Database, session: str) -> None:
+    """A session that was over has a sampler again: it ends once more."""
+    database.update(sessions, sessions.c.id == session, sessions.c.ended.is_not(None), seen=now(), ended=None)

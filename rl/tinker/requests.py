@@ -7,20 +7,27 @@ row is committed before the client hears of it, and its result before whoever wa
 import asyncio
 import contextlib
 import json
-from collections import defaultdict
+import logging
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from sqlalchemy import func, select
 from sqlalchemy.engine import Row
 
-from rl.tinker.database import Database, now, requests
+from rl.tinker.connection import Unavailable
+from rl.tinker.database import Database, models, now, requests
+from rl.tinker.quotas import Quotas
 
 JSON = "application/json"
 CHANGES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model: it can be restored from them (see Training)."""
 _CURSOR_PER_SECOND = 1_000_000
 _MOST_ENDED = 1000
+_PIECE = 200  # rows that are deleted in one turn
+_REST_SECONDS = 1.0
 Category = Literal["user", "server", "unknown"]
+_log = logging.getLogger(__name__)
 
 
 class TooMany(Exception):
@@ -30,25 +37,31 @@ class TooMany(Exception):
 class Requests:
     """Invariant: a request ends once, as done, failed, or refused (it changed nothing)."""
 
-    def __init__(self, database: Database, max_waiting: int):
+    def __init__(self, database: Database, max_waiting: int, quotas: Quotas):
         """max_waiting: of one tenant."""
         self._database = database
         self._max_waiting = max_waiting
+        self._quotas = quotas
+        self._unwritten: deque[tuple[Row, dict[str, Any]]] = (
+            deque()
+        )  # ends that the database did not take yet
+        self._writing: asyncio.Task[None] | None = None
         self._ended: dict[str, asyncio.Event] = {}  # of those that somebody waits for
         self._ended_of: dict[str, asyncio.Event] = {}  # targets that somebody waits for -> any of theirs
         self._waiting: dict[str, int] = defaultdict(int)  # tenant -> requests
-        newest = database.find(requests, requests.c.finished > 0, order=requests.c.finished.desc(), limit=1)
-        self._newest_end = newest[0].finished if newest else 0.0
+        newest = [self._newest(state, 1) for state in ("done", "failed", "refused")]
+        self._newest_end = max((row.finished for rows in newest for row in rows), default=0.0)
         for row in self.unfinished():
             self._waiting[row.tenant] += 1
 
     def submit(self, id: str, tenant: str, kind: str, target: str, body: bytes) -> tuple[Row, bool]:
-        """The request's row, and whether it is new. Raises TooMany."""
+        """The request's row, and whether it is new. Raises TooMany; UserError where there is no room."""
         if row := self._database.get(requests, id, "id"):
             return row, False
         if self._waiting[tenant] >= self._max_waiting:
             raise TooMany(f"{self._max_waiting} requests are waiting already; wait for their results first")
-        number = self._database.insert(
+        self._quotas.check(tenant, len(body))
+        self._database.insert(
             requests,
             id=id,
             tenant=tenant,
@@ -57,9 +70,12 @@ class Requests:
             body=body,
             state="waiting",
             created=now(),
+            num_bytes=len(body),
+            deaths=0,
         )
+        self._quotas.add(tenant, len(body))
         self._waiting[tenant] += 1
-        row = self._database.get(requests, number)
+        row = self._database.get(requests, id, "id")
         assert row is not None
         return row, True
 
@@ -74,23 +90,47 @@ class Requests:
         self._end(row, "refused" if refused else "failed", answer, JSON)
 
     def _end(self, row: Row, state: str, result: bytes, media_type: str) -> None:
-        same = requests.c.number == row.number
-        keep = {} if row.kind in CHANGES and state != "refused" else {"body": None}
+        is_kept = row.kind in CHANGES and state != "refused"
         # No two at one moment, also where the clock is set back: `ended_after` counts on it.
         self._newest_end = max(now(), self._newest_end + 2 / _CURSOR_PER_SECOND)
-        self._database.update(
-            requests,
-            same,
-            state=state,
-            result=result,
-            media_type=media_type,
-            finished=self._newest_end,
-            **keep,
-        )
-        self._waiting[row.tenant] -= 1
-        for event in (self._ended.pop(row.id, None), self._ended_of.pop(row.target, None)):
-            if event is not None:
-                event.set()
+        end = {
+            "state": state,
+            "result": result,
+            "media_type": media_type,
+            "finished": self._newest_end,
+            "num_bytes": len(result) + (row.num_bytes if is_kept else 0),
+        }
+        self._unwritten.append((row, end if is_kept else end | {"body": None}))
+        self._write()
+
+    def _write(self) -> None:
+        """What has ended, in its order; later what the database does not take now: it is full, or away."""
+        while self._unwritten:
+            row, end = self._unwritten[0]
+            try:
+                self._database.update(requests, requests.c.number == row.number, **end)
+            except Unavailable as error:
+                if self._writing is None:
+                    _log.warning("results wait to be written: %s", error)
+                    self._writing = asyncio.get_running_loop().create_task(self._write_later())
+                return
+            self._unwritten.popleft()
+            self._quotas.add(row.tenant, end["num_bytes"] - row.num_bytes)
+            self._waiting[row.tenant] -= 1
+            for event in (self._ended.pop(row.id, None), self._ended_of.pop(row.target, None)):
+                if event is not None:
+                    event.set()
+
+    async def _write_later(self) -> None:
+        while self._unwritten:
+            await asyncio.sleep(_REST_SECONDS)
+            self._write()
+        self._writing = None
+
+    async def written(self) -> None:
+        """When every result is in the database: until then no model goes on, and no snapshot is named."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
 
     async def wait(self, id: str, tenant: str, seconds: float) -> Row | None:
         """Its row once it has ended, or is still waiting after so long; None where this tenant has none."""
@@ -137,11 +177,44 @@ class Requests:
         return {tenant: count for tenant, count in self._waiting.items() if count}
 
     def last_failed(self, limit: int) -> list[Row]:
-        failed = requests.c.state.in_(("failed", "refused"))
-        return list(self._database.find(requests, failed, order=requests.c.number.desc(), limit=limit))
+        rows = [*self._newest("failed", limit), *self._newest("refused", limit)]
+        return sorted(rows, key=lambda row: row.finished, reverse=True)[:limit]
 
-    def forget_before(self, moment: float) -> None:
-        """Results that nobody fetched. What a model may be restored from stays: see Training."""
-        self._database.delete(
-            requests, requests.c.state != "waiting", requests.c.finished < moment, requests.c.body.is_(None)
+    def _newest(self, state: str, limit: int) -> list[Row]:
+        """The last that ended in this state. (An index holds a state's in this order.)"""
+        newest = requests.c.finished.desc()
+        return list(self._database.find(requests, requests.c.state == state, order=newest, limit=limit))
+
+    def keep_snapshot(self, model: Row, number: int, **snapshot: Any) -> None:
+        """The model's row names the snapshot after this request, and bodies up to it go: both, or neither."""
+        where = (
+            requests.c.target == model.id,
+            requests.c.number >= model.snapshot_number,  # those before went with the last one
+            requests.c.number <= number,
+            requests.c.state != "waiting",
+            requests.c.body.is_not(None),
         )
+        length = func.length(requests.c.body)
+        ((freed,),) = self._database.rows(select(func.coalesce(func.sum(length), 0)).where(*where))
+        self._database.change(
+            models.update().where(models.c.id == model.id).values(snapshot_number=number, **snapshot),
+            requests.update().where(*where).values(body=None, num_bytes=requests.c.num_bytes - length),
+            durable=True,
+        )
+        self._quotas.add(model.tenant, snapshot["snapshot_bytes"] - (model.snapshot_bytes or 0) - int(freed))
+
+    def forget_before(self, moment: float) -> bool:
+        """A few results that nobody fetched; whether there are more. What a model is restored from stays."""
+        return self._forget(requests.c.finished, requests.c.finished < moment, requests.c.body.is_(None))
+
+    def forget_target(self, target: str) -> bool:
+        """A few of a model that is gone; whether there are more."""
+        return self._forget(requests.c.number, requests.c.target == target)
+
+    def _forget(self, order: Any, *where: Any) -> bool:
+        query = select(requests.c.number, requests.c.tenant, requests.c.num_bytes)
+        rows = self._database.rows(query.where(*where).order_by(order).limit(_PIECE))
+        self._database.delete(requests, requests.c.number.in_([row.number for row in rows]))
+        for row in rows:
+            self._quotas.add(row.tenant, -row.num_bytes)
+        return len(rows) == _PIECE

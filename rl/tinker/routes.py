@@ -98,20 +98,19 @@ def add_routes(
 
     @api.post("/sessions/{id}/finish")
     async def finish(id: str, _body: _Finish, request: Request) -> Response:
-        service.finish_session(tenant(request), id)
+        await service.finish_session(tenant(request), id)
         return Response(status_code=204)
 
     @api.get("/sessions")
     async def sessions(request: Request, limit: int = 20, offset: int = 0) -> Any:
-        found = page(service.list_sessions(tenant(request)), limit, offset)
-        return {"sessions": [row.id for row in found]}
+        rows = service.list_sessions(tenant(request), *page(limit, offset))
+        return {"sessions": [row.id for row in rows]}
 
     @api.get("/sessions/{id}")
     async def session(id: str, request: Request) -> Any:
         row = service.session(tenant(request), id)
-        runs = service.list_models(tenant(request), id)
         return {
-            "training_run_ids": [run.id for run in runs],
+            "training_run_ids": [run.id for run in service.models_of(row)],
             "sampler_ids": [sampler.id for sampler in service.list_samplers(id)],
             "user_metadata": row.user_metadata,
             "display_name": row.display_name,

@@ -77,10 +77,13 @@ class Sampling:
         if task is not None and task.cancel():
             self._queue.failed(request, "the request was cancelled", "user")
 
+    async def _sampler(self, id: str) -> Row | None:
+        return self._database.get(samplers, id)
+
     async def _answer(self, request: Row) -> None:
         try:
             body = json.loads(request.body)
-            sampler = self._database.get(samplers, request.target)
+            sampler = await self._database.patiently(partial(self._sampler, request.target))
             if sampler is None:
                 raise UserError("its sampling session is over; create another")
             own = partial(self._backend.sample, self._adapter(sampler.directory))

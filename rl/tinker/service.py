@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 from sqlalchemy.engine import Row
 
 from rl.tinker.backend import Backend, NotFound, UserError
-from rl.tinker.checkpoints import Checkpoints
+from rl.tinker.checkpoints import MOST_LISTED, Checkpoints, revive
 from rl.tinker.database import Database, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
 from rl.tinker.paths import CheckpointPath
+from rl.tinker.quotas import Quotas
 from rl.tinker.requests import Requests
+from rl.tinker.retention import Retention
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
@@ -24,7 +26,6 @@ from rl.waiting import beside
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_SWEEP_SECONDS = 60.0
 
 
 class Service:
@@ -43,8 +44,9 @@ class Service:
         self.backend = backend
         self.model_names = model_names
         self.limits = limits
-        self.queue = Requests(database, limits.max_waiting)
-        self.checkpoints = Checkpoints(database, backend, root)
+        self.quotas = Quotas(database, root, limits)
+        self.queue = Requests(database, limits.max_waiting, self.quotas)
+        self.checkpoints = Checkpoints(database, backend, root, self.quotas)
         self.training = Training(
             database,
             self.queue,
@@ -55,19 +57,23 @@ class Service:
             limits.max_models,
         )
         self.sampling = Sampling(database, self.queue, backend, root, eos_ids, limits.max_samples)
+        self.retention = Retention(
+            database, self.queue, self.checkpoints, self.quotas, self.training.holds, root, limits
+        )
         self._database = database
 
     async def run(self) -> None:
         """What a restart found unfinished goes on."""
         for request in self.queue.unfinished():
             (self.sampling if request.kind == "sample" else self.training).submit(request)
-        async with beside(self.training.run(), self._sweep()):
+        async with beside(self.training.run(), self.retention.run()):
             await asyncio.Event().wait()
 
     # ---- sessions
 
     def create_session(self, tenant: str, display_name: str | None, user_metadata: Any) -> str:
         id = secrets.token_hex(16)
+        self.quotas.check_count(sessions, tenant)
         self._database.insert(
             sessions, id=id, tenant=tenant, created=now(), seen=now(), display_name=display_name,
             user_metadata=user_metadata,
@@ -81,10 +87,9 @@ class Service:
         self.session(tenant, id)
         self._database.update(sessions, sessions.c.id == id, seen=now())
 
-    def finish_session(self, tenant: str, id: str) -> None:
+    async def finish_session(self, tenant: str, id: str) -> None:
         """Its samplers go, with the weights that have no name. Models and checkpoints stay."""
-        self.session(tenant, id)
-        self.checkpoints.drop_samplers(id)
+        await self.retention.end(self.session(tenant, id))
 
     # ---- models
 
@@ -132,6 +137,7 @@ class Service:
         self, id: str, session: str, tenant: str, lora: Any, seed: int, source: str | None, optimizer: bool,
         body: Mapping[str, Any],
     ) -> None:  # fmt: skip
+        self.quotas.check_count(models, tenant)
         self._database.insert(
             models, id=id, session=session, tenant=tenant, lora=lora, seed=seed, source=source,
             source_optimizer=optimizer, snapshot_number=0, created=now(), seen=now(),
@@ -151,17 +157,28 @@ class Service:
             self._insert_model(id, session, tenant, source.lora, 0, there, copy.kind == "weights", {})
         return str(copy)
 
-    def list_models(self, tenant: str, session: str | None = None) -> list[Row]:
-        where = [models.c.tenant == tenant, *([models.c.session == session] if session else [])]
-        return list(self._database.find(models, *where, order=models.c.created.desc()))
+    def list_models(self, tenant: str, limit: int, offset: int) -> Sequence[Row]:
+        """The newest first."""
+        own = models.c.tenant == tenant, models.c.seen >= self.retention.oldest_use()
+        return self._database.find(models, *own, order=models.c.created.desc(), limit=limit, offset=offset)
 
-    def list_sessions(self, tenant: str) -> list[Row]:
-        return list(
-            self._database.find(sessions, sessions.c.tenant == tenant, order=sessions.c.created.desc())
-        )
+    def count_models(self, tenant: str) -> int:
+        own = models.c.tenant == tenant, models.c.seen >= self.retention.oldest_use()
+        return self._database.count(models, *own)
+
+    def models_of(self, session: Row) -> Sequence[Row]:
+        return self._database.find(models, models.c.session == session.id, limit=MOST_LISTED)
+
+    def list_sessions(self, tenant: str, limit: int, offset: int) -> Sequence[Row]:
+        """The newest first."""
+        own, newest = sessions.c.tenant == tenant, sessions.c.created.desc()
+        return self._database.find(sessions, own, order=newest, limit=limit, offset=offset)
 
     def model(self, tenant: str, id: str) -> Row:
-        return self._own(models, id, tenant, "model")
+        row = self._own(models, id, tenant, "model")
+        if row.seen < self.retention.oldest_use():  # it goes at the next sweep
+            raise NotFound(f"there is no model {id[:200]} any more: it was not used for too long")
+        return row
 
     def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
         """A request of a model. The same seq_id once more is the same request."""
@@ -199,6 +216,8 @@ class Service:
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         self._check_ttl(body.get("ttl_seconds"))
+        if body.get("sampling_session_seq_id") is not None:
+            self.quotas.check_count(samplers, tenant)
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
 
     def _check_ttl(self, seconds: int | None) -> None:
@@ -230,17 +249,19 @@ class Service:
             raise UserError("a sampling session needs base_model or model_path")
         id = f"{session}:sample:{number}"
         if self._database.get(samplers, id) is None:
+            self.quotas.check_count(samplers, tenant)
             self._database.insert(
                 samplers, id=id, session=session, tenant=tenant, model_path=model_path or None,
-                directory=directory, inflight_of=None, created=now(),
+                directory=directory, inflight_of=None, created=now(), num_bytes=0,
             )  # fmt: skip
+            revive(self._database, session)
         return id
 
     def sampler(self, tenant: str, id: str) -> Row:
         return self._own(samplers, id, tenant, "sampling session")
 
-    def list_samplers(self, session: str) -> list[Row]:
-        return list(self._database.find(samplers, samplers.c.session == session))
+    def list_samplers(self, session: str) -> Sequence[Row]:
+        return self._database.find(samplers, samplers.c.session == session, limit=MOST_LISTED)
 
     def sample(self, tenant: str, sampler: str, seq_id: int, body: Mapping[str, Any]) -> str:
         self.sampler(tenant, sampler)
@@ -274,16 +295,3 @@ class Service:
         if row is None or row.tenant != tenant:
             raise NotFound(f"there is no {what} {id[:200]}")
         return row
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            self.sweep()
-
-    def sweep(self) -> None:
-        """Checkpoints past their time go, and what sessions without a heartbeat left."""
-        self.checkpoints.sweep()
-        before = now() - self.limits.keep_seconds
-        self.queue.forget_before(before)
-        for session in self._database.find(sessions, sessions.c.seen < before):
-            self.checkpoints.drop_samplers(session.id)

@@ -13,16 +13,20 @@ import shutil
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import Row
 
 from rl.errors import NotFinite, RunError
+from rl.paths import sync_tree
 from rl.tinker import losses, wire
 from rl.tinker.backend import Backend, ModelsLost, UserError
-from rl.tinker.database import Database, models, now, requests
+from rl.tinker.connection import Unavailable
+from rl.tinker.database import Database, models, requests
 from rl.tinker.paths import directory_name
+from rl.tinker.quotas import size_of
 from rl.tinker.rate import Rate
 from rl.tinker.requests import CHANGES, JSON, Requests
 from rl.types import LoRA, OptimParams
@@ -83,12 +87,14 @@ class Training:
             if own:
                 self._waiting[model_id] = own  # behind the others
             await self._answer(request)
+            await self._queue.written()
 
     async def _answer(self, request: Row) -> None:
         try:
             for attempt in range(_ATTEMPTS):
                 try:
-                    result, media_type = await self._execute(request)
+                    execute = partial(self._execute, request)
+                    result, media_type = await self._database.patiently(execute)
                     break
                 except ModelsLost:
                     self._loaded.clear()
@@ -96,7 +102,8 @@ class Training:
                         raise
             self._queue.done(request, result, media_type)
             self.done.add(1)
-            await self._keep(request)
+            await self._queue.written()
+            await self._database.patiently(partial(self._keep, request))
         except UserError as error:
             self._queue.failed(request, str(error), "user", refused=True)
         except NotFinite as error:
@@ -133,7 +140,9 @@ class Training:
             await self._snapshot(model, request.number, state)
         except ModelsLost:
             self._loaded.clear()
-        except RunError:  # its requests are all still there
+        except Unavailable:
+            raise
+        except (RunError, OSError):  # its requests are all still there
             _log.exception("no snapshot of %s", model.id)
 
     async def _apply(self, model: Row, request: Row, state: _Loaded) -> tuple[Any, str]:
@@ -239,24 +248,25 @@ class Training:
 
     async def _snapshot(self, model: Row, number: int, state: _Loaded) -> None:
         """After the request with this number, when there is no gradient."""
+        before = self._database.get(models, model.id)
+        assert before is not None
+        if before.snapshot and before.snapshot_number == number:  # it was written, and that answer lost
+            state.num_steps = 0
+            return
         directory = self._root / "models" / directory_name(model.id) / str(number)
         shutil.rmtree(directory, ignore_errors=True)
         await self._backend.save(model.id, directory, True)
-        before = self._database.get(models, model.id)
+        await asyncio.to_thread(sync_tree, directory)  # before the only other copy goes
         snapshot = str(directory.relative_to(self._root))
-        self._database.update(
-            models, models.c.id == model.id, snapshot=snapshot, snapshot_number=number, seen=now()
-        )
+        num_bytes = size_of(directory)
+        self._queue.keep_snapshot(before, number, snapshot=snapshot, snapshot_bytes=num_bytes)
         state.num_steps = 0
-        if before is not None and before.snapshot:
-            shutil.rmtree(self._root / before.snapshot, ignore_errors=True)
-        self._database.update(
-            requests,
-            requests.c.target == model.id,
-            requests.c.number < number,
-            requests.c.state != "waiting",
-            body=None,
-        )
+        if before.snapshot:
+            await asyncio.to_thread(shutil.rmtree, self._root / before.snapshot, ignore_errors=True)
+
+    def holds(self, model_id: str) -> bool:
+        """Whether it is in the engine."""
+        return model_id in self._loaded
 
     @property
     def num_models(self) -> int:

@@ -18,6 +18,7 @@ from rl.tinker.limits import Limits
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
 from rl.types import Completion, StopReason, VersionRange
+from tests.tinker.databases import url_of
 
 # The SDK goes on to look for servers that are no more.
 logging.getLogger("tinker").setLevel(logging.CRITICAL)
@@ -101,11 +102,11 @@ class FakeBackend(Backend):
 
 
 @contextlib.contextmanager
-def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0):
+def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0, database_url=None):
     """(URL, service) of a server in a thread."""
     backend = backend or FakeBackend()
     root.mkdir(exist_ok=True)
-    database = Database(f"sqlite:///{root}/server.db?check_same_thread=false")
+    database = Database(database_url or url_of(root))
     service = Service(database, backend, root, (NAME,), (0,), limits)
     app = make_app(service, keys, Served((NAME,), None, "qwen3", backend.context_length), 4)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))

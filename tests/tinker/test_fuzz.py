@@ -29,7 +29,7 @@ _VALUE = _LEAF | st.recursive(
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, database_kind):
     with serving(tmp_path_factory.mktemp("fuzz") / "server") as (url, _):
         training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
         yield url, training

@@ -24,6 +24,7 @@ from rl.errors import RunError  # noqa: E402
 from rl.tinker.database import Database  # noqa: E402
 from rl.tinker.limits import Limits  # noqa: E402
 from rl.tinker.service import Service  # noqa: E402
+from tests.tinker.databases import url_of  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
 from tests.tinker.test_protocol import ADAM, client, datum, request_body, value_of  # noqa: E402
 
@@ -34,7 +35,7 @@ from pathlib import Path
 from tests.tinker.fakes import FakeBackend, Limits, serving
 backend = FakeBackend()
 backend.delay = 0.005
-with serving(Path(sys.argv[1]), backend, Limits(snapshot_every=4), port=int(sys.argv[2])):
+with serving(Path(sys.argv[1]), backend, Limits(snapshot_every=4), port=int(sys.argv[2]), database_url=sys.argv[3]):
     print("up", flush=True)
     time.sleep(600)
 """
@@ -126,7 +127,8 @@ def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_p
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SERVER, str(tmp_path / "server"), str(port)]
+    root = tmp_path / "server"
+    command = [sys.executable, "-c", SERVER, str(root), str(port), url_of(root)]
 
     def start():
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -185,10 +187,17 @@ class MortalDatabase(Database):
         self.left = k
 
     def _run(self, statement, values=None, changes=False):
+        self._live(changes)
+        return super()._run(statement, values, changes)
+
+    def change(self, *statements, durable=False):
+        self._live(1)
+        super().change(*statements, durable=durable)
+
+    def _live(self, changes):
         self.left -= changes
         if self.left < 0:
             raise Dead
-        return super()._run(statement, values, changes)
 
 
 class MortalBackend(FakeBackend):
@@ -252,7 +261,7 @@ async def train_once(root, database, backend, acknowledged):
         working.cancel()
         with contextlib.suppress(asyncio.CancelledError, BaseException):
             await working
-        database._connection.close()
+        database.close()
 
 
 @pytest.mark.parametrize("what", ["database", "backend"])
@@ -262,7 +271,7 @@ def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
     for k in range(0, 400, 2):
         root = tmp_path / f"{what}-{k}"
         root.mkdir()
-        url, acknowledged = f"sqlite:///{root}/server.db", {}
+        url, acknowledged = url_of(root), {}
         for life in (k, k // 2, math.inf):
             database = MortalDatabase(url, life if what == "database" else math.inf)
             backend = MortalBackend(life if what == "backend" else math.inf)
@@ -281,7 +290,7 @@ def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
     assert deaths > 20
 
 
-def test_a_servers_directory_may_be_moved(tmp_path):
+def test_a_servers_directory_may_be_moved(tmp_path, database_kind):
     with serving(tmp_path / "here", limits=Limits(snapshot_every=1)) as (url, _):
         (training,) = seeded(url, 1)
         training.forward_backward([datum()], "cross_entropy")
@@ -290,7 +299,8 @@ def test_a_servers_directory_may_be_moved(tmp_path):
         sampled = training.save_weights_for_sampler("sampled").result().path
         value = value_of(training)
     (tmp_path / "here").rename(tmp_path / "there")
-    with serving(tmp_path / "there") as (url, _):
+    database_url = url_of(tmp_path / ("there" if database_kind == "sqlite" else "here"))
+    with serving(tmp_path / "there", database_url=database_url) as (url, _):
         sdk = client(url)
         assert value_of(sdk.create_training_client_from_state_with_optimizer(path)) == pytest.approx(value)
         prompt = tinker.ModelInput.from_ints([1, 2, 3])

@@ -1,0 +1,197 @@
+"""Connection: one to SQLite or PostgreSQL. One that is lost is made again; then a statement is repeated."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import sqlalchemy
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import URL, CursorResult, Engine, make_url
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    SQLAlchemyError,
+    StatementError,
+)
+
+from rl.errors import ConfigError, RunError, one_line
+from rl.tinker.backend import UserError
+
+T = TypeVar("T")
+_CONNECT_SECONDS = 5
+_STATEMENT_SECONDS = 10
+_POSTGRES = {
+    "connect_timeout": _CONNECT_SECONDS,
+    "tcp_user_timeout": 1000 * _STATEMENT_SECONDS,  # a network that takes nothing any more
+    "keepalives_idle": _STATEMENT_SECONDS,  # a machine that is gone
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "options": f"-c statement_timeout={_STATEMENT_SECONDS}s -c lock_timeout=5s",
+}
+_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "BEGIN"}
+
+
+class Unavailable(RunError):
+    """The database cannot be reached, or its disk is full: the same may work later."""
+
+
+class Connection:
+    """Every statement is a transaction of its own, but for those that `change` is called with together.
+
+    A statement is repeated where its answer was lost, so it has to do the same when it is done twice. An
+    insert does: rows have unique keys, and one that is there already was inserted the first time.
+    """
+
+    def __init__(self, url: str):
+        """Raises ConfigError where there is no such database."""
+        try:
+            self._engine = _engine(_read(url))
+            self._connection: sqlalchemy.Connection | None = self._engine.connect()
+        except (SQLAlchemyError, ImportError) as error:
+            raise ConfigError(
+                f"the database {url} cannot be used ({one_line(error)}); give another URL"
+            ) from error
+        self._rest_until = 0.0
+
+    @property
+    def dialect(self) -> str:
+        return self._engine.dialect.name
+
+    def run(self, statement: Any, values: Mapping[str, Any] | None = None) -> CursorResult:
+        """Raises UserError for values that no database takes, because they are a client's; Unavailable."""
+        return self._twice(lambda connection: connection.execute(statement, values))
+
+    def change(self, statements: Sequence[Any], durable: bool = False) -> None:
+        """All of them or none. durable: they outlive the machine's death, not only this process's."""
+
+        def work(connection: sqlalchemy.Connection) -> None:
+            self.transact(connection, lambda: [connection.execute(statement) for statement in statements])
+
+        synced = durable and self.dialect == "sqlite"  # PostgreSQL's are in any case
+        if synced:
+            self._twice(lambda connection: connection.exec_driver_sql("PRAGMA synchronous=FULL"))
+        try:
+            self._twice(work)
+        finally:
+            if synced:
+                self._twice(lambda connection: connection.exec_driver_sql("PRAGMA synchronous=NORMAL"))
+
+    def transact(self, connection: sqlalchemy.Connection, work: Callable[[], Any]) -> None:
+        connection.exec_driver_sql(_BEGIN[self.dialect])
+        try:
+            work()
+            connection.exec_driver_sql("COMMIT")
+        except BaseException:
+            with suppress(SQLAlchemyError):
+                connection.exec_driver_sql("ROLLBACK")
+            raise
+
+    def at_start(self, work: Callable[[sqlalchemy.Connection], None]) -> None:
+        """In one transaction, which may take long: a migration. Raises ConfigError."""
+        connection = self._connection
+        assert connection is not None
+        is_postgres = self.dialect == "postgresql"
+        try:
+            if is_postgres:
+                connection.exec_driver_sql("SET statement_timeout = '1h'")
+            self.transact(connection, lambda: work(connection))
+            if is_postgres:
+                connection.exec_driver_sql(f"SET statement_timeout = '{_STATEMENT_SECONDS}s'")
+        except SQLAlchemyError as error:
+            raise ConfigError(f"the database cannot be used ({one_line(error)}); give another URL") from error
+
+    def _twice(self, work: Callable[[sqlalchemy.Connection], T]) -> T:
+        """Once more on a new connection where the old one is lost.
+
+        While no connection can be made, the process pauses for as little as a third of its time.
+        """
+        if time.monotonic() < self._rest_until:
+            raise Unavailable("the database cannot be reached; the same may work in a minute")
+        again = False
+        while True:
+            began = time.monotonic()
+            try:
+                if self._connection is None:
+                    self._connection = self._engine.connect()
+                return work(self._connection)
+            except (OperationalError, InterfaceError, InternalError) as error:
+                if self._connection is None:
+                    self._rest_until = time.monotonic() + max(0.5, 2 * (time.monotonic() - began))
+                elif error.connection_invalidated:
+                    self._forget()
+                    if not again:
+                        again = True
+                        continue
+                raise Unavailable(
+                    f"the database does not work ({_reason(error)}); the same may work in a minute"
+                ) from error
+            except IntegrityError:
+                if not again:
+                    raise
+                return None  # type: ignore[return-value]  # it was done, and the answer lost
+            except (OverflowError, ValueError, DataError) as error:
+                raise UserError(f"a value that cannot be kept: {_reason(error)}") from error
+            except StatementError as error:
+                if isinstance(error, DBAPIError):
+                    raise
+                raise UserError(f"a value that cannot be kept: {_reason(error)}") from error  # by to_json
+
+    def _forget(self) -> None:
+        """The connection, which is lost."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(SQLAlchemyError):
+                connection.close()
+
+    def close(self) -> None:
+        self._forget()
+        self._engine.dispose()
+
+
+def _read(url: str) -> URL:
+    """Raises ConfigError for a database that nobody has tried."""
+    read = make_url(url)
+    if read.drivername in ("postgresql", "postgres"):
+        read = read.set(drivername="postgresql+psycopg")
+    if read.drivername not in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
+        raise ConfigError(
+            f"the database {read.drivername!r} cannot be used; give sqlite:///FILE or postgresql://..."
+        )
+    return read
+
+
+def _engine(url: URL) -> Engine:
+    is_sqlite = url.get_backend_name() == "sqlite"
+    engine = create_engine(
+        url,
+        isolation_level="AUTOCOMMIT",
+        connect_args={} if is_sqlite else _POSTGRES | dict(url.query),
+        json_serializer=to_json,
+    )
+    if is_sqlite:
+        event.listen(engine, "connect", _set_up_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: Any) -> None:
+    """A commit outlives the death of this process; not, the last ones, that of the machine."""
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def to_json(value: Any) -> str:
+    """Raises ValueError for what has no JSON (NaN), or no UTF-8 (half of a surrogate pair)."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
+
+
+def _reason(error: Exception) -> str:
+    cause = error.orig if isinstance(error, StatementError) and error.orig is not None else error
+    return f"{cause}".splitlines()[0] if f"{cause}" else type(cause).__name__

@@ -1,0 +1,132 @@
+"""Retention: what nobody uses any more goes, a few rows at a time, so that no client waits for it."""
+
+import asyncio
+import inspect
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.engine import Row
+
+from rl.tinker.checkpoints import Checkpoints
+from rl.tinker.connection import Unavailable
+from rl.tinker.database import Database, models, now, requests, sessions
+from rl.tinker.limits import Limits
+from rl.tinker.paths import directory_name
+from rl.tinker.quotas import Quotas
+from rl.tinker.requests import Requests
+
+_SWEEP_SECONDS = 60.0
+_PIECE = 100
+_SHARE = 0.2  # of the process's time, at most
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """Owns the end of sessions and models.
+
+    A session without a heartbeat for `keep_seconds` is over: its samplers go, once. Its row goes when it has
+    no models. A model that had no request for `keep_models_seconds` cannot be used from that moment on, so
+    that it may go in pieces: its requests, its directory, its row.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        queue: Requests,
+        checkpoints: Checkpoints,
+        quotas: Quotas,
+        is_loaded: Callable[[str], bool],
+        root: Path,
+        limits: Limits,
+    ):
+        """is_loaded: whether a model is in the engine; it stays until another takes its place there."""
+        self._database = database
+        self._queue = queue
+        self._checkpoints = checkpoints
+        self._quotas = quotas
+        self._is_loaded = is_loaded
+        self._root = root
+        self._limits = limits
+        self._swept_until = 0.0  # sessions that ended before were looked at, and have models
+
+    def oldest_use(self) -> float:
+        """A model that was used before cannot be used any more."""
+        return now() - self._limits.keep_models_seconds
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            try:
+                await self.sweep()
+            except Unavailable as error:
+                _log.warning("the sweep ended early: %s", error)
+
+    async def sweep(self) -> None:
+        before = now() - self._limits.keep_seconds
+        await self._all(self._checkpoints.sweep)
+        await self._all(lambda: self._queue.forget_before(before))
+        await self._all(lambda: self._end_sessions(before))
+        await self._all(lambda: self._delete_sessions(before))
+        unused = models.c.seen < self.oldest_use()
+        for model in self._database.find(models, unused, order=models.c.seen, limit=_PIECE):
+            await self._delete_model(model)
+
+    async def _all(self, piece: Callable[[], bool | Awaitable[bool]]) -> None:
+        """Pieces until one was the last. Between them the event loop is others'."""
+        while True:
+            began = time.monotonic()
+            more = piece()
+            if inspect.isawaitable(more):
+                more = await more
+            await asyncio.sleep((time.monotonic() - began) * (1 / _SHARE - 1))
+            if not more:
+                return
+
+    async def end(self, session: Row) -> None:
+        """Its samplers go. It has ended once they are gone: a restart in between does it once more."""
+        await self._checkpoints.drop_samplers(session)
+        self._database.update(sessions, sessions.c.id == session.id, ended=now())
+
+    async def _end_sessions(self, before: float) -> bool:
+        unseen = sessions.c.ended.is_(None), sessions.c.seen < before
+        rows = self._database.find(sessions, *unseen, order=sessions.c.seen, limit=_PIECE)
+        for session in rows:
+            await self.end(session)
+            await asyncio.sleep(0)
+        return len(rows) == _PIECE
+
+    def _delete_sessions(self, before: float) -> bool:
+        ended = sessions.c.ended > self._swept_until, sessions.c.ended < before
+        rows = self._database.find(sessions, *ended, order=sessions.c.ended, limit=_PIECE)
+        self._database.delete(
+            sessions,
+            sessions.c.id.in_([row.id for row in rows]),
+            ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
+        )
+        if rows:
+            self._swept_until = rows[-1].ended
+        return len(rows) == _PIECE
+
+    async def _delete_model(self, model: Row) -> None:
+        waiting = requests.c.target == model.id, requests.c.state == "waiting"
+        if self._is_loaded(model.id) or self._database.find(requests, *waiting, limit=1):
+            return
+        self._database.update(
+            models, models.c.id == model.id, seen=0.0
+        )  # whatever the setting is after a restart
+        await self._all(lambda: self._queue.forget_target(model.id))
+        directory = self._root / "models" / directory_name(model.id)
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        without_models = ~select(models.c.id).where(models.c.session == model.session).exists()
+        self._database.change(
+            models.delete().where(models.c.id == model.id),
+            sessions.delete().where(
+                sessions.c.id == model.session, sessions.c.ended.is_not(None), without_models
+            ),
+        )
+        self._quotas.add(model.tenant, -(model.snapshot_bytes or 0))

@@ -1,0 +1,264 @@
+"""What nobody uses goes: once, in pieces, and all of it, wherever the server is killed."""
+
+# holds: exact, counts of rows and statements
+
+import asyncio
+import math
+
+import pytest
+from sqlalchemy import event
+
+pytest.importorskip("tinker", reason="needs the extra `serve`")
+
+from rl.tinker.backend import NotFound
+from rl.tinker.database import Database, models, now, requests, samplers, sessions
+from rl.tinker.limits import Limits
+from tests.tinker.databases import url_of
+from tests.tinker.lives import LORA, ME, NAME, answered, living, make_model, save, train, value_of
+from tests.tinker.test_restart import Dead, MortalDatabase
+
+AT_ONCE = 1e-9
+
+
+class Statements:
+    """How many a database executes."""
+
+    def __init__(self, database):
+        self.count = 0
+        event.listen(database._connection._engine, "before_cursor_execute", self._add)
+
+    def _add(self, *_args):
+        self.count += 1
+
+
+@pytest.mark.parametrize("has_models", [False, True])
+def test_an_old_session_costs_nothing_the_second_time(tmp_path, has_models):
+    async def main():
+        async with living(tmp_path / "server", Limits(keep_seconds=AT_ONCE)) as service:
+            for _ in range(40):
+                session = service.create_session(ME, None, None)
+                service.create_sampler(ME, session, 0, NAME, None)
+                if has_models:
+                    await make_model(service, session)
+            await service.retention.sweep()
+            await service.retention.sweep()
+            assert len(service.database.find(sessions)) == 40 * has_models
+            assert not service.database.find(samplers)
+            statements = Statements(service.database)
+            await service.retention.sweep()
+            assert statements.count < 10
+
+    asyncio.run(main())
+
+
+def test_a_session_that_is_used_again_ends_again(tmp_path):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, Limits(keep_seconds=3600.0)) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            for seq in (1, 2, 3):
+                await save(service, "save_weights_for_sampler", model, seq, sampling_session_seq_id=seq)
+                assert len(list((root / "samplers" / session).iterdir())) == 1
+                assert service.database.get(sessions, session).ended is None
+                service.database.update(sessions, sessions.c.id == session, seen=1.0)
+                await service.retention.sweep()
+                assert not list((root / "samplers").iterdir()) and not service.list_samplers(session)
+                assert service.database.get(sessions, session).ended
+
+    asyncio.run(main())
+
+
+def test_a_session_that_is_in_use_stays(tmp_path):
+    async def main():
+        async with living(tmp_path / "server", Limits(keep_seconds=3600.0)) as service:
+            session = service.create_session(ME, None, None)
+            sampler = service.create_sampler(ME, session, 0, NAME, None)
+            await service.retention.sweep()
+            service.heartbeat(ME, session)
+            assert service.sampler(ME, sampler)
+
+    asyncio.run(main())
+
+
+def unused(service, model):
+    """As if thirty days had gone."""
+    service.database.update(models, models.c.id == model, seen=now() - 31 * 24 * 3600)
+
+
+def test_a_model_that_nobody_used_goes_with_all_that_is_its_own(tmp_path):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, Limits(snapshot_every=1)) as service:
+            session = service.create_session(ME, None, None)
+            gone, kept = [await make_model(service, session, i) for i in range(2)]
+            for model in (gone, kept):
+                await train(service, model, 1)
+                await save(service, "save_weights", model, 3, path="named")
+            unused(service, gone)
+            for act in (
+                lambda: service.model(ME, gone),
+                lambda: service.create_model(ME, session, 0, NAME, LORA),
+                lambda: service.save(ME, "save_weights", gone, 9, {}),
+            ):  # at once, not at the next sweep: it goes in pieces
+                with pytest.raises(NotFound, match="not used for too long"):
+                    act()
+            assert [row.id for row in service.list_models(ME, 10, 0)] == [kept] and service.count_models(ME) == 1
+            await service.retention.sweep()
+            assert service.database.get(models, gone)  # in the engine
+        async with living(root) as service:
+            await service.retention.sweep()
+            assert service.database.get(models, gone) is None
+            assert not service.database.find(requests, requests.c.target == gone)
+            assert [path.name for path in (root / "models").iterdir()] == [f"{session}-train-1"]
+            assert await value_of(service, kept, 10) == pytest.approx(0.3)
+            path = f"tinker://{gone}/weights/named"
+            id = service.create_model_from(ME, session, 5, path, True, {"path": path})
+            await answered(service, id)
+            assert await value_of(service, f"{session}:train:5", 1) == pytest.approx(0.3)
+            assert service.database.get(sessions, session)
+
+    asyncio.run(main())
+
+
+def test_the_last_model_of_a_session_that_is_over_takes_it_along(tmp_path):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            await service.finish_session(ME, session)
+            unused(service, model)
+        async with living(root) as service:
+            await service.retention.sweep()
+            assert not service.database.find(sessions) and not service.database.find(models)
+
+    asyncio.run(main())
+
+
+def test_wherever_a_sweep_is_killed_the_next_one_finishes_it(tmp_path):
+    """Before each change: nobody sees half a model, and nothing is left."""
+    k = -1
+    while True:
+        k += 1
+        root = tmp_path / str(k)
+
+        async def prepare(root=root):
+            async with living(root, Limits(snapshot_every=1)) as service:
+                session = service.create_session(ME, None, None)
+                model = await make_model(service, session)
+                await train(service, model, 1)
+                await save(service, "save_weights_for_sampler", model, 3, sampling_session_seq_id=1)
+                unused(service, model)
+                service.database.update(sessions, sessions.c.id == session, seen=1.0)
+            return model
+
+        model = asyncio.run(prepare())
+        database = MortalDatabase(url_of(root), math.inf)
+
+        async def die(root=root, database=database, k=k, model=model):
+            async with living(root, database=database) as service:
+                database.left = k
+                try:
+                    await service.retention.sweep()
+                    return False
+                except Dead:
+                    database.left = math.inf
+                    with pytest.raises(NotFound):
+                        service.model(ME, model)
+                    return True
+
+        died = asyncio.run(die())
+        if not died:
+            break
+
+        async def finish(root=root):
+            async with living(root) as service:
+                await service.retention.sweep()
+                await service.retention.sweep()
+                assert not any(service.database.find(table) for table in (models, sessions, samplers))
+                assert [row.target for row in service.database.find(requests)] == []
+                assert not list(root.rglob("adapter_config.json"))
+                assert service.quotas.used(ME) == 0
+
+        asyncio.run(finish())
+    assert k > 5
+
+
+def test_a_sweep_lets_others_work_between_its_pieces(tmp_path):
+    num_rows = 3000
+
+    async def main():
+        async with living(tmp_path / "server", Limits(keep_seconds=3600.0)) as service:
+            row = {"tenant": ME, "kind": "sample", "target": "x", "state": "done", "result": b"1", "created": 1.0}
+            rows = [row | {"id": f"x:{i}", "finished": 1.0 + i, "num_bytes": 1, "deaths": 0} for i in range(num_rows)]
+            service.database.change(requests.insert().values(rows[:2000]), requests.insert().values(rows[2000:]))
+            turns = 0
+
+            async def work():
+                nonlocal turns
+                while True:
+                    await asyncio.sleep(0)
+                    turns += 1
+
+            working = asyncio.create_task(work())
+            await service.retention.sweep()
+            working.cancel()
+            assert not service.database.find(requests)
+            assert turns >= num_rows / 200
+
+    asyncio.run(main())
+
+
+def test_lists_come_in_pages(tmp_path):
+    async def main():
+        async with living(tmp_path / "server") as service:
+            ids = [service.create_session(ME, None, None) for _ in range(7)]
+            for i, id in enumerate(ids):
+                service.database.update(sessions, sessions.c.id == id, created=float(i))
+            pages = [service.list_sessions(ME, 3, offset) for offset in (0, 3, 6, 9)]
+            assert [[row.id for row in page] for page in pages] == [
+                ids[6:3:-1], ids[3:0:-1], ids[:1], []
+            ]  # fmt: skip
+            assert service.list_sessions(ME, 0, 0) == []
+
+    asyncio.run(main())
+
+
+def test_every_question_has_an_index(tmp_path):
+    """SQLite says how it would answer: with a million requests, a scan of them is seconds."""
+    database = Database(f"sqlite:///{tmp_path}/plans.db")
+    scanned, plans = [], []
+
+    def explain(_connection, cursor, statement, parameters, *_rest):
+        if statement.startswith(("SELECT", "UPDATE", "DELETE")) and "sqlite_master" not in statement:
+            plan = [row[3] for row in cursor.connection.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+            plans.append(statement)
+            scanned.extend((line, statement) for line in plan if line.startswith("SCAN ") and "USING" not in line)
+            if "TEMP B-TREE" in str(plan) and "requests" in statement:
+                scanned.append((str(plan), statement))
+
+    async def main():
+        async with living(tmp_path / "server", Limits(snapshot_every=1, max_models=1), database=database) as service:
+            event.listen(database._connection._engine, "before_cursor_execute", explain)
+            session = service.create_session(ME, None, None)
+            for i in range(2):
+                model = await make_model(service, session, i)
+                await train(service, model, 1)
+                await save(service, "save_weights", model, 3, path="x")
+                await save(service, "save_weights_for_sampler", model, 4, sampling_session_seq_id=i, kind="inflight")
+                unused(service, model)
+            await service.queue.ended_after(model, 0, 0.0)
+            service.queue.last_failed(10)
+            for listed in (service.list_models, service.list_sessions):
+                listed(ME, 10, 0)
+            service.count_models(ME)
+            service.checkpoints.list(ME), service.checkpoints.list(ME, model), service.checkpoints.count(ME)
+            await service.finish_session(ME, session)
+            await service.retention.sweep()
+
+    asyncio.run(main())
+    assert len(plans) > 60 and scanned == []
