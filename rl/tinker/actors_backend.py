@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl.actors.actors import Actors
-from rl.actors.remote import EngineDied
+from rl.actors.remote import EngineDied, ProcessDied
 from rl.errors import ConfigError
-from rl.tinker.backend import Backend, Datum, Learned, ModelsLost, UserError
+from rl.tinker.backend import Backend, Datum, GeneratorsDied, Learned, ModelsLost, UserError
 from rl.tinker.losses import make_loss, to_logprobs, to_samples
 from rl.types import Completion, LoRA, OptimParams, SamplingParams
 
 T = TypeVar("T")
-_MAX_DEATHS = 3  # of generators, before a request is taken for what kills them
 _SHOWN = ("loss:sum", "clip_fraction:sum", "dual_clip_fraction:sum", "apart_squared:sum")
 """Metrics of the engine that say something of any data."""
 
@@ -57,10 +56,18 @@ class ActorsBackend(Backend):
         await self._train(lambda: self._actors.trainer.load_adapter_state(model, str(directory), optimizer))
 
     async def sample(
-        self, adapter: Path | None, prompt: Sequence[int], n: int, params: SamplingParams
+        self,
+        adapter: Path | None,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        max_deaths: int = 3,
     ) -> list[Completion]:
         with_adapter = replace(params, adapter=str(adapter.absolute()) if adapter else None)
-        return await self._actors.generators.sample(prompt, n, with_adapter, _MAX_DEATHS)
+        try:
+            return await self._actors.generators.sample(prompt, n, with_adapter, max_deaths)
+        except ProcessDied as death:
+            raise GeneratorsDied(str(death)) from death
 
     async def _train(self, call: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -19,6 +19,10 @@ class NotFound(Exception):
     """There is no such thing, or it is another tenant's."""
 
 
+class GeneratorsDied(RunError):
+    """So many generators died of a request, or beside it, as it may see."""
+
+
 class ModelsLost(RunError):
     """The training engine died and was started again: every model has to be restored."""
 
@@ -77,6 +81,15 @@ class Backend(ABC):
 
     @abstractmethod
     async def sample(
-        self, adapter: Path | None, prompt: Sequence[int], n: int, params: SamplingParams
+        self,
+        adapter: Path | None,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        max_deaths: int = 3,
     ) -> list[Completion]:
-        """With an adapter's directory, which never changes, or with the base model."""
+        """With an adapter's directory, which never changes, or with the base model.
+
+        Sample i is drawn with seed `params.seed + i`. Who cancels it ends it in the generators too. Raises
+        GeneratorsDied where so many died.
+        """

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,9 +31,8 @@ class Checkpoints:
         self._root = root
         self._copying = asyncio.Lock()
 
-    async def save(self, request: Row, model: Row) -> dict[str, Any]:
+    async def save(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
         """save_weights and save_weights_for_sampler, when their turn has come."""
-        body = json.loads(request.body)
         kind = "weights" if request.kind == "save_weights" else "sampler_weights"
         name = body.get("path")
         if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:

@@ -205,13 +205,16 @@ class Database:
 def _check(table: Table, values: dict[str, Any]) -> None:
     """Raises UserError for texts that not every database takes: they are a client's."""
     for name, value in values.items():
-        if not isinstance(value, str):
-            continue
-        longest = getattr(table.c[name].type, "length", None)
-        if longest is not None and len(value) > longest:
-            raise UserError(f"a {name} of {len(value)} characters; it may have {longest}")
-        if "\0" in value or not (value.isascii() or value == value.encode("utf-8", "replace").decode()):
-            raise UserError(f"a {name} with a character that is none (NUL, or half of a surrogate pair)")
+        if isinstance(value, str):
+            check_text(name, value, getattr(table.c[name].type, "length", None))
+
+
+def check_text(name: str, value: str, longest: int | None) -> None:
+    """Raises UserError where a database would not take it as `name`."""
+    if longest is not None and len(value) > longest:
+        raise UserError(f"a {name} of {len(value)} characters; it may have {longest}")
+    if "\0" in value or not (value.isascii() or value == value.encode("utf-8", "replace").decode()):
+        raise UserError(f"a {name} with a character that is none (NUL, or half of a surrogate pair)")
 
 
 def now() -> float:

@@ -21,6 +21,22 @@ class Limits:
     max_samples: PositiveInt = 256
     """Of one request."""
 
+    max_waiting_samples: PositiveInt = 100_000
+    """Of all requests of one tenant; more are answered 429."""
+
+    shared_samples: PositiveInt | None = None
+    """Of one tenant in the generators while others use them, at least; None: 8 to a generator on a CPU, 64 on
+    a GPU. Best is the batch whose decoding step takes twice as long as a single sequence's."""
+
+    max_targets: PositiveInt = 128
+    """K of target_tokens [N, K]."""
+
+    max_request_tokens: PositiveInt = 2**21
+    """Targets of one forward_backward: the sum of N * K."""
+
+    max_deaths: PositiveInt = 6
+    """Of engines, within an hour, while they worked for one tenant; then it has to wait."""
+
     keep_seconds: PositiveFloat = 24 * 3600.0
     """For how long results wait to be fetched, and a session's samplers for a heartbeat."""
 

@@ -45,6 +45,11 @@ class PromptScores:
                 f"{_MOST} of either are offered in one request"
             )
 
+    @property
+    def num_calls(self) -> int:
+        """Requests that it makes of the generators."""
+        return len(self._rows) + self._num_drawn * (len(self._prompt) - 1)
+
     async def compute(self, sample: Sample) -> Scores:
         targets, drawn = await asyncio.gather(self._score(sample), self._draw(sample))
         return Scores(targets, drawn)

@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.engine import Row
 
 from rl.tinker.connection import Unavailable
-from rl.tinker.database import Database, models, now, requests
+from rl.tinker.database import Database, check_text, models, now, requests
 from rl.tinker.quotas import Quotas
 
 JSON = "application/json"
@@ -26,6 +26,7 @@ _CURSOR_PER_SECOND = 1_000_000
 _MOST_ENDED = 1000
 _PIECE = 200  # rows that are deleted in one turn
 _REST_SECONDS = 1.0
+_HEADS = select(*(column for column in requests.c if column.name not in ("body", "result")))
 Category = Literal["user", "server", "unknown"]
 _log = logging.getLogger(__name__)
 
@@ -51,12 +52,15 @@ class Requests:
         self._waiting: dict[str, int] = defaultdict(int)  # tenant -> requests
         newest = [self._newest(state, 1) for state in ("done", "failed", "refused")]
         self._newest_end = max((row.finished for rows in newest for row in rows), default=0.0)
+        self._open: set[int] = set()  # numbers of requests that have not ended
+        self._running: dict[int, Row] = {}
         for row in self.unfinished():
             self._waiting[row.tenant] += 1
+            self._open.add(row.number)
 
     def submit(self, id: str, tenant: str, kind: str, target: str, body: bytes) -> tuple[Row, bool]:
-        """The request's row, and whether it is new. Raises TooMany; UserError where there is no room."""
-        if row := self._database.get(requests, id, "id"):
+        """The request without its body, and whether it is new. Raises TooMany; UserError without room."""
+        if row := self._head(id):
             return row, False
         if self._waiting[tenant] >= self._max_waiting:
             raise TooMany(f"{self._max_waiting} requests are waiting already; wait for their results first")
@@ -75,9 +79,30 @@ class Requests:
         )
         self._quotas.add(tenant, len(body))
         self._waiting[tenant] += 1
-        row = self._database.get(requests, id, "id")
+        row = self._head(id)
         assert row is not None
+        self._open.add(row.number)
         return row, True
+
+    def _head(self, id: str) -> Row | None:
+        check_text("id", id, 200)
+        return next(iter(self._database.rows(_HEADS.where(requests.c.id == id))), None)
+
+    def body(self, row: Row) -> bytes:
+        """Requests wait without their bodies: in memory they would be as large as all tenants together may."""
+        ((body,),) = self._database.rows(select(requests.c.body).where(requests.c.number == row.number))
+        return body or b""
+
+    def begin(self, row: Row) -> None:
+        """It runs from here on: where the server dies before its end, one more death is its own."""
+        self._running[row.number] = row
+        self._database.update(requests, requests.c.number == row.number, deaths=row.deaths + 1)
+
+    def stop(self) -> None:
+        """The server ends in good order: what runs has not ended it."""
+        for row in self._running.values():
+            self._database.update(requests, requests.c.number == row.number, deaths=row.deaths)
+        self._running.clear()
 
     def done(self, row: Row, result: bytes | Mapping[str, Any], media_type: str = JSON) -> None:
         self._end(
@@ -90,7 +115,12 @@ class Requests:
         self._end(row, "refused" if refused else "failed", answer, JSON)
 
     def _end(self, row: Row, state: str, result: bytes, media_type: str) -> None:
-        is_kept = row.kind in CHANGES and state != "refused"
+        """The first end counts: a request may be cancelled twice, or just when it is done."""
+        if row.number not in self._open:
+            return
+        self._open.discard(row.number)
+        self._running.pop(row.number, None)
+        is_kept = row.kind in CHANGES and state == "done"
         # No two at one moment, also where the clock is set back: `ended_after` counts on it.
         self._newest_end = max(now(), self._newest_end + 2 / _CURSOR_PER_SECOND)
         end = {
@@ -100,7 +130,9 @@ class Requests:
             "finished": self._newest_end,
             "num_bytes": len(result) + (row.num_bytes if is_kept else 0),
         }
-        self._unwritten.append((row, end if is_kept else end | {"body": None}))
+        if not is_kept:  # one that failed stays, empty: it has dropped the model's gradient
+            end["body"] = b"" if row.kind in CHANGES and state == "failed" else None
+        self._unwritten.append((row, end))
         self._write()
 
     def _write(self) -> None:
@@ -169,8 +201,35 @@ class Requests:
         return [(round(row.finished * _CURSOR_PER_SECOND), row) for row in rows]
 
     def unfinished(self) -> list[Row]:
-        """In the order in which they came."""
-        return list(self._database.find(requests, requests.c.state == "waiting", order=requests.c.number))
+        """In the order in which they came, without their bodies."""
+        waiting = _HEADS.where(requests.c.state == "waiting").order_by(requests.c.number)
+        return list(self._database.rows(waiting))
+
+    def to_repeat(self, model: Row, before: int) -> list[Row]:
+        """What makes the model of its snapshot, up to the request with this number; without bodies.
+
+        A gradient that no optim_step used is a part of it, unless a request failed after it.
+        """
+        where = (
+            requests.c.target == model.id,
+            requests.c.number > model.snapshot_number,
+            requests.c.number < before,
+            requests.c.kind.in_(CHANGES),
+            requests.c.state.in_(("done", "failed")),
+        )
+        applied: list[Row] = []
+        gradient: list[Row] = []
+        for row in self._database.rows(_HEADS.where(*where).order_by(requests.c.number)):
+            if row.state == "failed":
+                gradient = []
+            elif row.kind == "forward_backward":
+                gradient.append(row)
+            elif row.kind == "optim_step":
+                applied += [*gradient, row]
+                gradient = []
+            else:  # load_weights: nothing before it matters
+                applied, gradient = [row], []
+        return applied + gradient
 
     def waiting(self) -> dict[str, int]:
         """Tenant -> requests."""

@@ -14,18 +14,25 @@ from sqlalchemy.engine import Row
 
 from rl.errors import RunError
 from rl.tinker import wire
-from rl.tinker.backend import Backend, UserError
+from rl.tinker.backend import Backend, GeneratorsDied, UserError
+from rl.tinker.blame import Blame
 from rl.tinker.database import Database, samplers
+from rl.tinker.limits import Limits
 from rl.tinker.prompt_scores import PromptScores
 from rl.tinker.rate import Rate
 from rl.tinker.requests import Requests
+from rl.tinker.sample_scheduler import Place, Sample, SampleScheduler
+from rl.tinker.sampling_queue import Load
 from rl.types import Completion, SamplingParams
 
 _MAX_LIKELIEST = 20
+_DEATHS = 2  # of generators or the server, after which a request is tried alone
 _log = logging.getLogger(__name__)
 
 
 class Sampling:
+    """Requests for samples, of every tenant: kept ones, and those of OpenAI's routes."""
+
     def __init__(
         self,
         database: Database,
@@ -33,7 +40,9 @@ class Sampling:
         backend: Backend,
         root: Path,
         eos_ids: tuple[int, ...],
-        max_samples: int,
+        limits: Limits,
+        scheduler: SampleScheduler,
+        blame: Blame,
     ):
         """eos_ids: what ends a sample where the request says nothing else."""
         self._database = database
@@ -41,25 +50,54 @@ class Sampling:
         self._backend = backend
         self._root = root
         self._eos_ids = eos_ids
-        self._max_samples = max_samples
+        self._max_samples = limits.max_samples
+        self._scheduler = scheduler
+        self._blame = blame
+        self._alone = asyncio.Lock()  # of requests with which a generator, or the server, died twice
         self._running: dict[str, asyncio.Task[None]] = {}
         self.tokens = Rate()
 
-    def check(self, body: Mapping[str, Any]) -> None:
-        """body: of asample. Raises UserError."""
+    def check(self, tenant: str, body: Mapping[str, Any]) -> Load:
+        """body: of asample. Raises UserError, and TooMany."""
         prompt, params = self._read(body)
-        self._scores(body, prompt, params)
+        num_scores = self._scores(body, prompt, params).num_calls
+        self._blame.check(tenant)
+        self._scheduler.check(tenant, body["num_samples"])
+        return Load(body["num_samples"], len(prompt) + num_scores, params.max_new_tokens)
 
-    def submit(self, request: Row) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(request))
+    def submit(self, request: Row, load: Load) -> None:
+        place = self._scheduler.enter(request.tenant, load)
+        task = asyncio.get_running_loop().create_task(self._answer(request, place))
         self._running[request.id] = task
-        task.add_done_callback(lambda _: self._running.pop(request.id, None))
+        task.add_done_callback(lambda _: self._end(request, place))
 
-    async def sample(self, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
-        """body: as of asample. directory: of an adapter, as rows name it. Raises UserError."""
+    def _end(self, request: Row, place: Place) -> None:
+        place.leave()
+        self._running.pop(request.id, None)
+
+    def resume(self, request: Row) -> None:
+        """What waited, or ran, when the server ended."""
+        body = json.loads(self._queue.body(request))
         prompt, params = self._read(body)
-        adapter = self._adapter(directory)
-        completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
+        self.submit(request, Load(body["num_samples"], len(prompt), params.max_new_tokens))
+
+    async def sample(self, tenant: str, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
+        """body: as of asample. directory: of an adapter, as rows name it. Raises UserError, and TooMany."""
+        prompt, params = self._read(body)
+        place = self._scheduler.enter(tenant, self.check(tenant, body))
+        try:
+            await place.wait()
+            return await self._sample(place, partial(self._backend.sample, self._adapter(directory)), body)
+        finally:
+            place.leave()
+
+    async def _sample(self, place: Place | None, sample: Sample, body: Mapping[str, Any]) -> list[Completion]:
+        """place: None where it is sampled at once."""
+        prompt, params = self._read(body)
+        if place is None:
+            completions = await sample(prompt, body["num_samples"], params)
+        else:
+            completions = await place.sample(sample, prompt, params)
         self.tokens.add(sum(len(completion.tokens) for completion in completions))
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
@@ -72,7 +110,7 @@ class Sampling:
         return self._root / directory
 
     def cancel(self, request: Row) -> None:
-        """One that nobody waits for any more."""
+        """One that nobody waits for any more: it ends in the generator too."""
         task = self._running.get(request.id)
         if task is not None and task.cancel():
             self._queue.failed(request, "the request was cancelled", "user")
@@ -80,19 +118,10 @@ class Sampling:
     async def _sampler(self, id: str) -> Row | None:
         return self._database.get(samplers, id)
 
-    async def _answer(self, request: Row) -> None:
+    async def _answer(self, request: Row, place: Place) -> None:
         try:
-            body = json.loads(request.body)
-            sampler = await self._database.patiently(partial(self._sampler, request.target))
-            if sampler is None:
-                raise UserError("its sampling session is over; create another")
-            own = partial(self._backend.sample, self._adapter(sampler.directory))
-            scores = self._scores(body, *self._read(body))
-            completions, scored = await asyncio.gather(
-                self.sample(sampler.directory, body), scores.compute(own)
-            )
-            top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
-            written = wire.write_samples(completions, top, of_prompt, scored)
+            await place.wait()
+            written = await self._attempt(request, place)
             self._queue.done(request, written, wire.PROTOBUF)
         except UserError as error:
             self._queue.failed(request, str(error), "user", refused=True)
@@ -101,6 +130,42 @@ class Sampling:
         except Exception as error:
             _log.exception("request %s failed", request.id)
             self._queue.failed(request, f"sampling failed: {error!r}", "server")
+
+    async def _attempt(self, request: Row, place: Place) -> bytes:
+        """The result. A request with which a generator, or the server, died twice is tried alone, and once."""
+        if request.deaths > _DEATHS:
+            raise RunError(
+                f"the server died {request.deaths} times while this request ran, so it is not tried again"
+            )
+        if request.deaths < _DEATHS:
+            try:
+                return await self._result(request, place)
+            except GeneratorsDied as death:
+                _log.warning("request %s is tried alone: %s", request.id, death)
+        place.leave_turns()
+        async with self._alone:
+            self._blame.check(request.tenant)
+            try:
+                return await self._result(request, None)
+            except GeneratorsDied as death:
+                self._blame.add(request.tenant, _DEATHS + 1)
+                raise RunError(
+                    f"generators died {_DEATHS + 1} times while this request ran, so it is not tried again: "
+                    f"{death}"
+                ) from death
+
+    async def _result(self, request: Row, place: Place | None) -> bytes:
+        self._queue.begin(request)
+        body = json.loads(self._queue.body(request))
+        sampler = await self._database.patiently(partial(self._sampler, request.target))
+        if sampler is None:
+            raise UserError("its sampling session is over; create another")
+        max_deaths = 1 if place is None else _DEATHS
+        sample = partial(self._backend.sample, self._adapter(sampler.directory), max_deaths=max_deaths)
+        scores = self._scores(body, *self._read(body))
+        completions, scored = await asyncio.gather(self._sample(place, sample, body), scores.compute(sample))
+        top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
+        return wire.write_samples(completions, top, of_prompt, scored)
 
     def _read(self, body: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
         asked = body["sampling_params"]

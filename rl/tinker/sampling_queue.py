@@ -4,8 +4,8 @@ Generators batch whatever they have, and a batch is as slow as it is large. A te
 Beside others it has at most `shared` sequences more than the one that asks for the fewest. Where a step with
 `shared` sequences takes twice as long as an empty one, each then keeps half of what it has alone: the tenant
 with one sequence at a time, since a step takes at most twice as long; the one with many, since `shared` of
-them are half as fast as an endless batch. A request that is larger than that runs alone of its tenant's, and
-only while its tenant has not had more of the generators' time.
+them are half as fast as an endless batch. A part that is heavier than that (a long prompt for a short answer)
+runs alone of its tenant's, and only while its tenant has not had more of the generators' time.
 """
 
 import time
@@ -30,22 +30,36 @@ class Load:
     max_new_tokens: int  # of each sample
 
 
-def parts(num_samples: int, largest: int) -> list[int]:
-    """A request's samples, as requests that take turns."""
-    return [min(largest, num_samples - i) for i in range(0, num_samples, largest)]
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples of a request that run together: `count` of them, from the one with the number `first` on."""
+
+    key: Hashable
+    first: int
+    count: int
+
+
+@dataclass(slots=True)
+class _Waiting:
+    load: Load
+    num_started: int = 0
+
+    def next_size(self, largest: int) -> int:
+        return min(largest, self.load.num_samples - self.num_started)
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
     tenant: str
-    load: Load
+    num_samples: int
     weight: float
 
 
 class SamplingQueue:
-    """Requests wait here for their turn. The owner calls `start` for those that are due, `end` for each once.
+    """Requests wait here for their turns. Each runs in parts of at most `shared` samples.
 
-    Weights are in sequences: the tokens that a request adds to an average decoding step.
+    The owner runs what `start` returns and calls `end` for each part; or `remove` for the whole request.
+    Weights are in sequences: the tokens that a part adds to an average decoding step.
     """
 
     def __init__(self, capacity: int, shared: int, clock: Callable[[], float] = time.monotonic):
@@ -54,10 +68,10 @@ class SamplingQueue:
         self._shared = shared
         self._clock = clock
         self._shares = Shares()
-        self._waiting: dict[str, OrderedDict[Hashable, Load]] = {}
-        self._running: dict[Hashable, _Running] = {}
-        self._weights: dict[str, float] = {}  # of a tenant's running requests
-        self._samples: Counter[str] = Counter()  # of a tenant's running requests
+        self._waiting: dict[str, OrderedDict[Hashable, _Waiting]] = {}
+        self._running: dict[Hashable, dict[int, _Running]] = {}  # by request, then by the part's first sample
+        self._weights: dict[str, float] = {}  # of a tenant's running parts
+        self._samples: Counter[str] = Counter()  # of a tenant's running parts
         self._present: dict[str, float] = {}  # when each tenant last had work
         self._lengths: dict[str, float] = {}  # tokens of a tenant's completions, on average
         self._charged_at = clock()
@@ -66,40 +80,62 @@ class SamplingQueue:
         self._charge()
         if tenant not in self._all_present():
             self._shares.arrive(tenant)
-        self._waiting.setdefault(tenant, OrderedDict())[key] = load
+        self._waiting.setdefault(tenant, OrderedDict())[key] = _Waiting(load)
         self._present[tenant] = self._clock()
 
-    def start(self) -> list[Hashable]:
+    def start(self) -> list[Part]:
         """Those whose turn has come, in order. They run from here on."""
         self._charge()
-        started: list[Hashable] = []
+        started: list[Part] = []
         while tenants := [tenant for tenant in self._waiting if self._is_due(tenant)]:
             tenant = self._shares.next(tenants)
-            key, load = self._waiting[tenant].popitem(last=False)
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
-            weight = self._weight(tenant, load)
-            self._running[key] = _Running(tenant, load, weight)
+            key, waiting = next(iter(self._waiting[tenant].items()))
+            size = waiting.next_size(self._shared)
+            part = Part(key, waiting.num_started, size)
+            waiting.num_started += size
+            if waiting.num_started == waiting.load.num_samples:
+                self._drop(tenant, key)
+            weight = self._weight(tenant, waiting.load, size)
+            self._running.setdefault(key, {})[part.first] = _Running(tenant, size, weight)
             self._weights[tenant] = self._weights.get(tenant, 0.0) + weight
-            self._samples[tenant] += load.num_samples
-            started.append(key)
+            self._samples[tenant] += size
+            started.append(part)
         return started
 
-    def end(self, key: Hashable, mean_length: float | None = None) -> None:
-        """It is done, failed or cancelled; it may have waited still. mean_length: tokens of its samples."""
+    def end(self, part: Part, mean_length: float | None = None) -> None:
+        """It is done or failed; nothing where its request was removed. mean_length: tokens of its samples."""
         self._charge()
-        running = self._running.pop(key, None)
-        if running is None:
-            return self._take_back(key)
-        tenant = running.tenant
-        self._present[tenant] = self._clock()
-        self._weights[tenant] -= running.weight
-        self._samples[tenant] -= running.load.num_samples
-        if not self._samples[tenant]:
-            del self._weights[tenant], self._samples[tenant]
+        own = self._running.get(part.key, {})
+        if part.first not in own:
+            return
+        tenant = own[part.first].tenant
+        self._stop(own.pop(part.first))
+        if not own:
+            del self._running[part.key]
         if mean_length is not None:
             before = self._lengths.get(tenant, mean_length)
             self._lengths[tenant] = before + _LENGTH_WEIGHT * (mean_length - before)
+
+    def remove(self, key: Hashable) -> None:
+        """Nobody waits for it any more: what of it runs is ended, and the rest does not start."""
+        self._charge()
+        for running in self._running.pop(key, {}).values():
+            self._stop(running)
+        for tenant in [tenant for tenant, waiting in self._waiting.items() if key in waiting]:
+            self._drop(tenant, key)
+
+    def _stop(self, running: _Running) -> None:
+        tenant = running.tenant
+        self._present[tenant] = self._clock()
+        self._weights[tenant] -= running.weight
+        self._samples[tenant] -= running.num_samples
+        if not self._samples[tenant]:
+            del self._weights[tenant], self._samples[tenant]
+
+    def _drop(self, tenant: str, key: Hashable) -> None:
+        del self._waiting[tenant][key]
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
 
     @property
     def num_running(self) -> int:
@@ -110,22 +146,17 @@ class SamplingQueue:
     def is_empty(self) -> bool:
         return not self._running and not self._waiting
 
-    def _take_back(self, key: Hashable) -> None:
-        for tenant, waiting in list(self._waiting.items()):
-            waiting.pop(key, None)
-            if not waiting:
-                del self._waiting[tenant]
-
     def _is_due(self, tenant: str) -> bool:
-        load = next(iter(self._waiting[tenant].values()))
         if not self._running:
             return True
+        waiting = next(iter(self._waiting[tenant].values()))
+        size = waiting.next_size(self._shared)
         others = self._all_present() - {tenant}
         if not others:
-            return self.num_running + load.num_samples <= self._capacity
-        if self._samples[tenant] + load.num_samples > self._capacity / (1 + len(others)):
+            return self.num_running + size <= self._capacity
+        if self._samples[tenant] + size > self._capacity / (1 + len(others)):
             return not self._samples[tenant]
-        own, weight = self._weights.get(tenant, 0.0), self._weight(tenant, load)
+        own, weight = self._weights.get(tenant, 0.0), self._weight(tenant, waiting.load, size)
         if own + weight <= self._shared + min(map(self._wanted, others)):
             return True
         return not own and self._shares.lead(tenant, others) <= _LEAD_SECONDS
@@ -133,15 +164,15 @@ class SamplingQueue:
     def _wanted(self, tenant: str) -> float:
         """The weight of its requests; above the capacity, of some of them."""
         weight = self._weights.get(tenant, 0.0)
-        for load in self._waiting.get(tenant, {}).values():
+        for waiting in self._waiting.get(tenant, {}).values():
             if weight > self._capacity:
                 break
-            weight += self._weight(tenant, load)
+            weight += self._weight(tenant, waiting.load, waiting.load.num_samples - waiting.num_started)
         return weight
 
-    def _weight(self, tenant: str, load: Load) -> float:
+    def _weight(self, tenant: str, load: Load, size: int) -> float:
         length = min(load.max_new_tokens, max(1.0, self._lengths.get(tenant, _FIRST_LENGTH)))
-        return load.num_samples + load.num_prompt_tokens / length
+        return size + load.num_prompt_tokens / length
 
     def _all_present(self) -> set[str]:
         since = self._clock() - _REMEMBERED_SECONDS

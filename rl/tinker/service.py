@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy.engine import Row
 
 from rl.tinker.backend import Backend, NotFound, UserError
+from rl.tinker.blame import Blame
 from rl.tinker.checkpoints import MOST_LISTED, Checkpoints, revive
 from rl.tinker.database import Database, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
@@ -19,6 +20,7 @@ from rl.tinker.paths import CheckpointPath
 from rl.tinker.quotas import Quotas
 from rl.tinker.requests import Requests
 from rl.tinker.retention import Retention
+from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
@@ -39,14 +41,20 @@ class Service:
         model_names: tuple[str, ...],
         eos_ids: tuple[int, ...],
         limits: Limits = Limits(),
+        capacity: int = 256,
+        shared_samples: int = 8,
     ):
-        """model_names: of the base model, the first its own. root: of checkpoints."""
+        """model_names: of the base model, the first its own. root: of checkpoints.
+
+        capacity, shared_samples: see SamplingQueue.
+        """
         self.backend = backend
         self.model_names = model_names
         self.limits = limits
         self.quotas = Quotas(database, root, limits)
         self.queue = Requests(database, limits.max_waiting, self.quotas)
         self.checkpoints = Checkpoints(database, backend, root, self.quotas)
+        blame = Blame(limits.max_deaths)
         self.training = Training(
             database,
             self.queue,
@@ -55,8 +63,14 @@ class Service:
             self.checkpoints.save,
             limits.snapshot_every,
             limits.max_models,
+            blame,
         )
-        self.sampling = Sampling(database, self.queue, backend, root, eos_ids, limits.max_samples)
+        self._scheduler = SampleScheduler(
+            capacity, shared_samples, limits.max_waiting, limits.max_waiting_samples
+        )
+        self.sampling = Sampling(
+            database, self.queue, backend, root, eos_ids, limits, self._scheduler, blame
+        )
         self.retention = Retention(
             database, self.queue, self.checkpoints, self.quotas, self.training.holds, root, limits
         )
@@ -65,9 +79,15 @@ class Service:
     async def run(self) -> None:
         """What a restart found unfinished goes on."""
         for request in self.queue.unfinished():
-            (self.sampling if request.kind == "sample" else self.training).submit(request)
-        async with beside(self.training.run(), self.retention.run()):
-            await asyncio.Event().wait()
+            if request.kind == "sample":
+                self.sampling.resume(request)
+            else:
+                self.training.submit(request)
+        try:
+            async with beside(self.training.run(), self._scheduler.run(), self.retention.run()):
+                await asyncio.Event().wait()
+        finally:
+            self.queue.stop()
 
     # ---- sessions
 
@@ -265,12 +285,12 @@ class Service:
 
     def sample(self, tenant: str, sampler: str, seq_id: int, body: Mapping[str, Any]) -> str:
         self.sampler(tenant, sampler)
-        self.sampling.check(body)
+        load = self.sampling.check(tenant, body)
         request, is_new = self.queue.submit(
             f"{sampler}:{seq_id}", tenant, "sample", sampler, json.dumps(dict(body)).encode()
         )
         if is_new:
-            self.sampling.submit(request)
+            self.sampling.submit(request, load)
         return request.id
 
     async def sample_now(self, tenant: str, model: str, body: Mapping[str, Any]) -> list[Completion]:
@@ -280,7 +300,7 @@ class Service:
             directory = self.checkpoints.readable(tenant, model).directory
         else:
             self._check_base(model)
-        return await self.sampling.sample(directory, body)
+        return await self.sampling.sample(tenant, directory, body)
 
     def cancel(self, tenant: str, request_id: str) -> None:
         row = self._database.get(requests, request_id, "id")

@@ -1,17 +1,22 @@
 """Training: the models in the training engine, and the one at a time that works.
 
-Each model's requests run in the order in which they came; models take turns, one request each. What a model
-has learned since its last snapshot is in its requests, which are kept until the next one: a model that is not
-in the engine (after a restart, after the engine died, or because others needed its place) is its snapshot,
-and its requests since then once more. So an optim_step that was acknowledged is neither lost nor done twice.
+Each model's requests run in the order in which they came; tenants get equal shares of the engine's time (see
+TrainingQueue). What a model has learned since its last snapshot is in its requests, which are kept until the
+next one: a model that is not in the engine (after a restart, after the engine died, or because others needed
+its place) is its snapshot, and its requests since then once more. So an optim_step that was acknowledged is
+neither lost nor done twice.
+
+A request that failed is never done again: all it changed is that the model's gradient is gone. One with which
+the engine, or the server, died is tried once more, as the first one after the start; then it has failed.
 """
 
 import asyncio
 import json
 import logging
 import shutil
-from collections import OrderedDict, deque
-from collections.abc import Callable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +28,17 @@ from rl.errors import NotFinite, RunError
 from rl.paths import sync_tree
 from rl.tinker import losses, wire
 from rl.tinker.backend import Backend, ModelsLost, UserError
+from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
 from rl.tinker.database import Database, models, requests
 from rl.tinker.paths import directory_name
 from rl.tinker.quotas import size_of
 from rl.tinker.rate import Rate
 from rl.tinker.requests import CHANGES, JSON, Requests
+from rl.tinker.training_queue import TrainingQueue
 from rl.types import LoRA, OptimParams
 
-_ATTEMPTS = 3
+_ATTEMPTS = 2
 _log = logging.getLogger(__name__)
 
 
@@ -52,14 +59,16 @@ class Training:
         queue: Requests,
         backend: Backend,
         root: Path,
-        save: Callable[[Row, Row], Any],
+        save: Callable[[Row, Row, Mapping[str, Any]], Any],
         snapshot_every: int,
         max_models: int,
+        blame: Blame,
     ):
-        """save(request, model): carries out a request that writes a checkpoint; returns its result.
+        """save(request, model, body): carries out a request that writes a checkpoint; returns its result.
 
         max_models: in the engine at a time.
         """
+        self._blame = blame
         self._database = database
         self._queue = queue
         self._backend = backend
@@ -68,12 +77,12 @@ class Training:
         self._snapshot_every = snapshot_every
         self._max_models = max_models
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # the one used longest ago first
-        self._waiting: OrderedDict[str, deque[Row]] = OrderedDict()  # by model, whose turn is next first
+        self._waiting = TrainingQueue()
         self._arrived = asyncio.Event()
         self.done = Rate()
 
     def submit(self, request: Row) -> None:
-        self._waiting.setdefault(request.target, deque()).append(request)
+        self._waiting.add(request)
         self._arrived.set()
 
     async def run(self) -> None:
@@ -82,37 +91,60 @@ class Training:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            model_id, own = self._waiting.popitem(last=False)
-            request = own.popleft()
-            if own:
-                self._waiting[model_id] = own  # behind the others
+            request, began = self._waiting.take(), time.monotonic()
             await self._answer(request)
             await self._queue.written()
+            self._waiting.charge(request.tenant, time.monotonic() - began)
 
     async def _answer(self, request: Row) -> None:
         try:
-            for attempt in range(_ATTEMPTS):
-                try:
-                    execute = partial(self._execute, request)
-                    result, media_type = await self._database.patiently(execute)
-                    break
-                except ModelsLost:
-                    self._loaded.clear()
-                    if attempt + 1 == _ATTEMPTS:
-                        raise
+            result, media_type = await self._database.patiently(partial(self._attempt, request))
             self._queue.done(request, result, media_type)
             self.done.add(1)
             await self._queue.written()
             await self._database.patiently(partial(self._keep, request))
         except UserError as error:
+            state = self._loaded.get(request.target)
+            if state is not None and state.has_gradient:  # an engine that refuses drops it
+                await self._unload(request)
             self._queue.failed(request, str(error), "user", refused=True)
         except NotFinite as error:
             self._queue.failed(request, str(error), "user")
         except RunError as error:
+            await self._unload(request)
             self._queue.failed(request, str(error), "server")
         except Exception as error:
             _log.exception("request %s failed", request.id)
+            await self._unload(request)
             self._queue.failed(request, f"{request.kind} failed: {error!r}", "server")
+
+    async def _attempt(self, request: Row) -> tuple[Any, str]:
+        if request.deaths >= _ATTEMPTS:
+            raise RunError(
+                f"the server died {request.deaths} times while this {request.kind} ran, so it is not tried again"
+            )
+        self._blame.check(request.tenant)
+        self._queue.begin(request)
+        for attempt in range(_ATTEMPTS):
+            try:
+                return await self._execute(request)
+            except ModelsLost as death:
+                self._loaded.clear()
+                self._blame.add(request.tenant)
+                if attempt + 1 == _ATTEMPTS:
+                    raise RunError(
+                        f"the training engine died {_ATTEMPTS} times while this {request.kind} ran, so it is "
+                        f"not tried again; the model's gradient is gone: {death}"
+                    ) from death
+        raise AssertionError
+
+    async def _unload(self, request: Row) -> None:
+        """Whatever has become of its model in the engine: it comes back as its requests say that it is."""
+        if request.kind in CHANGES and self._loaded.pop(request.target, None) is not None:
+            try:
+                await self._backend.remove(request.target)
+            except ModelsLost:
+                self._loaded.clear()
 
     async def _execute(self, request: Row) -> tuple[Any, str]:
         model = self._database.get(models, request.target)
@@ -121,11 +153,11 @@ class Training:
         if request.kind == "create_model":
             if model.source is None:
                 return {"model_id": model.id, "type": "create_model"}, JSON
-            path = json.loads(request.body)["path"]
+            path = json.loads(self._queue.body(request))["path"]
             return {"model_id": model.id, "path": path, "type": "load_weights"}, JSON
         if request.kind in (*CHANGES, "forward"):
             return await self._apply(model, request, state)
-        return await self._save(request, model), JSON
+        return await self._save(request, model, json.loads(self._queue.body(request))), JSON
 
     async def _keep(self, request: Row) -> None:
         """A snapshot, if it is time: once the result is kept, or a restart would do the request again."""
@@ -148,7 +180,7 @@ class Training:
     async def _apply(self, model: Row, request: Row, state: _Loaded) -> tuple[Any, str]:
         """A forward, or one that changes the model: for the first time, or once more."""
         if request.kind in ("forward", "forward_backward"):
-            asked = wire.read_forward_backward(request.body)
+            asked = wire.read_forward_backward(self._queue.body(request))
             backend = self._backend
             losses.check(asked.data, asked.loss, backend.context_length, backend.vocab_size)
             losses.make_loss(asked.loss, asked.config)
@@ -161,7 +193,7 @@ class Training:
                 raise
             state.has_gradient |= not asked.forward_only
             return wire.write_learned(learned), wire.PROTOBUF
-        body = json.loads(request.body)
+        body = json.loads(self._queue.body(request))
         if request.kind == "optim_step":
             if not state.has_gradient:
                 raise UserError("optim_step without a gradient; call forward_backward first")
@@ -199,24 +231,12 @@ class Training:
     async def _do_again(self, model: Row, before: int) -> _Loaded:
         """Its requests since the snapshot. Raises RunError where one that worked now fails."""
         state = _Loaded()
-        again = self._database.find(
-            requests,
-            requests.c.target == model.id,
-            requests.c.number > model.snapshot_number,
-            requests.c.number < before,
-            requests.c.kind.in_(CHANGES),
-            requests.c.state.in_(("done", "failed")),
-            order=requests.c.number,
-        )
-        for request in again:
+        for request in self._queue.to_repeat(model, before):
             try:
                 await self._apply(model, request, state)
             except ModelsLost:
                 raise
             except Exception as error:
-                if request.state == "failed":
-                    _log.info("request %s failed once more: %s", request.id, error)
-                    continue
                 raise RunError(
                     f"the model cannot be restored: its {request.kind} {request.id} worked, and now failed: "
                     f"{error}; load a checkpoint into a new model if this stays so"
@@ -273,4 +293,4 @@ class Training:
         return len(self._loaded)
 
     def queue_lengths(self) -> dict[str, int]:
-        return {model: len(own) for model, own in self._waiting.items()}
+        return self._waiting.lengths()

@@ -90,7 +90,7 @@ class FakeBackend(Backend):
         state = json.loads((directory / "adapter_config.json").read_text())
         self.models[model] = state | {"gradient": 0.0} | ({} if optimizer else {"steps": 0})
 
-    async def sample(self, adapter, prompt, n, params):
+    async def sample(self, adapter, prompt, n, params, max_deaths=3):
         await asyncio.sleep(self.delay)
         value = json.loads((adapter / "adapter_config.json").read_text())["value"] if adapter else 0.0
         tokens = [(params.seed + i) % VOCABULARY for i in range(min(3, params.max_new_tokens))]

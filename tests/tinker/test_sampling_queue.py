@@ -2,13 +2,12 @@
 
 # holds: exact, a simulation in made-up time
 
-import math
 import random
 from dataclasses import dataclass
 
 import pytest
 
-from rl.tinker.sampling_queue import Load, SamplingQueue, parts
+from rl.tinker.sampling_queue import Load, Part, SamplingQueue
 
 PER_TOKEN = 0.001  # seconds
 HALF = 8  # sequences with which a step takes twice as long as an empty one
@@ -30,22 +29,21 @@ class Client:
     claims: int | None = None  # tokens of an answer; None: as they are
     pause: float = 0.0
     num_tokens: int = 0
-    outstanding: float = 0.0
+    outstanding: int = 0
     idle_until: float = 0.0
 
     @property
-    def claimed_length(self):
-        return self.claims or self.length
+    def load(self):
+        return Load(self.num_samples, self.prompt, self.claims or self.length)
 
 
 @dataclass
-class Request:
+class Running:
     client: Client
-    num_samples: int
+    part: Part
     prefill: int
     steps: int
-    key: int
-    is_running: bool = False
+    is_admitted: bool = False
 
 
 class Generators:
@@ -58,19 +56,19 @@ class Generators:
         """Seconds that it took, and what ended."""
         sequences = 0
         for request in self.requests:
-            if sequences + request.num_samples <= MAX_SEQUENCES or not sequences:
-                request.is_running = True
-                sequences += request.num_samples
+            if sequences + request.part.count <= MAX_SEQUENCES or not sequences:
+                request.is_admitted = True
+                sequences += request.part.count
         tokens, ended = 0, []
         for request in self.requests:
-            if not request.is_running:
+            if not request.is_admitted:
                 continue
             if request.prefill:
                 part = min(request.prefill, STEP_TOKENS - tokens)
                 request.prefill -= part
                 tokens += part
             else:
-                tokens += request.num_samples
+                tokens += request.part.count
                 request.steps -= 1
                 if request.steps <= 0:
                     ended.append(request)
@@ -81,32 +79,34 @@ class Generators:
 def serve(clients, queue_of=lambda clock: SamplingQueue(MAX_SEQUENCES, HALF, clock), seconds=SECONDS):
     """Tokens that each client had sampled."""
     now = 0.0
-    queue, generators, keys, number = queue_of(lambda: now), Generators(), {}, 0
+    queue, generators, clients_of, number = queue_of(lambda: now), Generators(), {}, 0
     while now < seconds:
         for client in clients:
-            if now < client.idle_until or (client.pause and client.outstanding > 1e-6):
+            if now < client.idle_until or (client.pause and client.outstanding):
                 continue
-            for _ in range(client.num_requests - math.ceil(client.outstanding - 1e-6)):
+            for _ in range(client.num_requests - client.outstanding):
                 client.outstanding += 1
-                for part in parts(client.num_samples, HALF):
-                    number += 1
-                    keys[number] = Request(client, part, client.prompt, client.length, number)
-                    queue.add(number, client.name, Load(part, client.prompt, client.claimed_length))
-        for key in queue.start():
-            generators.requests.append(keys[key])
+                number += 1
+                queue.add((client.name, number), client.name, client.load)
+                clients_of[client.name, number] = [client, client.num_samples]
+        for part in queue.start():
+            client, _ = clients_of[part.key]
+            generators.requests.append(Running(client, part, client.prompt, client.length))
         if not generators.requests:
             now += 0.01
             continue
         took, ended = generators.step()
         now += took
-        for request in ended:
-            queue.end(request.key, request.client.length)
-            del keys[request.key]
-            client = request.client
-            client.num_tokens += request.num_samples * client.length
-            client.outstanding -= request.num_samples / client.num_samples
-            if client.pause and client.outstanding < 1e-6:
-                client.idle_until = now + client.pause
+        for running in ended:
+            client, part = running.client, running.part
+            queue.end(part, client.length)
+            client.num_tokens += part.count * client.length
+            clients_of[part.key][1] -= part.count
+            if not clients_of[part.key][1]:
+                del clients_of[part.key]
+                client.outstanding -= 1
+                if client.pause and not client.outstanding:
+                    client.idle_until = now + client.pause
     return [client.num_tokens for client in clients]
 
 
@@ -167,29 +167,32 @@ def test_four_tenants_that_want_all_get_a_quarter_each():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_whatever_comes_every_request_runs_once_and_nothing_is_left(seed):
+def test_whatever_comes_every_sample_runs_once_and_nothing_is_left(seed):
     """Any tenants, sizes, cancellations and pauses. The queue is empty at the end, and remembers nobody."""
-    rng, now = random.Random(seed), 0.0
+    rng, now, number = random.Random(seed), 0.0, 0
     queue = SamplingQueue(16, 4, lambda: now)
-    waiting, running, started, number = set(), set(), [], 0
-    while number < 300 or waiting or running:
+    sizes, started, running = {}, {}, []
+    while number < 200 or sizes:
         now += rng.choice((0.0, 0.1, 5.0, 100.0))
-        if number < 300 and rng.random() < 0.6:
+        if number < 200 and rng.random() < 0.6:
             load = Load(rng.randint(1, 40), rng.randint(1, 5000), rng.randint(1, 1000))
             queue.add(number, f"tenant-{rng.randrange(4)}", load)
-            waiting.add(number)
+            sizes[number], started[number] = load.num_samples, []
             number += 1
-        elif running or waiting:
-            key = rng.choice(sorted(running | waiting) if rng.random() < 0.2 else sorted(running or waiting))
-            queue.end(key, rng.choice((None, 1.0, 500.0)))
-            waiting.discard(key)
-            running.discard(key)
-        due = queue.start()
-        assert set(due) <= waiting
-        started += due
-        waiting -= set(due)
-        running |= set(due)
-        assert running or not waiting, "nobody runs, and somebody waits"
-    assert len(started) == len(set(started))
+        elif sizes and rng.random() < 0.1:
+            removed = rng.choice(sorted(sizes))
+            queue.remove(removed)
+            del sizes[removed]
+            running = [part for part in running if part.key != removed]
+        elif running:
+            part = running.pop(rng.randrange(len(running)))
+            queue.end(part, rng.choice((None, 1.0, 500.0)))
+            if sum(started[part.key]) == sizes[part.key] and all(part.key != other.key for other in running):
+                del sizes[part.key]
+        for part in queue.start():
+            assert part.key in sizes and part.first == sum(started[part.key]) and 1 <= part.count <= 4
+            started[part.key].append(part.count)
+            running.append(part)
+        assert running or not sizes, "nobody runs, and somebody waits"
     now += 1000
     assert queue.is_empty and not queue._all_present()
