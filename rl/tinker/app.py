@@ -11,10 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import NotFound, UserError
+from rl.tinker.bodies import BodyLimits, TooLarge
 from rl.tinker.connection import Unavailable
 from rl.tinker.keys import tenant_of
 from rl.tinker.openai import add_openai_routes
@@ -25,13 +26,6 @@ from rl.tinker.service import Service
 _OPEN = ("/api/v1/healthz",)  # without a key
 _MAX_FIELD = 1000
 _REST_SECONDS = 1.0  # while the database is away
-
-
-class TooLarge(HTTPException):
-    """A body over the limit. FastAPI passes on an HTTPException that reading a body raises, and no other."""
-
-    def __init__(self, limit: int):
-        super().__init__(413, f"a body of over {limit >> 20} MiB; send less at once")
 
 
 def make_app(
@@ -86,7 +80,8 @@ def make_app(
     app.add_exception_handler(TooMany, refuse(429))
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_middleware(_Authentication, keys=tuple(keys), limit=limit)
+    app.add_middleware(BodyLimits, max_body_mib=max_body_mib, refuse=lambda r, e: _error(r, e.status_code, e.detail))
+    app.add_middleware(_Authentication, keys=tuple(keys))  # the outer one: bodies belong to a tenant
     add_routes(app, service, served, read_body)
     if tokenizer is not None:
         add_openai_routes(app, service, tokenizer)
@@ -94,43 +89,23 @@ def make_app(
 
 
 class _Authentication:
-    """Puts the tenant into the request's state, or answers 401; 413 for a body that is too large."""
+    """Puts the tenant into the request's state, or answers 401."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], limit: int):
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
         self._app = app
         self._keys = keys
-        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = Request(scope)
         tenant = tenant_of(_key_of(request), self._keys) if self._keys else "local"
-        length = request.headers.get("content-length", "0")
+        answer = self._app
         if tenant is None and scope["path"] not in _OPEN:
             wanted = {"WWW-Authenticate": 'Basic realm="rl serve: the API key as password"'}
             answer = _error(request, 401, "the API key is missing or wrong; set TINKER_API_KEY", wanted)
-        elif length.isdecimal() and int(length) > self._limit:
-            too_large = TooLarge(self._limit)
-            answer = _error(request, too_large.status_code, too_large.detail)
-        else:
-            request.state.tenant = tenant
-            answer = self._app
-        await answer(scope, self._limited(receive), send)
-
-    def _limited(self, receive: Receive) -> Receive:
-        """Of a body that comes in chunks nobody says how long it is."""
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limit:
-                raise TooLarge(self._limit)
-            return message
-
-        return limited
+        request.state.tenant = tenant
+        await answer(scope, receive, send)
 
 
 def _key_of(request: Request) -> str:

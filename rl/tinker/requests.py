@@ -22,6 +22,8 @@ from rl.tinker.quotas import Quotas
 JSON = "application/json"
 CHANGES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model: it can be restored from them (see Training)."""
+COMPUTES = ("forward", "forward_backward")
+"""The kinds whose data are a client's: what may end an engine."""
 _CURSOR_PER_SECOND = 1_000_000
 _MOST_ENDED = 1000
 _PIECE = 200  # rows that are deleted in one turn

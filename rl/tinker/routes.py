@@ -14,6 +14,7 @@ from rl.tinker.backend import NotFound, UserError
 from rl.tinker.checkpoint_routes import add_checkpoint_routes, page
 from rl.tinker.service import Service
 from rl.tinker.status import status_page
+from rl.tinker.wire_limits import WireLimits
 
 _POLL_SECONDS = 20.0  # the SDK gives up a poll after 45
 _SEQ_IDS_PER_CLONE = 1_000_000_000  # of a SamplingClient that was copied
@@ -55,6 +56,7 @@ def add_routes(
     app: FastAPI, service: Service, served: Served, read_body: Callable[[Request], Awaitable[bytes]]
 ) -> None:
     api = APIRouter(prefix="/api/v1")
+    wire_limits = WireLimits(service.limits.max_request_tokens, service.limits.max_targets)
 
     def tenant(request: Request) -> str:
         return request.state.tenant
@@ -143,7 +145,7 @@ def add_routes(
     @api.post("/forward_backward")
     async def forward_backward(request: Request) -> Any:
         body = await read_body(request)
-        kind, model, seq_id = wire.head_of(body)
+        kind, model, seq_id = wire.head_of(body, wire_limits)
         return _future(service.submit(tenant(request), kind, model, seq_id, body), model)
 
     @api.post("/optim_step")

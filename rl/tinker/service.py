@@ -18,7 +18,7 @@ from rl.tinker.database import Database, models, now, requests, samplers, sessio
 from rl.tinker.limits import Limits
 from rl.tinker.paths import CheckpointPath
 from rl.tinker.quotas import Quotas
-from rl.tinker.requests import Requests
+from rl.tinker.requests import COMPUTES, Requests
 from rl.tinker.retention import Retention
 from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
@@ -54,7 +54,7 @@ class Service:
         self.quotas = Quotas(database, root, limits)
         self.queue = Requests(database, limits.max_waiting, self.quotas)
         self.checkpoints = Checkpoints(database, backend, root, self.quotas)
-        blame = Blame(limits.max_deaths)
+        self._blame = blame = Blame(limits.max_deaths)
         self.training = Training(
             database,
             self.queue,
@@ -203,6 +203,8 @@ class Service:
     def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
         """A request of a model. The same seq_id once more is the same request."""
         self.model(tenant, model)
+        if kind in COMPUTES:
+            self._blame.check(tenant)
         if seq_id < 1 and kind != "create_model":
             raise UserError("seq_id has to be at least 1, and another for each request")
         request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)

@@ -34,7 +34,7 @@ from rl.tinker.database import Database, models, requests
 from rl.tinker.paths import directory_name
 from rl.tinker.quotas import size_of
 from rl.tinker.rate import Rate
-from rl.tinker.requests import CHANGES, JSON, Requests
+from rl.tinker.requests import CHANGES, COMPUTES, JSON, Requests
 from rl.tinker.training_queue import TrainingQueue
 from rl.types import LoRA, OptimParams
 
@@ -123,14 +123,16 @@ class Training:
             raise RunError(
                 f"the server died {request.deaths} times while this {request.kind} ran, so it is not tried again"
             )
-        self._blame.check(request.tenant)
+        if request.kind in COMPUTES:
+            self._blame.check(request.tenant)
         self._queue.begin(request)
         for attempt in range(_ATTEMPTS):
             try:
                 return await self._execute(request)
             except ModelsLost as death:
                 self._loaded.clear()
-                self._blame.add(request.tenant)
+                if request.kind in COMPUTES:
+                    self._blame.add(request.tenant)
                 if attempt + 1 == _ATTEMPTS:
                     raise RunError(
                         f"the training engine died {_ATTEMPTS} times while this {request.kind} ran, so it is "

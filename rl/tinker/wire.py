@@ -10,11 +10,11 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from rl.tinker.backend import Datum, Learned, UserError
 from rl.tinker.prompt_scores import Scores
+from rl.tinker.wire_limits import WireLimits, check_fields
 from rl.types import Completion, Likeliest, StopReason
 
 PROTOBUF = "application/x-protobuf"
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
-_MAX_ELEMENTS = 1 << 26  # of one tensor: a sparse one could name any shape
 _MASKED = -99999.0  # the logprob of a place in a list of the likeliest that has no token
 
 
@@ -30,12 +30,13 @@ class ForwardBackward:
     forward_only: bool
 
 
-def head_of(body: bytes) -> tuple[str, str, int]:
+def head_of(body: bytes, limits: WireLimits) -> tuple[str, str, int]:
     """Of a forward_backward request: forward or forward_backward, model_id, seq_id.
 
-    Raises UserError where it is not one.
+    Raises UserError where it is not one, or is too large: before anything is kept of it.
     """
     message = _parse(body)
+    limits.check(message)
     kind = "forward" if message.forward_only else "forward_backward"
     return kind, message.model_id, message.seq_id
 
@@ -60,6 +61,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def _parse(body: bytes) -> Any:
+    check_fields(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except (DecodeError, UnicodeDecodeError, ValueError) as error:
@@ -86,8 +88,6 @@ def _tensor(tensor: Any, name: str) -> np.ndarray:
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {tensor.dtype}; send float32 or int64")
     dtype, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
-    if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) > _MAX_ELEMENTS:
-        raise ValueError(f"{name} has shape {list(shape)}, which is too large")
     if tensor.WhichOneof("encoding") != "sparse_csr":
         values = np.frombuffer(tensor.dense, dtype)
         return values.reshape(shape) if shape else values

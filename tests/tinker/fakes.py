@@ -93,12 +93,13 @@ class FakeBackend(Backend):
     async def sample(self, adapter, prompt, n, params, max_deaths=3):
         await asyncio.sleep(self.delay)
         value = json.loads((adapter / "adapter_config.json").read_text())["value"] if adapter else 0.0
-        tokens = [(params.seed + i) % VOCABULARY for i in range(min(3, params.max_new_tokens))]
-        one = Completion(tokens, [-value] * len(tokens), VersionRange(0, 0), StopReason.LENGTH)
+        length = min(3, params.max_new_tokens)
+        one = Completion([], [-value] * length, VersionRange(0, 0), StopReason.LENGTH)
         if params.prompt_likeliest is not None:
             own = (None, *(-float(token) for token in prompt[1:]))
             one = replace(one, prompt_logprobs=own, prompt_likeliest=((),) * len(prompt))
-        return [one] * n
+        seeds = range(params.seed, params.seed + n)
+        return [replace(one, tokens=[(seed + i) % VOCABULARY for i in range(length)]) for seed in seeds]
 
 
 @contextlib.contextmanager

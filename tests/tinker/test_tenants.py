@@ -1,0 +1,345 @@
+"""What one tenant's requests do to the engines, and what that costs it and nobody else."""
+
+# holds: exact, the fake backend counts in float64
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("tinker", reason="needs the extra `serve`")
+
+from rl.errors import NotFinite
+from rl.tinker.backend import GeneratorsDied, ModelsLost, UserError
+from rl.tinker.database import Database, requests
+from rl.tinker.limits import Limits
+from rl.tinker.requests import TooMany
+from tests.tinker.databases import url_of
+from tests.tinker.fakes import NAME, FakeBackend
+from tests.tinker.lives import ADAM, ME, answered, living, make_model, train, value_of
+from tests.tinker.test_protocol import request_body
+
+OTHER = "other"
+KILLS, FAILS = 17, 18  # tokens of data that do this to the engine
+
+
+class Mortal(FakeBackend):
+    """Some data kill it, others fail; both drop the model's gradient, as engines do."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_deaths = 0
+
+    async def forward_backward(self, model, data, loss, config, forward_only):
+        if any(KILLS in datum.tokens for datum in data):
+            self.num_deaths += 1
+            self.models.clear()
+            raise ModelsLost("the engine died")
+        if any(FAILS in datum.tokens for datum in data):
+            self.models[model]["gradient"] = 0.0
+            raise NotFinite("the loss is inf", "loss")
+        return await super().forward_backward(model, data, loss, config, forward_only)
+
+
+def submit(service, model, seq_id, first_token=1, tenant=ME):
+    body = request_body(model, seq_id, tokens=(first_token, 2, 3))
+    return service.submit(tenant, "forward_backward", model, seq_id, body)
+
+
+def message_of(row):
+    return row.result.decode()
+
+
+def test_a_request_that_kills_the_engine_fails_with_its_reason_and_never_comes_back(tmp_path):
+    async def main():
+        backend = Mortal()
+        async with living(tmp_path / "a", backend=backend) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            await train(service, mine, 1)
+            await train(service, other, 1, OTHER)
+            row = await answered(service, submit(service, mine, 3, KILLS), state="failed")
+            assert "died 2 times while this forward_backward ran" in message_of(row)
+            assert backend.num_deaths == 2
+            await train(service, mine, 5)
+            await train(service, other, 3, OTHER)
+            assert backend.num_deaths == 2
+            assert await value_of(service, mine, 7) == pytest.approx(0.6)
+            assert await value_of(service, other, 5, OTHER) == pytest.approx(0.6)
+        backend = Mortal()
+        async with living(tmp_path / "a", backend=backend) as service:  # nor after a restart
+            assert await value_of(service, mine, 8) == pytest.approx(0.6)
+            assert not backend.num_deaths
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_fails_and_dies_a_model_is_what_was_acknowledged(tmp_path, seed):
+    """Against a reference: an optim_step applies the gradient since the last failure. Restarts at any time."""
+    rng = random.Random(seed)
+    value, gradient, seq_id = 0.0, 0, 0
+
+    async def life(model):
+        nonlocal value, gradient, seq_id
+        limits = Limits(snapshot_every=3, max_models=2, max_deaths=1000)
+        async with living(tmp_path / "a", limits, Mortal()) as service:
+            model = model or await make_model(service, service.create_session(ME, None, None))
+            session = service.create_session(OTHER, None, None)
+            for i in range(rng.randrange(12)):
+                seq_id += 1
+                match rng.choice(("gradient", "gradient", "step", "kill", "fail", "refused", "other")):
+                    case "gradient":
+                        await answered(service, submit(service, model, seq_id))
+                        gradient += 1
+                    case "step":
+                        state = "done" if gradient else "refused"
+                        await answered(service, service.optim_step(ME, model, seq_id, ADAM), state=state)
+                        value, gradient = value + 0.3 * gradient, 0
+                    case "kill":
+                        await answered(service, submit(service, model, seq_id, KILLS), state="failed")
+                        gradient = 0
+                    case "fail":
+                        await answered(service, submit(service, model, seq_id, FAILS), state="failed")
+                        gradient = 0
+                    case "refused":
+                        await answered(service, submit(service, model, seq_id, 13), state="refused")
+                    case "other":  # takes this one's place in the engine
+                        await make_model(service, session, i, OTHER)
+            seq_id += 1
+            assert await value_of(service, model, seq_id) == pytest.approx(value)
+        return model
+
+    async def main():
+        model = None
+        for _ in range(5):
+            model = await life(model)
+
+    asyncio.run(main())
+
+
+class Hanging(FakeBackend):
+    """A server that dies has not answered."""
+
+    async def forward_backward(self, *arguments):
+        await asyncio.Event().wait()
+
+
+def test_a_request_with_which_the_server_died_twice_is_not_tried_again(tmp_path):
+    async def main():
+        async with living(tmp_path / "a") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+
+        async def die_with(seq_id, in_order):
+            database = Database(url_of(tmp_path / "a"))
+            async with living(tmp_path / "a", backend=Hanging(), database=database) as service:
+                submit(service, model, seq_id)
+                await asyncio.sleep(0.05)
+                if not in_order:
+                    service.queue.stop = lambda: None  # as where the process is killed
+
+        for _ in range(4):
+            await die_with(1, in_order=True)
+        async with living(tmp_path / "a") as service:
+            await answered(service, f"{model}:1")
+        for _ in range(2):
+            await die_with(2, in_order=False)
+        async with living(tmp_path / "a") as service:
+            row = await answered(service, f"{model}:2", state="failed")
+            assert "the server died 2 times while this forward_backward ran" in message_of(row)
+            await train(service, model, 3)
+
+    asyncio.run(main())
+
+
+def test_a_tenant_that_keeps_killing_engines_has_to_wait_and_others_do_not(tmp_path):
+    async def main():
+        backend = Mortal()
+        async with living(tmp_path / "a", Limits(max_deaths=4), backend) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            waiting = [submit(service, mine, i, KILLS) for i in range(1, 20)]
+            rows = [await service.queue.wait(id, ME, 30) for id in waiting]
+            assert [row.state for row in rows] == ["failed"] * 2 + ["refused"] * 17
+            assert "limits.max_deaths is 4: the next is taken in 60 minutes" in message_of(rows[-1])
+            assert backend.num_deaths == 4
+            with pytest.raises(UserError, match="ended an engine of this server 4 times"):
+                submit(service, mine, 30)
+            await train(service, other, 1, OTHER)
+
+    asyncio.run(main())
+
+
+def asked(num_samples, token=1, max_tokens=3):
+    return {
+        "num_samples": num_samples,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [token]}]},
+        "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 1},
+    }
+
+
+class Sampler(FakeBackend):
+    """Samples until it is told; notes what runs, and kills generators with some prompts."""
+
+    def __init__(self, is_open=True):
+        super().__init__()
+        self.gate, self.running, self.most, self.num_deaths = asyncio.Event(), Counter(), 0, Counter()
+        self.ended = []
+        if is_open:
+            self.gate.set()
+
+    async def sample(self, adapter, prompt, n, params, max_deaths=3):
+        token = prompt[0]
+        self.running[token] += n
+        self.most = max(self.most, self.running.total())
+        try:
+            await self.gate.wait()
+            if token == KILLS:
+                self.num_deaths[max_deaths] += max_deaths
+                raise GeneratorsDied("it died")
+            return await super().sample(adapter, prompt, n, params)
+        except asyncio.CancelledError:
+            self.ended.append(token)
+            raise
+        finally:
+            self.running[token] -= n
+
+
+async def sampler_of(service, tenant=ME):
+    session = service.create_session(tenant, None, None)
+    return service.create_sampler(tenant, session, 0, NAME, None)
+
+
+def test_a_request_that_kills_generators_is_tried_alone_and_fails(tmp_path):
+    async def main():
+        backend = Sampler()
+        async with living(tmp_path / "a", backend=backend) as service:
+            sampler = await sampler_of(service)
+            row = await answered(service, service.sample(ME, sampler, 1, asked(1, KILLS)), state="failed")
+            assert "generators died 3 times while this request ran" in message_of(row)
+            assert backend.num_deaths == {2: 2, 1: 1}
+            await answered(service, service.sample(ME, sampler, 2, asked(1)))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_request_that_is_cancelled_ends_in_the_generator_and_counts_once(tmp_path, is_running):
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            sampler = await sampler_of(service)
+            first = service.sample(ME, sampler, 1, asked(256))
+            ids = [service.sample(ME, sampler, i, asked(1)) for i in range(2, 5)]
+            await asyncio.sleep(0.05)
+            cancelled = first if is_running else ids[1]
+            for _ in range(3):
+                service.cancel(ME, cancelled)
+                await asyncio.sleep(0)
+            row = await answered(service, cancelled, state="failed")
+            assert "cancelled" in message_of(row)
+            assert service.queue.waiting() == {ME: 3}
+            assert bool(backend.ended) == is_running
+            backend.gate.set()
+            for id in {first, *ids} - {cancelled}:
+                await answered(service, id)
+            assert service.queue.waiting() == {}
+            service.cancel(ME, first)
+            assert service.queue.waiting() == {}
+            assert not backend.running.total()
+
+    asyncio.run(main())
+
+
+def test_samples_of_a_request_that_runs_in_parts_are_those_of_one_call(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", backend=Sampler()) as service:
+            body = asked(50)
+            completions = await service.sample_now(ME, NAME, body)
+            assert [c.tokens[0] for c in completions] == [1 + i for i in range(50)]
+
+    asyncio.run(main())
+
+
+def test_waiting_samples_of_a_tenant_are_bounded_on_every_route(tmp_path):
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", Limits(max_waiting_samples=300, max_waiting=8), backend) as service:
+            sampler = await sampler_of(service)
+            now = [asyncio.create_task(service.sample_now(ME, NAME, asked(100))) for _ in range(2)]
+            await asyncio.sleep(0)
+            service.sample(ME, sampler, 1, asked(90))
+            with pytest.raises(TooMany, match="3 requests for 290 samples are waiting already"):
+                service.sample(ME, sampler, 2, asked(11))
+            with pytest.raises(TooMany):
+                await service.sample_now(ME, NAME, asked(11))
+            for i in range(3, 8):
+                service.sample(ME, sampler, i, asked(1))
+            with pytest.raises(TooMany):
+                await service.sample_now(ME, NAME, asked(1))
+            other = service.sample(OTHER, await sampler_of(service, OTHER), 1, asked(11))
+            for task in now:
+                task.cancel()
+            await asyncio.wait(now)
+            service.sample(ME, sampler, 20, asked(100))
+            backend.gate.set()
+            await answered(service, other, OTHER)
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_samples_leaves_room_for_another_tenants(tmp_path):
+    """The generators never hold more than their capacity; the other's runs while the flood waits."""
+
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            sampler = await sampler_of(service)
+            for i in range(1, 200):
+                service.sample(ME, sampler, i, asked(256))
+            await asyncio.sleep(0.05)
+            assert backend.running[1] == backend.most == 256
+            other = await sampler_of(service, OTHER)
+            for i in range(1, 5):
+                service.sample(OTHER, other, i, asked(2, token=2))
+            await asyncio.sleep(0.05)
+            assert backend.running[2] == 8
+            backend.gate.set()
+
+    asyncio.run(main())
+
+
+def test_tenants_get_equal_shares_of_the_training_engine_however_many_models_they_have(tmp_path):
+    async def main():
+        backend = FakeBackend()
+        async with living(tmp_path / "a", Limits(max_models=30), backend) as service:
+            session = service.create_session(ME, None, None)
+            mine = [await make_model(service, session, i) for i in range(20)]
+            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            backend.delay = 0.002
+            for model in mine:
+                for seq_id in range(1, 6):
+                    submit(service, model, seq_id)
+            begun = len(backend.log)
+            await asyncio.sleep(0.02)
+            for seq_id in range(1, 11):
+                last = submit(service, other, seq_id, tenant=OTHER)
+            await answered(service, last, OTHER)
+            beside = [model for _, model in backend.log[begun:] if model != other]
+            assert len(beside) < 45, "the ten requests of the other waited for more than a few of a hundred"
+
+    asyncio.run(main())
+
+
+def test_bodies_wait_in_the_database_alone(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", backend=Hanging()) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            submit(service, model, 1)
+            rows = [service.queue.submit(f"{model}:{i}", ME, "forward_backward", model, b"x")[0] for i in (2, 3)]
+            rows += service.queue.unfinished()
+            assert all(not hasattr(row, "body") and not hasattr(row, "result") for row in rows)
+            assert service.database.count(requests, requests.c.body.is_not(None)) >= 3
+
+    asyncio.run(main())
