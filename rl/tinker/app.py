@@ -80,7 +80,9 @@ def make_app(
     app.add_exception_handler(TooMany, refuse(429))
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_middleware(BodyLimits, max_body_mib=max_body_mib, refuse=lambda r, e: _error(r, e.status_code, e.detail))
+    app.add_middleware(
+        BodyLimits, max_body_mib=max_body_mib, refuse=lambda r, e: _error(r, e.status_code, e.detail)
+    )
     app.add_middleware(_Authentication, keys=tuple(keys))  # the outer one: bodies belong to a tenant
     add_routes(app, service, served, read_body)
     if tokenizer is not None:

@@ -54,7 +54,9 @@ class BodyLimits:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > limit:
             return await self._refuse(request, TooLarge(limit))(scope, receive, send)
-        body = _Body(receive, limit, request.state.tenant or "", self._reading, _BODIES_AT_ONCE * self._largest)
+        body = _Body(
+            receive, limit, request.state.tenant or "", self._reading, _BODIES_AT_ONCE * self._largest
+        )
         try:
             await self._app(scope, body.receive, send)
         finally:

@@ -146,7 +146,9 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
-    specs = _specs(config, model_dir, context_length, this_machine())
+    machine = this_machine()
+    on_gpu = bool(machine.gpus)
+    specs = _specs(config, model_dir, context_length, machine)
     said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
     tokenizer, timeline = HFTokenizer(model_dir), Timeline()
@@ -157,7 +159,9 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
             await actors.generators.wait_served(0)
             backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
             eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
-            service = Service(database, backend, directory, names, eos_ids, config.limits)
+            capacity = specs.generator.max_num_seqs * config.num_generators
+            shared = config.limits.shared_samples or (64 if on_gpu else 8) * config.num_generators
+            service = Service(database, backend, directory, names, eos_ids, config.limits, capacity, shared)
             architecture = hf_config["model_type"]
             served = Served(names, str(model_dir.resolve()), architecture, context_length)
             app = make_app(service, keys, served, config.max_body_mib, tokenizer)

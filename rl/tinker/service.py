@@ -68,9 +68,7 @@ class Service:
         self._scheduler = SampleScheduler(
             capacity, shared_samples, limits.max_waiting, limits.max_waiting_samples
         )
-        self.sampling = Sampling(
-            database, self.queue, backend, root, eos_ids, limits, self._scheduler, blame
-        )
+        self.sampling = Sampling(database, self.queue, backend, root, eos_ids, limits, self._scheduler, blame)
         self.retention = Retention(
             database, self.queue, self.checkpoints, self.quotas, self.training.holds, root, limits
         )

@@ -84,7 +84,9 @@ def check_fields(body: bytes, descriptor: Descriptor) -> None:
                 if field is not None and field.message_type is not None:
                     waiting.append((position, position + size, field.message_type))
                 elif _is_list(field) and size > _MAX_PACKED_BYTES:
-                    raise UserError(f"{field.name} is a list of {size} bytes; it may have {_MAX_PACKED_BYTES}")
+                    raise UserError(
+                        f"{field.name} is a list of {size} bytes; it may have {_MAX_PACKED_BYTES}"
+                    )
                 position += size
             else:
                 raise UserError("the body is not a ForwardBackwardRequest; send it with the tinker SDK")

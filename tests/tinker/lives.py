@@ -11,7 +11,14 @@ from tests.tinker.fakes import NAME, FakeBackend
 from tests.tinker.test_protocol import request_body
 
 ME = "me"
-ADAM = {"learning_rate": 0.1, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0, "beta1": 0.9, "beta2": 0.9}
+ADAM = {
+    "learning_rate": 0.1,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.9,
+}
 LORA = {"lora_config": {"rank": 4, "seed": 0}}
 
 

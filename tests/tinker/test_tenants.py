@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
-from rl.errors import NotFinite
+from rl.errors import NotFinite, RunError
 from rl.tinker.backend import GeneratorsDied, ModelsLost, UserError
 from rl.tinker.database import Database, requests
 from rl.tinker.limits import Limits
@@ -21,7 +21,7 @@ from tests.tinker.lives import ADAM, ME, answered, living, make_model, train, va
 from tests.tinker.test_protocol import request_body
 
 OTHER = "other"
-KILLS, FAILS = 17, 18  # tokens of data that do this to the engine
+KILLS, FAILS, BREAKS = 17, 18, 19  # tokens of data that do this to the engine, or to its model
 
 
 class Mortal(FakeBackend):
@@ -39,6 +39,9 @@ class Mortal(FakeBackend):
         if any(FAILS in datum.tokens for datum in data):
             self.models[model]["gradient"] = 0.0
             raise NotFinite("the loss is inf", "loss")
+        if any(BREAKS in datum.tokens for datum in data):
+            self.models[model]["value"] += 100
+            raise RunError("out of memory in the middle")
         return await super().forward_backward(model, data, loss, config, forward_only)
 
 
@@ -89,7 +92,9 @@ def test_whatever_fails_and_dies_a_model_is_what_was_acknowledged(tmp_path, seed
             session = service.create_session(OTHER, None, None)
             for i in range(rng.randrange(12)):
                 seq_id += 1
-                match rng.choice(("gradient", "gradient", "step", "kill", "fail", "refused", "other")):
+                match rng.choice(
+                    ("gradient", "gradient", "step", "kill", "fail", "break", "refused", "other")
+                ):
                     case "gradient":
                         await answered(service, submit(service, model, seq_id))
                         gradient += 1
@@ -102,6 +107,9 @@ def test_whatever_fails_and_dies_a_model_is_what_was_acknowledged(tmp_path, seed
                         gradient = 0
                     case "fail":
                         await answered(service, submit(service, model, seq_id, FAILS), state="failed")
+                        gradient = 0
+                    case "break":
+                        await answered(service, submit(service, model, seq_id, BREAKS), state="failed")
                         gradient = 0
                     case "refused":
                         await answered(service, submit(service, model, seq_id, 13), state="refused")
@@ -175,7 +183,13 @@ def asked(num_samples, token=1, max_tokens=3):
     return {
         "num_samples": num_samples,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [token]}]},
-        "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 1},
+        "sampling_params": {
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "seed": 1,
+        },
     }
 
 
@@ -337,7 +351,9 @@ def test_bodies_wait_in_the_database_alone(tmp_path):
         async with living(tmp_path / "a", backend=Hanging()) as service:
             model = await make_model(service, service.create_session(ME, None, None))
             submit(service, model, 1)
-            rows = [service.queue.submit(f"{model}:{i}", ME, "forward_backward", model, b"x")[0] for i in (2, 3)]
+            rows = [
+                service.queue.submit(f"{model}:{i}", ME, "forward_backward", model, b"x")[0] for i in (2, 3)
+            ]
             rows += service.queue.unfinished()
             assert all(not hasattr(row, "body") and not hasattr(row, "result") for row in rows)
             assert service.database.count(requests, requests.c.body.is_not(None)) >= 3
