@@ -102,7 +102,8 @@ class Connection:
                 connection.exec_driver_sql("SET statement_timeout = '1h'")
             self.transact(connection, lambda: work(connection))
             if is_postgres:
-                connection.exec_driver_sql(f"SET statement_timeout = '{_STATEMENT_SECONDS}s'")
+                milliseconds = int(1000 * _STATEMENT_SECONDS)
+                connection.exec_driver_sql(f"SET statement_timeout = {milliseconds}")
         except SQLAlchemyError as error:
             raise ConfigError(f"the database cannot be used ({one_line(error)}); give another URL") from error
 

@@ -42,10 +42,9 @@ class Requests:
         self._database = database
         self._max_waiting = max_waiting
         self._quotas = quotas
-        self._unwritten: deque[tuple[Row, dict[str, Any]]] = (
-            deque()
-        )  # ends that the database did not take yet
+        self._unwritten: deque[tuple[Row, dict[str, Any]]] = deque()  # ends, not in the database yet
         self._writing: asyncio.Task[None] | None = None
+        self._taken: set[str] = set()  # waiting, and handed to who does them: its caller heard of the row
         self._ended: dict[str, asyncio.Event] = {}  # of those that somebody waits for
         self._ended_of: dict[str, asyncio.Event] = {}  # targets that somebody waits for -> any of theirs
         self._waiting: dict[str, int] = defaultdict(int)  # tenant -> requests
@@ -53,30 +52,28 @@ class Requests:
         self._newest_end = max((row.finished for rows in newest for row in rows), default=0.0)
         for row in self.unfinished():
             self._waiting[row.tenant] += 1
+            self._taken.add(row.id)
 
     def submit(self, id: str, tenant: str, kind: str, target: str, body: bytes) -> tuple[Row, bool]:
         """The request's row, and whether it is new. Raises TooMany; UserError where there is no room."""
-        if row := self._database.get(requests, id, "id"):
+        row = self._database.get(requests, id, "id")
+        if row is None:
+            if self._waiting[tenant] >= self._max_waiting:
+                raise TooMany(
+                    f"{self._max_waiting} requests are waiting already; wait for their results first"
+                )
+            self._quotas.check(tenant, len(body))
+            self._database.insert(
+                requests, id=id, tenant=tenant, kind=kind, target=target, body=body, state="waiting",
+                created=now(), num_bytes=len(body), deaths=0,
+            )  # fmt: skip
+            row = self._database.get(requests, id, "id")
+            assert row is not None
+        elif row.state != "waiting" or id in self._taken:
             return row, False
-        if self._waiting[tenant] >= self._max_waiting:
-            raise TooMany(f"{self._max_waiting} requests are waiting already; wait for their results first")
-        self._quotas.check(tenant, len(body))
-        self._database.insert(
-            requests,
-            id=id,
-            tenant=tenant,
-            kind=kind,
-            target=target,
-            body=body,
-            state="waiting",
-            created=now(),
-            num_bytes=len(body),
-            deaths=0,
-        )
+        self._taken.add(id)
         self._quotas.add(tenant, len(body))
         self._waiting[tenant] += 1
-        row = self._database.get(requests, id, "id")
-        assert row is not None
         return row, True
 
     def done(self, row: Row, result: bytes | Mapping[str, Any], media_type: str = JSON) -> None:
@@ -117,6 +114,7 @@ class Requests:
             self._unwritten.popleft()
             self._quotas.add(row.tenant, end["num_bytes"] - row.num_bytes)
             self._waiting[row.tenant] -= 1
+            self._taken.discard(row.id)
             for event in (self._ended.pop(row.id, None), self._ended_of.pop(row.target, None)):
                 if event is not None:
                     event.set()
@@ -214,7 +212,8 @@ class Requests:
     def _forget(self, order: Any, *where: Any) -> bool:
         query = select(requests.c.number, requests.c.tenant, requests.c.num_bytes)
         rows = self._database.rows(query.where(*where).order_by(order).limit(_PIECE))
-        self._database.delete(requests, requests.c.number.in_([row.number for row in rows]))
+        if rows:
+            self._database.delete(requests, requests.c.number.in_([row.number for row in rows]))
         for row in rows:
             self._quotas.add(row.tenant, -row.num_bytes)
         return len(rows) == _PIECE

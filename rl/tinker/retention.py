@@ -103,12 +103,12 @@ class Retention:
     def _delete_sessions(self, before: float) -> bool:
         ended = sessions.c.ended > self._swept_until, sessions.c.ended < before
         rows = self._database.find(sessions, *ended, order=sessions.c.ended, limit=_PIECE)
-        self._database.delete(
-            sessions,
-            sessions.c.id.in_([row.id for row in rows]),
-            ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
-        )
         if rows:
+            self._database.delete(
+                sessions,
+                sessions.c.id.in_([row.id for row in rows]),
+                ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
+            )
             self._swept_until = rows[-1].ended
         return len(rows) == _PIECE
 

@@ -187,8 +187,8 @@ class Service:
             raise UserError("seq_id has to be at least 1, and another for each request")
         request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)
         if is_new:
-            self._database.update(models, models.c.id == model, seen=now())
             self.training.submit(request)
+            self._database.update(models, models.c.id == model, seen=now())
         return request.id
 
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:

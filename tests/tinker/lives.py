@@ -11,7 +11,14 @@ from tests.tinker.fakes import NAME, FakeBackend
 from tests.tinker.test_protocol import request_body
 
 ME = "me"
-ADAM = {"learning_rate": 0.1, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0, "beta1": 0.9, "beta2": 0.9}
+ADAM = {
+    "learning_rate": 0.1,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.9,
+}
 LORA = {"lora_config": {"rank": 4, "seed": 0}}
 
 
@@ -52,8 +59,8 @@ async def train(service, model, seq_id, tenant=ME):
     await answered(service, service.optim_step(tenant, model, seq_id + 1, ADAM), tenant)
 
 
-async def save(service, kind, model, seq_id, tenant=ME, state="done", **body):
-    row = await answered(service, service.save(tenant, kind, model, seq_id, body), tenant, state)
+async def save(service, verb, model, seq_id, tenant=ME, state="done", **body):
+    row = await answered(service, service.save(tenant, verb, model, seq_id, body), tenant, state)
     return row
 
 

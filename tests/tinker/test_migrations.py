@@ -125,7 +125,9 @@ def test_a_newer_servers_database_is_refused(tmp_path):
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE schema_version SET version = 99")
     engine.dispose()
-    with pytest.raises(ConfigError, match=r"tables of version 99, this server knows versions up to \d+: use the"):
+    with pytest.raises(
+        ConfigError, match=r"tables of version 99, this server knows versions up to \d+: use the"
+    ):
         Database(url)
 
 
