@@ -182,7 +182,7 @@ def _engine(url: URL) -> Engine:
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:
     """A commit outlives the death of this process; not, the last ones, that of the machine."""
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000"):
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "cache_size=-65536"):
         connection.execute(f"PRAGMA {pragma}")
 
 

@@ -89,7 +89,7 @@ class Service:
 
     async def finish_session(self, tenant: str, id: str) -> None:
         """Its samplers go, with the weights that have no name. Models and checkpoints stay."""
-        await self.retention.end(self.session(tenant, id))
+        await self.retention.end([self.session(tenant, id)])
 
     # ---- models
 

@@ -123,7 +123,7 @@ def test_a_full_disk_costs_a_sample_a_while_and_no_restart(tmp_path, no_rest):
 
 
 def test_a_client_is_told_to_ask_again(tmp_path, no_rest):
-    with serving(tmp_path / "server") as (url, service):
+    with serving(tmp_path / "server") as (url, _):
         training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
         plain = Database._run
         refusals = [4]
@@ -250,24 +250,27 @@ def test_clients_sit_out_a_database_that_is_killed_and_started_again(tmp_path, o
     """Three times, under a client of the official SDK."""
     monkeypatch.setattr("rl.tinker.requests._REST_SECONDS", 0.1)
     monkeypatch.setattr("rl.tinker.database._REST_SECONDS", 0.1)
-    with postgres.postgres(("fsync=off", "shared_buffers=16MB")) as server:
-        with serving(tmp_path / "server", database_url=server.url("one")) as (url, _):
-            value = []
+    settings = ("fsync=off", "shared_buffers=16MB")
+    with (
+        postgres.postgres(settings) as server,
+        serving(tmp_path / "server", database_url=server.url("one")) as (url, _),
+    ):
+        value = []
 
-            def work():
-                training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
-                for _ in range(40):
-                    training.forward_backward([datum()], "cross_entropy")
-                    training.optim_step(ADAM).result()
-                    time.sleep(0.02)
-                value.append(sdk_value_of(training))
+        def work():
+            training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
+            for _ in range(40):
+                training.forward_backward([datum()], "cross_entropy")
+                training.optim_step(ADAM).result()
+                time.sleep(0.02)
+            value.append(sdk_value_of(training))
 
-            working = threading.Thread(target=work, daemon=True)
-            working.start()
-            for _ in range(3):
-                time.sleep(0.4)
-                server.kill()
-                time.sleep(0.3)
-                server.start()
-            working.join(100)
-            assert value == [pytest.approx(40 * 0.3)]
+        working = threading.Thread(target=work, daemon=True)
+        working.start()
+        for _ in range(3):
+            time.sleep(0.4)
+            server.kill()
+            time.sleep(0.3)
+            server.start()
+        working.join(100)
+        assert value == [pytest.approx(40 * 0.3)]
