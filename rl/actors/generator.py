@@ -94,7 +94,7 @@ class GeneratorProcesses:
         wave: Wave | None = None,
         key: int | None = None,
     ) -> list[Completion]:
-        """However long it takes, while `check` sees progress. `key` names the request for `give_up_samples`."""
+        """However long it takes, while `check` sees progress. key: what `give_up_samples` names it by."""
         with self._timeline.span(self._caller.name, "sample"):
             call = only(self._first.sample.call(prompt, n, params, wave, key))
             try:

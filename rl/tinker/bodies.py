@@ -64,7 +64,7 @@ class BodyLimits:
 
 
 class _Body:
-    """Of one request. It counts what has come, for its tenant, until the request is answered or all is read."""
+    """Of one request. It counts what has come, for its tenant, until the request is answered."""
 
     def __init__(self, receive: Receive, limit: int, tenant: str, reading: Counter[str], most: int):
         self._receive = receive

@@ -155,14 +155,20 @@ class Checkpoints:
         self._quotas.add(checkpoint.tenant, -checkpoint.num_bytes)
         shutil.rmtree(self._root / checkpoint.directory, ignore_errors=True)
 
-    async def drop_samplers(self, session: Row) -> None:
-        """Of a session that is over, with the weights that were written for them alone."""
-        own = samplers.c.session == session.id
-        total = select(func.coalesce(func.sum(samplers.c.num_bytes), 0)).where(own)
-        ((num_bytes,),) = self._database.rows(total)
-        self._database.delete(samplers, own)
-        self._quotas.add(session.tenant, -int(num_bytes))
-        await asyncio.to_thread(shutil.rmtree, self._of_samplers(session.id), ignore_errors=True)
+    async def drop_samplers(self, sessions: Sequence[Row]) -> None:
+        """Of sessions that are over, with the weights that were written for them alone."""
+        own = samplers.c.session.in_([session.id for session in sessions])
+        totals = (
+            select(samplers.c.tenant, func.sum(samplers.c.num_bytes)).where(own).group_by(samplers.c.tenant)
+        )
+        freed = self._database.rows(totals)
+        if freed:
+            self._database.delete(samplers, own)
+        for tenant, num_bytes in freed:
+            self._quotas.add(tenant, -int(num_bytes or 0))
+        for directory in map(self._of_samplers, (session.id for session in sessions)):
+            if directory.exists():
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def _relative(self, directory: Path) -> str:
         """As rows name it: the server's directory may be moved."""

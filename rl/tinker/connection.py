@@ -102,7 +102,8 @@ class Connection:
                 connection.exec_driver_sql("SET statement_timeout = '1h'")
             self.transact(connection, lambda: work(connection))
             if is_postgres:
-                connection.exec_driver_sql(f"SET statement_timeout = '{_STATEMENT_SECONDS}s'")
+                milliseconds = int(1000 * _STATEMENT_SECONDS)
+                connection.exec_driver_sql(f"SET statement_timeout = {milliseconds}")
         except SQLAlchemyError as error:
             raise ConfigError(f"the database cannot be used ({one_line(error)}); give another URL") from error
 
@@ -181,7 +182,7 @@ def _engine(url: URL) -> Engine:
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:
     """A commit outlives the death of this process; not, the last ones, that of the machine."""
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000"):
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "cache_size=-65536"):
         connection.execute(f"PRAGMA {pragma}")
 
 

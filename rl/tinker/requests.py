@@ -45,45 +45,42 @@ class Requests:
         self._database = database
         self._max_waiting = max_waiting
         self._quotas = quotas
-        self._unwritten: deque[tuple[Row, dict[str, Any]]] = (
-            deque()
-        )  # ends that the database did not take yet
+        self._unwritten: deque[tuple[Row, dict[str, Any]]] = deque()  # ends, not in the database yet
         self._writing: asyncio.Task[None] | None = None
+        self._taken: set[int] = set()  # numbers of what waits, of which the caller has heard
         self._ended: dict[str, asyncio.Event] = {}  # of those that somebody waits for
         self._ended_of: dict[str, asyncio.Event] = {}  # targets that somebody waits for -> any of theirs
         self._waiting: dict[str, int] = defaultdict(int)  # tenant -> requests
         newest = [self._newest(state, 1) for state in ("done", "failed", "refused")]
         self._newest_end = max((row.finished for rows in newest for row in rows), default=0.0)
-        self._open: set[int] = set()  # numbers of requests that have not ended
+        self._open: set[int] = set()  # numbers of what has not ended: an end may still have to be written
         self._running: dict[int, Row] = {}
         for row in self.unfinished():
             self._waiting[row.tenant] += 1
+            self._taken.add(row.number)
             self._open.add(row.number)
 
     def submit(self, id: str, tenant: str, kind: str, target: str, body: bytes) -> tuple[Row, bool]:
         """The request without its body, and whether it is new. Raises TooMany; UserError without room."""
-        if row := self._head(id):
+        row = self._head(id)
+        if row is None:
+            if self._waiting[tenant] >= self._max_waiting:
+                raise TooMany(
+                    f"{self._max_waiting} requests are waiting already; wait for their results first"
+                )
+            self._quotas.check(tenant, len(body))
+            self._database.insert(
+                requests, id=id, tenant=tenant, kind=kind, target=target, body=body, state="waiting",
+                created=now(), num_bytes=len(body), deaths=0,
+            )  # fmt: skip
+            row = self._head(id)
+            assert row is not None
+        elif row.state != "waiting" or row.number in self._taken:
             return row, False
-        if self._waiting[tenant] >= self._max_waiting:
-            raise TooMany(f"{self._max_waiting} requests are waiting already; wait for their results first")
-        self._quotas.check(tenant, len(body))
-        self._database.insert(
-            requests,
-            id=id,
-            tenant=tenant,
-            kind=kind,
-            target=target,
-            body=body,
-            state="waiting",
-            created=now(),
-            num_bytes=len(body),
-            deaths=0,
-        )
+        self._taken.add(row.number)
+        self._open.add(row.number)
         self._quotas.add(tenant, len(body))
         self._waiting[tenant] += 1
-        row = self._head(id)
-        assert row is not None
-        self._open.add(row.number)
         return row, True
 
     def _head(self, id: str) -> Row | None:
@@ -91,7 +88,7 @@ class Requests:
         return next(iter(self._database.rows(_HEADS.where(requests.c.id == id))), None)
 
     def body(self, row: Row) -> bytes:
-        """Requests wait without their bodies: in memory they would be as large as all tenants together may."""
+        """Requests wait without their bodies, of which a tenant may have more than there is memory."""
         ((body,),) = self._database.rows(select(requests.c.body).where(requests.c.number == row.number))
         return body or b""
 
@@ -151,6 +148,7 @@ class Requests:
             self._unwritten.popleft()
             self._quotas.add(row.tenant, end["num_bytes"] - row.num_bytes)
             self._waiting[row.tenant] -= 1
+            self._taken.discard(row.number)
             for event in (self._ended.pop(row.id, None), self._ended_of.pop(row.target, None)):
                 if event is not None:
                     event.set()
@@ -275,7 +273,8 @@ class Requests:
     def _forget(self, order: Any, *where: Any) -> bool:
         query = select(requests.c.number, requests.c.tenant, requests.c.num_bytes)
         rows = self._database.rows(query.where(*where).order_by(order).limit(_PIECE))
-        self._database.delete(requests, requests.c.number.in_([row.number for row in rows]))
+        if rows:
+            self._database.delete(requests, requests.c.number.in_([row.number for row in rows]))
         for row in rows:
             self._quotas.add(row.tenant, -row.num_bytes)
         return len(rows) == _PIECE

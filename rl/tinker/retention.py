@@ -5,7 +5,7 @@ import inspect
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from sqlalchemy import select
@@ -21,7 +21,7 @@ from rl.tinker.requests import Requests
 
 _SWEEP_SECONDS = 60.0
 _PIECE = 100
-_SHARE = 0.2  # of the process's time, at most
+_SHARE = 0.5  # of the process's time, at most
 _log = logging.getLogger(__name__)
 
 
@@ -87,28 +87,27 @@ class Retention:
             if not more:
                 return
 
-    async def end(self, session: Row) -> None:
-        """Its samplers go. It has ended once they are gone: a restart in between does it once more."""
-        await self._checkpoints.drop_samplers(session)
-        self._database.update(sessions, sessions.c.id == session.id, ended=now())
+    async def end(self, rows: Sequence[Row]) -> None:
+        """Sessions: their samplers go. They have ended once those are gone: a restart in between repeats it."""
+        await self._checkpoints.drop_samplers(rows)
+        self._database.update(sessions, sessions.c.id.in_([row.id for row in rows]), ended=now())
 
     async def _end_sessions(self, before: float) -> bool:
         unseen = sessions.c.ended.is_(None), sessions.c.seen < before
         rows = self._database.find(sessions, *unseen, order=sessions.c.seen, limit=_PIECE)
-        for session in rows:
-            await self.end(session)
-            await asyncio.sleep(0)
+        if rows:
+            await self.end(rows)
         return len(rows) == _PIECE
 
     def _delete_sessions(self, before: float) -> bool:
         ended = sessions.c.ended > self._swept_until, sessions.c.ended < before
         rows = self._database.find(sessions, *ended, order=sessions.c.ended, limit=_PIECE)
-        self._database.delete(
-            sessions,
-            sessions.c.id.in_([row.id for row in rows]),
-            ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
-        )
         if rows:
+            self._database.delete(
+                sessions,
+                sessions.c.id.in_([row.id for row in rows]),
+                ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
+            )
             self._swept_until = rows[-1].ended
         return len(rows) == _PIECE
 

@@ -1,4 +1,4 @@
-"""SampleScheduler: runs requests for samples when their turn has come, and ends those that nobody waits for."""
+"""SampleScheduler: runs requests for samples when their turn has come."""
 
 import asyncio
 from collections import Counter
@@ -78,8 +78,8 @@ class SampleScheduler:
         samples = self._samples[tenant]
         if self._places[tenant] >= self._max_waiting or samples + num_samples > self._max_waiting_samples:
             raise TooMany(
-                f"{self._places[tenant]} requests for {samples} samples are waiting already, and a tenant may "
-                f"have {self._max_waiting} for {self._max_waiting_samples}; wait for their results first"
+                f"{self._places[tenant]} requests for {samples} samples are waiting already; a tenant may "
+                f"have {self._max_waiting} for {self._max_waiting_samples}: wait for their results first"
             )
 
     def enter(self, tenant: str, load: Load) -> Place:

@@ -83,7 +83,6 @@ class Sampling:
 
     async def sample(self, tenant: str, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
         """body: as of asample. directory: of an adapter, as rows name it. Raises UserError, and TooMany."""
-        prompt, params = self._read(body)
         place = self._scheduler.enter(tenant, self.check(tenant, body))
         try:
             await place.wait()
@@ -132,7 +131,7 @@ class Sampling:
             self._queue.failed(request, f"sampling failed: {error!r}", "server")
 
     async def _attempt(self, request: Row, place: Place) -> bytes:
-        """The result. A request with which a generator, or the server, died twice is tried alone, and once."""
+        """The result. A request with which a generator or the server died twice is tried alone, once."""
         if request.deaths > _DEATHS:
             raise RunError(
                 f"the server died {request.deaths} times while this request ran, so it is not tried again"

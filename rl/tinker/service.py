@@ -107,7 +107,7 @@ class Service:
 
     async def finish_session(self, tenant: str, id: str) -> None:
         """Its samplers go, with the weights that have no name. Models and checkpoints stay."""
-        await self.retention.end(self.session(tenant, id))
+        await self.retention.end([self.session(tenant, id)])
 
     # ---- models
 
@@ -207,8 +207,8 @@ class Service:
             raise UserError("seq_id has to be at least 1, and another for each request")
         request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)
         if is_new:
-            self._database.update(models, models.c.id == model, seen=now())
             self.training.submit(request)
+            self._database.update(models, models.c.id == model, seen=now())
         return request.id
 
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:

@@ -121,7 +121,8 @@ class Training:
     async def _attempt(self, request: Row) -> tuple[Any, str]:
         if request.deaths >= _ATTEMPTS:
             raise RunError(
-                f"the server died {request.deaths} times while this {request.kind} ran, so it is not tried again"
+                f"the server died {request.deaths} times while this {request.kind} ran, so it is not tried "
+                f"again"
             )
         if request.kind in COMPUTES:
             self._blame.check(request.tenant)

@@ -44,7 +44,8 @@ class WireLimits:
                     )
                 if shape and shape[0] > num_tokens:
                     raise UserError(
-                        f"datum {i}: {name} has {shape[0]} rows for {num_tokens} input tokens; make them equal"
+                        f"datum {i}: {name} has {shape[0]} rows for {num_tokens} input tokens; make them "
+                        f"equal"
                     )
                 largest = max(largest, num_tokens * columns)
             total += largest

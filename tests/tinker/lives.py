@@ -59,8 +59,8 @@ async def train(service, model, seq_id, tenant=ME):
     await answered(service, service.optim_step(tenant, model, seq_id + 1, ADAM), tenant)
 
 
-async def save(service, kind, model, seq_id, tenant=ME, state="done", **body):
-    row = await answered(service, service.save(tenant, kind, model, seq_id, body), tenant, state)
+async def save(service, verb, model, seq_id, tenant=ME, state="done", **body):
+    row = await answered(service, service.save(tenant, verb, model, seq_id, body), tenant, state)
     return row
 
 

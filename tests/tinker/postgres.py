@@ -7,10 +7,13 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 _FAST = (
     "fsync=off",
@@ -57,14 +60,17 @@ class Postgres:
                 assert self._process.poll() is None and time.monotonic() < until, log
                 time.sleep(0.02)
 
-    def stop(self, signal: int = 2) -> None:
-        """2: a good end, whoever is connected. 9: killed."""
-        self._process.send_signal(signal)
+    def stop(self) -> None:
+        """A good end, whoever is connected."""
+        self._process.send_signal(signal.SIGINT)
         self._process.wait(60)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def kill(self) -> None:
+        """All of its processes, as where the machine loses power."""
+        parent = psutil.Process(self._process.pid)
+        for process in (parent, *parent.children()):
+            process.kill()
+        self._process.wait(60)
 
     def _admin(self):
         import psycopg

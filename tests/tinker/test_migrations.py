@@ -3,6 +3,7 @@
 # holds: exact, counts of rows and bytes
 
 import asyncio
+import contextlib
 
 import pytest
 from sqlalchemy import create_engine, event, inspect
@@ -107,10 +108,8 @@ def test_a_migration_that_is_interrupted_anywhere_is_done_at_the_next_start(tmp_
 
         with monkeypatch.context() as patch:
             patch.setattr(migrations, "STEPS", (interrupted,))
-            try:
+            with contextlib.suppress(KeyboardInterrupt, RuntimeError):
                 Database(url_of(root)).close()
-            except (KeyboardInterrupt, RuntimeError):
-                pass
         database = Database(url_of(root))
         assert [len(database.find(table)) for table in TABLES] == [1, 2, 2, 1, 2], k
         database.close()

@@ -152,13 +152,13 @@ def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_p
     num_kills = 0
     while any(thread.is_alive() for thread in clients):
         time.sleep(rng.uniform(0.2, 1.0))
-        if num_kills < 4:
+        if num_kills < 10:
             os.kill(server.pid, signal.SIGKILL)
             server.wait()
             server, num_kills = start(), num_kills + 1
     server.kill()
     server.wait()
-    assert num_kills >= 2
+    assert num_kills >= 5
     assert [found[i] for i in range(3)] == pytest.approx([i + 30 * 0.3 for i in range(3)])
 
 

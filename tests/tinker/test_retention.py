@@ -187,7 +187,7 @@ def test_wherever_a_sweep_is_killed_the_next_one_finishes_it(tmp_path):
                 assert service.quotas.used(ME) == 0
 
         asyncio.run(finish())
-    assert k > 5
+    assert k >= 4
 
 
 def test_a_sweep_lets_others_work_between_its_pieces(tmp_path):

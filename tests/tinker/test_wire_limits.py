@@ -2,6 +2,7 @@
 
 # holds: exact, counts
 
+import contextlib
 import subprocess
 import sys
 
@@ -121,7 +122,5 @@ def test_what_the_parser_takes_is_walked_to_its_end(data, byte, draw):
     check_fields(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     damaged = bytearray(body)
     damaged[draw.draw(st.integers(0, len(body) - 1))] = byte
-    try:
+    with contextlib.suppress(UserError):
         check_fields(bytes(damaged), pb.ForwardBackwardRequest.DESCRIPTOR)
-    except UserError:
-        pass

@@ -1,0 +1,276 @@
+"""A database that is away or full: nothing that was answered is lost or done twice, clients are told to ask again."""
+
+# holds: exact, the fake backend counts in float64
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+from sqlalchemy import event, text
+
+tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
+
+from rl.tinker import connection  # noqa: E402
+from rl.tinker.backend import UserError  # noqa: E402
+from rl.tinker.connection import Unavailable  # noqa: E402
+from rl.tinker.database import Database, models, requests, sessions  # noqa: E402
+from rl.tinker.limits import Limits  # noqa: E402
+from tests.tinker import postgres  # noqa: E402
+from tests.tinker.databases import url_of  # noqa: E402
+from tests.tinker.fakes import serving  # noqa: E402
+from tests.tinker.lives import ME, NAME, answered, living, make_model, train, value_of  # noqa: E402
+from tests.tinker.test_protocol import ADAM, client, datum, post  # noqa: E402
+from tests.tinker.test_protocol import value_of as sdk_value_of  # noqa: E402
+from tests.tinker.test_quotas import SAMPLE  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class FullDatabase(Database):
+    """Takes nothing new from its k-th statement on, for so many statements; reads too where it is away."""
+
+    def __init__(self, url):
+        self.left, self.refusals, self.is_away = float("inf"), 0, False
+        super().__init__(url)
+
+    def _run(self, statement, values=None, changes=False):
+        self._live(changes)
+        return super()._run(statement, values, changes)
+
+    def change(self, *statements, durable=False):
+        self._live(True)
+        super().change(*statements, durable=durable)
+
+    def _live(self, changes):
+        if not (changes or self.is_away):
+            return
+        self.left -= 1
+        if self.left < 0 and self.refusals > 0:
+            self.refusals -= 1
+            raise Unavailable("database or disk is full")
+
+
+@pytest.fixture
+def no_rest(monkeypatch):
+    for module in ("requests", "database", "app"):
+        monkeypatch.setattr(f"rl.tinker.{module}._REST_SECONDS", 0.001)
+
+
+async def insist(call):
+    """As a client does that is answered 503."""
+    while True:
+        try:
+            result = call()
+            return await result if asyncio.iscoroutine(result) else result
+        except Unavailable:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_wherever_the_database_fails_for_a_while_every_optim_step_is_done_once(tmp_path, no_rest, is_away):
+    """From each statement on. Also as a restart sees it."""
+    for k in range(0, 1000, 9):
+        root = tmp_path / str(k)
+        root.mkdir()
+        database = FullDatabase(url_of(root))
+        database.is_away = is_away
+
+        async def life(root=root, database=database, k=k):
+            async with living(root, Limits(snapshot_every=2, max_models=1), database=database) as service:
+                session = service.create_session(ME, None, None)
+                database.left, database.refusals = k, 7
+                made = [
+                    await insist(lambda i=i: make_model(service, session, i)) for i in range(2)
+                ]  # one in the engine at a time
+                sampler = await insist(lambda: service.create_sampler(ME, session, 0, NAME, None))
+                for step in range(4):
+                    await insist(lambda step=step: train(service, made[step % 2], 2 * step + 1))
+                    id = await insist(lambda step=step: service.sample(ME, sampler, step, SAMPLE))
+                    await insist(lambda id=id: answered(service, id))
+                finished = database.refusals > 0
+                database.refusals = 0
+                values = [await value_of(service, model, 100) for model in made]
+            return session, values, finished
+
+        session, values, finished = asyncio.run(life())
+        assert values == pytest.approx([0.6, 0.6]), k
+
+        async def again(root=root, session=session):
+            async with living(root) as service:
+                return [await value_of(service, f"{session}:train:{i}", 200) for i in range(2)]
+
+        assert asyncio.run(again()) == pytest.approx([0.6, 0.6]), k
+        if finished:  # it never came to it
+            break
+    assert k > 20
+
+
+def test_a_full_disk_costs_a_sample_a_while_and_no_restart(tmp_path, no_rest):
+    async def main():
+        database = FullDatabase(url_of(tmp_path / "server"))
+        async with living(tmp_path / "server", database=database) as service:
+            session = service.create_session(ME, None, None)
+            sampler = service.create_sampler(ME, session, 0, NAME, None)
+            id = service.sample(ME, sampler, 1, SAMPLE)
+            database.left, database.refusals = 0, 5
+            await answered(service, id)
+            assert database.refusals == 0
+
+    (tmp_path / "server").mkdir()
+    asyncio.run(main())
+
+
+def test_a_client_is_told_to_ask_again(tmp_path, no_rest):
+    with serving(tmp_path / "server") as (url, _):
+        training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
+        plain = Database._run
+        refusals = [4]
+
+        def refuse(self, *args, **kwargs):
+            if refusals[0]:
+                refusals[0] -= 1
+                raise Unavailable("the database does not work (no); the same may work in a minute")
+            return plain(self, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Database, "_run", refuse)
+            answer = post(url, "get_info", {"model_id": training.model_id})
+            assert answer.status_code == 503 and answer.json()["category"] == "server"
+            training.forward_backward([datum()], "cross_entropy")
+            training.optim_step(ADAM).result()  # the SDK's own retries
+        assert not refusals[0] and sdk_value_of(training) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"id": "a\0b"},
+        {"id": "\ud800"},
+        {"id": "x" * 201},
+        {"display_name": "\0"},
+        {"display_name": "\udfff"},
+        {"user_metadata": {"a": float("nan")}},
+        {"user_metadata": {"\ud800": 1}},
+    ],
+)
+def test_what_no_database_takes_is_the_clients_error(tmp_path, values):
+    with contextlib.closing(Database(url_of(tmp_path))) as database:
+        row = {"id": "id", "tenant": ME, "created": 1.0, "seen": 1.0} | values
+        with pytest.raises(UserError):
+            database.insert(sessions, **row)
+        if "id" in values:
+            with pytest.raises(UserError):
+                database.get(sessions, values["id"])
+        assert database.find(sessions) == []
+        database.insert(
+            sessions, **row | {"id": "é" * 200, "display_name": "\U0001f600", "user_metadata": {"é": 1}}
+        )
+        assert database.get(sessions, "é" * 200).user_metadata == {"é": 1}
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
+def test_a_number_that_is_too_large_is_the_clients_error(tmp_path, number):
+    with contextlib.closing(Database(url_of(tmp_path))) as database:
+        row = {
+            "id": "a",
+            "session": "s",
+            "tenant": ME,
+            "lora": {},
+            "source_optimizer": False,
+            "snapshot_number": 0,
+        }
+        with pytest.raises(UserError):
+            database.insert(models, **row, seed=number, created=1.0, seen=1.0)
+
+
+# ---- PostgreSQL alone
+
+
+@pytest.fixture
+def of_postgres(database_kind):
+    if database_kind != "postgres":
+        pytest.skip("SQLite has no connection to lose")
+
+
+def end_connections(url):
+    """As an administrator does, or a failing network."""
+    with postgres.shared()._admin() as admin:
+        name = url.partition("@/")[2].partition("?")[0]
+        query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+        assert admin.execute(query, [name]).fetchall()
+
+
+def test_a_connection_that_was_lost_is_made_again_and_nobody_notices(tmp_path, of_postgres):
+    url = url_of(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        row = {"tenant": ME, "created": 1.0, "seen": 1.0}
+        end_connections(url)
+        database.insert(sessions, id="a", **row)
+        end_connections(url)
+        assert database.get(sessions, "a").seen == 1.0
+        end_connections(url)
+        database.change(
+            sessions.insert().values(id="b", **row), sessions.delete().where(sessions.c.id == "a")
+        )
+        assert [row.id for row in database.find(sessions)] == ["b"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_insert_whose_answer_was_lost_is_there_once(tmp_path, of_postgres, together):
+    url = url_of(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        row = {"id": "a", "tenant": ME, "kind": "k", "target": "t", "state": "waiting", "created": 1.0}
+        lost = []
+
+        def lose(_connection, cursor, statement, *_rest):
+            if statement.startswith("COMMIT" if together else "INSERT") and not lost:
+                lost.append(statement)
+                end_connections(url)
+                cursor.execute("SELECT 1")  # the answer is not read
+
+        event.listen(database._connection._engine, "after_cursor_execute", lose)
+        if together:
+            database.change(requests.insert().values(**row))
+        else:
+            database.insert(requests, **row)
+        assert lost and [row.id for row in database.find(requests)] == ["a"]
+
+
+def test_a_statement_that_takes_too_long_ends(tmp_path, of_postgres, monkeypatch):
+    monkeypatch.setattr(connection, "_STATEMENT_SECONDS", 0.1)
+    with contextlib.closing(Database(url_of(tmp_path))) as database:
+        with pytest.raises(Unavailable, match="statement timeout"):
+            database.rows(text("SELECT pg_sleep(30)"))
+        assert database.find(sessions) == []
+
+
+def test_clients_sit_out_a_database_that_is_killed_and_started_again(tmp_path, of_postgres, monkeypatch):
+    """Three times, under a client of the official SDK."""
+    monkeypatch.setattr("rl.tinker.requests._REST_SECONDS", 0.1)
+    monkeypatch.setattr("rl.tinker.database._REST_SECONDS", 0.1)
+    settings = ("fsync=off", "shared_buffers=16MB")
+    with (
+        postgres.postgres(settings) as server,
+        serving(tmp_path / "server", database_url=server.url("one")) as (url, _),
+    ):
+        value = []
+
+        def work():
+            training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
+            for _ in range(40):
+                training.forward_backward([datum()], "cross_entropy")
+                training.optim_step(ADAM).result()
+                time.sleep(0.02)
+            value.append(sdk_value_of(training))
+
+        working = threading.Thread(target=work, daemon=True)
+        working.start()
+        for _ in range(3):
+            time.sleep(0.4)
+            server.kill()
+            time.sleep(0.3)
+            server.start()
+        working.join(100)
+        assert value == [pytest.approx(40 * 0.3)]
