@@ -4,20 +4,23 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import Row
 
 from rl.tinker.backend import Backend, NotFound, UserError
-from rl.tinker.database import Database, checkpoints, now, samplers
-from rl.tinker.paths import CheckpointPath
+from rl.tinker.database import Database, checkpoints, models, now, samplers, sessions
+from rl.tinker.paths import CheckpointPath, directory_name, new_directory
 
 
 class Checkpoints:
-    """Owns the directories of checkpoints and samplers. A directory is complete or not there."""
+    """Owns the directories of checkpoints and samplers.
+
+    Each is written once, under a path that no other ever has. It is complete once a row names it. What no row
+    names was left by a server that was killed.
+    """
 
     def __init__(self, database: Database, backend: Backend, root: Path):
         self._database = database
@@ -39,38 +42,44 @@ class Checkpoints:
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
-        await self._write(model, path.directory(self._root), optimizer=kind == "weights")
-        self._database.delete(checkpoints, checkpoints.c.path == str(path))
-        self._insert(path, model.tenant, request.id, model.lora, body)
+        with new_directory(path.parent(self._root), path.name) as directory:
+            await self._backend.save(model.id, directory, optimizer=kind == "weights")
+            self._put(path, directory, model.tenant, request.id, model.lora, body)
         return {"path": str(path), "type": request.kind}
 
-    def _insert(
-        self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any]
-    ) -> None:
-        directory, ttl = path.directory(self._root), body.get("ttl_seconds")
-        self._database.insert(
-            checkpoints, path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
-            request=request, directory=self._relative(directory), lora=lora, created=now(),
-            num_bytes=_size(directory), public=False, expires=now() + ttl if ttl else None,
-            user_metadata=body.get("user_metadata"),
-        )  # fmt: skip
+    def _put(
+        self, path: CheckpointPath, directory: Path, tenant: str, request: str, lora: Any,
+        body: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """The checkpoint is what the directory has. One that it replaces is removed."""
+        before, ttl = self._database.get(checkpoints, str(path)), body.get("ttl_seconds")
+        values = {
+            "model": path.model_id, "tenant": tenant, "kind": path.kind, "name": path.name,
+            "request": request, "directory": self._relative(directory), "lora": lora, "created": now(),
+            "num_bytes": _size(directory), "public": False, "expires": now() + ttl if ttl else None,
+            "user_metadata": body.get("user_metadata"),
+        }  # fmt: skip
+        if before is None:
+            self._database.insert(checkpoints, path=str(path), **values)
+        else:
+            self.change(before, **values)
+            shutil.rmtree(self._root / before.directory, ignore_errors=True)
 
     async def copy(self, source: Row, tenant: str, model: str, ttl_seconds: int | None) -> CheckpointPath:
         """A checkpoint of this tenant's own, under a model's id. The same once more is the same copy."""
         made_of = f"{source.path} of {source.created!r}"
         suffix = hashlib.blake2b(made_of.encode(), digest_size=6).hexdigest()
         path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
-        directory = path.directory(self._root)
+        copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
         async with self._copying:
             if self._database.get(checkpoints, str(path)) is not None:
                 return path
-            try:
-                async with _complete(directory) as partial:
-                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
-            except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
-                raise NotFound(f"there is no checkpoint {source.path}") from error
-            copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
-            self._insert(path, tenant, f"copy of {source.path}", source.lora, copied)
+            with new_directory(path.parent(self._root), path.name) as directory:
+                try:
+                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, directory)
+                except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
+                    raise NotFound(f"there is no checkpoint {source.path}") from error
+                self._put(path, directory, tenant, f"copy of {source.path}", source.lora, copied)
         return path
 
     async def _save_for_session(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,21 +87,17 @@ class Checkpoints:
         id = f"{model.session}:sample:{body['sampling_session_seq_id']}"
         inflight = body.get("kind") == "inflight"
         if self._database.get(samplers, id) is None:
-            directory = self._of_samplers(model.session) / str(request.number)
-            await self._write(model, directory, optimizer=False)
-            if inflight:
-                newest = samplers.c.inflight_of == model.id
-                self._database.update(samplers, newest, directory=self._relative(directory))
-            self._database.insert(
-                samplers, id=id, session=model.session, tenant=model.tenant, model_path=None,
-                directory=self._relative(directory), inflight_of=model.id if inflight else None,
-                created=now(),
-            )  # fmt: skip
+            with new_directory(self._of_samplers(model.session), str(request.number)) as directory:
+                await self._backend.save(model.id, directory, optimizer=False)
+                if inflight:
+                    newest = samplers.c.inflight_of == model.id
+                    self._database.update(samplers, newest, directory=self._relative(directory))
+                self._database.insert(
+                    samplers, id=id, session=model.session, tenant=model.tenant, model_path=None,
+                    directory=self._relative(directory), inflight_of=model.id if inflight else None,
+                    created=now(),
+                )  # fmt: skip
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
-
-    async def _write(self, model: Row, directory: Path, optimizer: bool) -> None:
-        async with _complete(directory) as partial:
-            await self._backend.save(model.id, partial, optimizer)
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
@@ -131,20 +136,26 @@ class Checkpoints:
     def _of_samplers(self, session: str) -> Path:
         return self._root / "samplers" / session
 
+    def remove_remnants(self) -> None:
+        """At the start: directories that no row names.
+
+        Of sessions and models that the database knows, because another database may be this directory's.
+        """
+        find = self._database.find
+        rows = [*find(checkpoints), *find(samplers)]
+        named = {row.directory for row in rows} | {row.snapshot for row in find(models)}
+        parents = [self._of_samplers(session.id) for session in find(sessions)]
+        for model in find(models):
+            name = directory_name(model.id)
+            parents += [self._root / "models" / name, *(self._root / "checkpoints" / name).glob("*")]
+        for directory in (path for parent in parents for path in parent.glob("*")):
+            if self._relative(directory) not in named:
+                shutil.rmtree(directory, ignore_errors=True)
+
     def sweep(self) -> None:
         """Those past their time go."""
         for row in self._database.find(checkpoints, checkpoints.c.expires < now()):
             self.delete(row)
-
-
-@asynccontextmanager
-async def _complete(directory: Path) -> AsyncIterator[Path]:
-    """Where to write it: it appears when it is complete, in the place of one that is overwritten."""
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
 
 
 def _size(directory: Path) -> int:

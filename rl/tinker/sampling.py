@@ -59,7 +59,11 @@ class Sampling:
         """body: as of asample. directory: of an adapter, as rows name it. Raises UserError."""
         prompt, params = self._read(body)
         adapter = self._adapter(directory)
-        completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
+        try:
+            completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
+        except Exception:
+            self._adapter(directory)  # raises UserError where it was deleted meanwhile
+            raise
         self.tokens.add(sum(len(completion.tokens) for completion in completions))
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions

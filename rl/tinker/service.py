@@ -59,6 +59,7 @@ class Service:
 
     async def run(self) -> None:
         """What a restart found unfinished goes on."""
+        self.checkpoints.remove_remnants()
         for request in self.queue.unfinished():
             (self.sampling if request.kind == "sample" else self.training).submit(request)
         async with beside(self.training.run(), self._sweep()):

@@ -22,7 +22,7 @@ from rl.errors import NotFinite, RunError
 from rl.tinker import losses, wire
 from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.database import Database, models, now, requests
-from rl.tinker.paths import directory_name
+from rl.tinker.paths import directory_name, new_directory
 from rl.tinker.rate import Rate
 from rl.tinker.requests import CHANGES, JSON, Requests
 from rl.types import LoRA, OptimParams
@@ -239,9 +239,8 @@ class Training:
 
     async def _snapshot(self, model: Row, number: int, state: _Loaded) -> None:
         """After the request with this number, when there is no gradient."""
-        directory = self._root / "models" / directory_name(model.id) / str(number)
-        shutil.rmtree(directory, ignore_errors=True)
-        await self._backend.save(model.id, directory, True)
+        with new_directory(self._root / "models" / directory_name(model.id), str(number)) as directory:
+            await self._backend.save(model.id, directory, True)
         before = self._database.get(models, model.id)
         snapshot = str(directory.relative_to(self._root))
         self._database.update(
