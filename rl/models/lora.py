@@ -149,13 +149,10 @@ def adapter_config(lora: LoRA, base_model: str) -> dict[str, Any]:
 def write_adapter(path: Path, lora: LoRA, base_model: str, tensors: dict[str, torch.Tensor]) -> None:
     """A directory that PEFT and vLLM load."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()},
-        path / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (path / "adapter_model.safetensors").chmod(0o644)  # safetensors writes 0600
-    (path / "adapter_config.json").write_text(json.dumps(adapter_config(lora, base_model), indent=1))
+    weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    save_file({name: t.contiguous() for name, t in tensors.items()}, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(adapter_config(lora, base_model), indent=1))
+    weights.chmod(config.stat().st_mode & 0o777)  # safetensors writes 0600, whatever the umask
 
 
 def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:

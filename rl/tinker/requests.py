@@ -136,9 +136,9 @@ class Requests:
         """Tenant -> requests."""
         return {tenant: count for tenant, count in self._waiting.items() if count}
 
-    def last_failed(self, limit: int) -> list[Row]:
-        failed = requests.c.state.in_(("failed", "refused"))
-        return list(self._database.find(requests, failed, order=requests.c.number.desc(), limit=limit))
+    def last_failed(self, tenant: str, limit: int) -> list[Row]:
+        failed = requests.c.tenant == tenant, requests.c.state.in_(("failed", "refused"))
+        return list(self._database.find(requests, *failed, order=requests.c.number.desc(), limit=limit))
 
     def forget_before(self, moment: float) -> None:
         """Results that nobody fetched. What a model may be restored from stays: see Training."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -27,13 +26,13 @@ from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
-from rl.paths import lock_directory
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
 from rl.tinker.database import Database
 from rl.tinker.keys import read_keys
 from rl.tinker.limits import Limits
+from rl.tinker.own_directory import own_directory
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
 from rl.tinker.share_gpus import share_gpus
@@ -110,15 +109,8 @@ def serve(config: ServeConfig) -> int:
     if missing:
         raise ConfigError(f"model {config.model} has no layers called {missing}, which Tinker's LoRA trains")
     directory = Path(config.directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = lock_directory(directory, "server")
-    except OSError as error:
-        raise ConfigError(f"the directory {directory} cannot be used ({error}); give another") from error
-    try:
+    with own_directory(directory):
         asyncio.run(_interruptible(_main(config, Path(source.directory), directory)))
-    finally:
-        os.close(lock)
     return 0
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,8 +258,9 @@ class Training:
         )
 
     @property
-    def num_models(self) -> int:
-        return len(self._loaded)
+    def loaded(self) -> Set[str]:
+        """The models in the engine."""
+        return self._loaded.keys()
 
     def queue_lengths(self) -> dict[str, int]:
         return {model: len(own) for model, own in self._waiting.items()}

@@ -70,6 +70,7 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, model_dir):
     (tmp_path / "keys").write_text("not a key\n")
     with pytest.raises(ConfigError, match="begin with tml-"):
         serve(ServeConfig(str(model_dir), directory=str(tmp_path / "a"), api_key_file=str(tmp_path / "keys")))
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot be listened on"):
