@@ -5,6 +5,7 @@ is. FSDP does not know of them, so that adapters come and go while the model sta
 O output size of a layer.
 """
 
+import hashlib
 import json
 import math
 import zlib
@@ -177,10 +178,18 @@ def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
 
 
 def _initial(site: Site, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(site.name.encode()))
+    generator = torch.Generator().manual_seed(_seed_of(site.name, seed))
     a = torch.empty(rank, site.linear.in_features)
     bound = 1 / math.sqrt(a.shape[1])  # kaiming_uniform_(a=sqrt(5))
     return a.uniform_(-bound, bound, generator=generator), torch.zeros(site.linear.out_features, rank)
+
+
+def _seed_of(site_name: str, seed: int) -> int:
+    """Of one site. A seed whose sum is more than torch takes is hashed, so that any int64 draws its own A."""
+    mixed = seed * 1_000_003 + zlib.crc32(site_name.encode())
+    if -(2**63) <= mixed < 2**64:
+        return mixed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {site_name}".encode(), digest_size=8).digest())
 
 
 def _placements(weight: torch.Tensor, tp_mesh: Any) -> tuple[Any, Any]:

@@ -102,7 +102,7 @@ class Service:
         if not targets:
             raise UserError("nothing would learn: set train_attn or train_mlp (train_unembed is not offered)")
         seed = config.get("seed")
-        seed = secrets.randbits(31) if seed is None else seed % 2**63
+        seed = secrets.randbits(31) if seed is None else (seed + 2**63) % 2**64 - 2**63
         lora = LoRA(config["rank"], 32.0, targets)
         return self._begin_model(tenant, session, number, lora, seed, None, False, body)
 

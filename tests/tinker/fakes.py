@@ -36,7 +36,7 @@ class FakeBackend(Backend):
     vocab_size = VOCABULARY
 
     def __init__(self):
-        self.models, self.log, self.busy = {}, [], False
+        self.models, self.log, self.seeds, self.busy = {}, [], [], False
         self.lose_at = None  # the number of calls at which all models are lost, once
         self.delay = 0.0
 
@@ -55,6 +55,7 @@ class FakeBackend(Backend):
     async def create(self, model, lora, seed):
         await self._call("create", model)
         assert model not in self.models
+        self.seeds.append(seed)
         self.models[model] = {"value": float(seed % 7), "gradient": 0.0, "steps": 0, "rank": lora.rank}
 
     async def remove(self, model):

@@ -374,6 +374,13 @@ def test_a_tenant_has_so_many_requests_waiting_and_no_more(tmp_path):
         assert value_of(second) >= 0
 
 
+@pytest.mark.parametrize("seed", [0, 2**31, 2**45, 2**63 - 1, -1, -(2**63)])
+def test_a_seed_reaches_the_backend_as_it_is(server, seed):
+    url, service = server
+    client(url).create_lora_training_client(base_model=NAME, rank=8, seed=seed).result()
+    assert service.backend.seeds == [seed]
+
+
 def test_keys_are_made_once_and_for_their_owner(tmp_path):
     path = tmp_path / "keys"
     (key,) = read_keys(path)
