@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import zstandard
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import NotFound, UserError
-from rl.tinker.keys import tenant_of
+from rl.tinker.keys import Keys
 from rl.tinker.openai import add_openai_routes
 from rl.tinker.requests import TooMany
 from rl.tinker.routes import Served, add_routes
@@ -33,12 +33,12 @@ class TooLarge(HTTPException):
 
 def make_app(
     service: Service,
-    keys: Sequence[str],
+    keys: Keys | None,
     served: Served,
     max_body_mib: int = 64,
     tokenizer: HFTokenizer | None = None,
 ) -> FastAPI:
-    """keys: the API keys; empty: whoever asks is the same tenant. tokenizer: for OpenAI's endpoints."""
+    """keys: None: whoever asks is the same tenant. tokenizer: for OpenAI's endpoints."""
     app = FastAPI(title="rl serve", docs_url=None, redoc_url=None, openapi_url=None)
     limit = max_body_mib << 20
 
@@ -77,7 +77,7 @@ def make_app(
     app.add_exception_handler(TooMany, refuse(429))
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_middleware(_Authentication, keys=tuple(keys), limit=limit)
+    app.add_middleware(_Authentication, keys=keys, limit=limit)
     add_routes(app, service, served, read_body)
     if tokenizer is not None:
         add_openai_routes(app, service, tokenizer)
@@ -87,7 +87,7 @@ def make_app(
 class _Authentication:
     """Puts the tenant into the request's state, or answers 401; 413 for a body that is too large."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], limit: int):
+    def __init__(self, app: ASGIApp, keys: Keys | None, limit: int):
         self._app = app
         self._keys = keys
         self._limit = limit
@@ -96,7 +96,7 @@ class _Authentication:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = Request(scope)
-        tenant = tenant_of(_key_of(request), self._keys) if self._keys else "local"
+        tenant = self._keys.tenant_of(_key_of(request)) if self._keys else "local"
         length = request.headers.get("content-length", "0")
         if tenant is None and scope["path"] not in _OPEN:
             wanted = {"WWW-Authenticate": 'Basic realm="rl serve: the API key as password"'}

@@ -30,7 +30,7 @@ from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
 from rl.tinker.database import Database
-from rl.tinker.keys import read_keys
+from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
 from rl.tinker.own_directory import own_directory
 from rl.tinker.routes import Served
@@ -56,7 +56,8 @@ class ServeConfig:
     """0 takes one that is free."""
 
     api_key_file: FilePath = ""
-    """API keys, one a line; made with one new key where it is not there. Empty: DIRECTORY/api_keys."""
+    """API keys, one a line, with a tenant's name before it or not; read again when it changes; made with one
+    new key where it is not there. Empty: DIRECTORY/api_keys."""
 
     no_api_key: bool = False
     """Serve whoever reaches the port, as one tenant."""
@@ -134,7 +135,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     context_length = min(config.context_length, max_positions(hf_config))
     vocab_size = hf_config["vocab_size"]
     key_file = Path(config.api_key_file or directory / "api_keys")
-    keys = [] if config.no_api_key else read_keys(key_file)
+    keys = None if config.no_api_key else Keys(key_file)
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]

@@ -19,7 +19,7 @@ def status_page(service: Service, model_names: tuple[str, ...], tenant: str) -> 
     errors = [(row.id, json.loads(row.result)["error"]) for row in failed]
     return (
         f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="5"><title>rl serve</title>'
-        f"<style>{_STYLE}</style><h1>rl serve: {escape(model_names[0])}</h1>"
+        f"<style>{_STYLE}</style><h1>rl serve: {escape(model_names[0])}</h1><p>tenant {escape(tenant)}</p>"
         f"<p id=models>{len(own & training.loaded)} of your models in the training engine</p>"
         + _table("throughput", ("", "since the start", "a second, of the last minute"), [
             ("training requests", done.total, f"{done.per_second():.2f}"),

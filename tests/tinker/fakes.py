@@ -14,6 +14,7 @@ import uvicorn
 from rl.tinker.app import make_app
 from rl.tinker.backend import Backend, Learned, ModelsLost, UserError
 from rl.tinker.database import Database
+from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
@@ -108,7 +109,15 @@ def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0):
     root.mkdir(exist_ok=True)
     database = Database(f"sqlite:///{root}/server.db?check_same_thread=false")
     service = Service(database, backend, root, (NAME,), (0,), limits)
-    app = make_app(service, keys, Served((NAME,), None, "qwen3", backend.context_length), 4)
+    if keys:
+        (root / "api_keys").touch(0o600)
+        (root / "api_keys").write_text("\n".join(keys))
+    app = make_app(
+        service,
+        Keys(root / "api_keys") if keys else None,
+        Served((NAME,), None, "qwen3", backend.context_length),
+        4,
+    )
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
 
     async def main():

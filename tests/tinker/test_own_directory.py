@@ -11,7 +11,6 @@ tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 from rl.errors import ConfigError  # noqa: E402
 from rl.models.lora import write_adapter  # noqa: E402
 from rl.paths import LOCK, lock_directory  # noqa: E402
-from rl.tinker.keys import read_keys  # noqa: E402
 from rl.tinker.own_directory import own_directory  # noqa: E402
 from rl.types import LoRA  # noqa: E402
 from tests.tinker.fakes import NAME, FakeBackend, serving  # noqa: E402
@@ -36,7 +35,6 @@ def test_nobody_else_may_read_what_a_server_writes(tmp_path):
     root, before = tmp_path / "new" / "server", os.umask(0o022)
     try:
         with own_directory(root):
-            read_keys(root / "api_keys")
             with serving(root, Writing()) as (url, _):
                 training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
                 path = training.save_state("x").result().path

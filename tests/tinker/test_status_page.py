@@ -12,9 +12,9 @@ import pytest
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 from tinker import types  # noqa: E402
 
-from rl.tinker.keys import tenant_of  # noqa: E402
 from rl.tinker.rate import Rate  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
+from tests.tinker.test_keys import hashed  # noqa: E402
 from tests.tinker.test_protocol import datum  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,10 +56,8 @@ def test_what_it_says(tmp_path):
     with serving(tmp_path / "server") as (url, service):
         use(url)
         expected(page_of(url, KEYS[0]))
-        session = service.create_session(tenant_of(KEYS[0], KEYS), None, None)
-        id = f"{session}:train:<script>"  # no text is taken for HTML
-        tenant = tenant_of(KEYS[0], KEYS)
-        row, _ = service.queue.submit(id, tenant, "sample", "nobody", b"")
+        id = "train:<script>"  # no text is taken for HTML
+        row, _ = service.queue.submit(id, hashed(KEYS[0]), "sample", "nobody", b"")
         service.queue.failed(row, "<script>", "user")
         assert "<script>" not in page_of(url, KEYS[0])
 
@@ -84,7 +82,7 @@ def test_a_tenant_sees_its_own_alone(tmp_path):
                     training.optim_step(types.AdamParams(learning_rate=0.1)).result()
         for training in (*models[KEYS[0]], *models[KEYS[1]]):
             training.forward_backward([datum()], "cross_entropy")
-        tenants = {key: tenant_of(key, KEYS) for key in KEYS}
+        tenants = {key: hashed(key) for key in KEYS}
         while service.queue.waiting() != {tenants[KEYS[0]]: 1, tenants[KEYS[1]]: 2}:
             time.sleep(0.01)
         for count, key in enumerate(KEYS, 1):
