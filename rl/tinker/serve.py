@@ -32,10 +32,10 @@ from rl.tinker.app import make_app
 from rl.tinker.database import Database
 from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
+from rl.tinker.memory import fit_memory
 from rl.tinker.own_directory import own_directory
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
-from rl.tinker.share_gpus import share_gpus
 from rl.types import LoRA
 from rl.waiting import Deadlines, beside
 
@@ -87,7 +87,7 @@ class ServeConfig:
     """Generators, each in a process of its own."""
 
     kv_cache_gib: NonNegativeFloat = 0.0
-    """Of each generator; 0: on a GPU what is free, else 0.25."""
+    """Of each generator; 0: on a GPU what is free, else 0.25, or what one sequence takes if that is more."""
 
     max_body_mib: PositiveInt = 64
     """Largest request."""
@@ -179,7 +179,7 @@ async def _listen(app: FastAPI, listener: socket.socket) -> None:
 
 
 def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: Machine) -> ActorSpecs:
-    """Raises ConfigError where the machine has too few GPUs, or too little memory on shared ones."""
+    """Raises ConfigError where the machine has too few GPUs or too little memory."""
     on_gpu = bool(machine.gpus)
     auto: Literal["float32", "bfloat16"] = "bfloat16" if on_gpu else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
@@ -195,7 +195,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: M
         model_dir=str(model_dir),
         dtype=dtype,
         max_model_len=context_length,
-        kv_cache_gib=config.kv_cache_gib or (None if on_gpu else 0.25),
+        kv_cache_gib=config.kv_cache_gib or None,
         max_lora_rank=config.limits.max_rank,
         max_adapters=config.limits.max_models,
         stop_texts=True,
@@ -211,7 +211,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: M
         max_generator_restarts=1000,
         deadlines=config.deadlines,
     )
-    return share_gpus(specs, machine) if on_gpu else specs
+    return fit_memory(specs, machine)
 
 
 def _eos_ids(model_dir: Path, eos_id: int) -> tuple[int, ...]:
