@@ -37,6 +37,13 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def allow_many_files() -> None:
+    """As many open files and sockets as the system lets this process have: the soft limit is often 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # it is not allowed: the limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def mark_descendants() -> None:
     """Mark this process and all that it will start, so that a Reaper knows them, also as zombies.
 

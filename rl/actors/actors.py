@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl.actors.engine import EngineHandle
 from rl.actors.generator_pool import GeneratorPool
 from rl.actors.reference import Reference
-from rl.actors.remote import EngineDied
+from rl.actors.remote import EarlyDeaths, EngineDied
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
 from rl.errors import RunError
@@ -39,15 +39,21 @@ class Revival:
         self._max_restarts = max_restarts
 
     async def start(self) -> None:
-        """For the first time. What dies meanwhile is started again."""
+        """For the first time. What dies meanwhile is started again. Raises RunError where it dies in the same
+        way again and again."""
         try:
             await self._start()
         except EngineDied as death:
-            await self.restart(death)
+            await self._restart(death, EarlyDeaths())
 
     async def restart(self, death: EngineDied) -> None:
         """After a death, from the beginning. Raises RunError once the budget is used up."""
+        await self._restart(death)
+
+    async def _restart(self, death: EngineDied, early: EarlyDeaths | None = None) -> None:
         while True:
+            if early is not None:
+                early.count(death)
             if self.num_restarts == self._max_restarts:
                 raise RunError(f"{death}; no restart is left of trainer.max_restarts={self._max_restarts}")
             self.num_restarts += 1

@@ -17,6 +17,7 @@ from rl.waiting import within
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
+_MAX_ALIKE = 3
 _NOT_SPAWNED = "error spawning"  # so begins what Monarch raises where a process ends before it has an actor
 _OWN_ERROR = re.compile(r"rl\.errors\.(?:ConfigError|RunError): (.*)")
 
@@ -32,6 +33,22 @@ class ProcessSilent(ProcessDied):
 class EngineDied(ProcessDied):
     """One of the trainer's, the critic's or the reference's: what has been learned since the last checkpoint
     is lost."""
+
+
+class EarlyDeaths:
+    """Deaths of what has not worked yet. Where they are alike, another start would end like them."""
+
+    def __init__(self) -> None:
+        self._cause = ""
+        self._count = 0  # in a row, of this cause
+
+    def count(self, death: ProcessDied) -> None:
+        """Raises RunError where it died so a few times. Process numbers and sizes make no other cause."""
+        cause = re.sub(r"\d+", "", str(death))
+        self._count = self._count + 1 if cause == self._cause else 1
+        self._cause = cause
+        if self._count == _MAX_ALIKE:
+            raise RunError(f"{death}; it died so {self._count} times before it ever worked") from death
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from rl.actors.remote import ProcessDied, ProcessSilent
+from rl.actors.remote import EarlyDeaths, ProcessDied, ProcessSilent
 from rl.errors import RunError
 from rl.waiting import Signal
 
@@ -54,11 +54,14 @@ class Replica(Generic[M]):
         self._max_restarts = max_restarts
         self._changed = changed
         self._has_lived = False
+        self._has_served = False
+        self._early_deaths = EarlyDeaths()
         self._member: M | None = None
         self._lost: asyncio.Future[ProcessDied] | None = None  # of the present member
 
     async def run(self) -> None:
-        """Until cancelled, or dead for good. Raises RunError where the processes do not start, twice."""
+        """Until cancelled, or dead for good. Raises RunError where the processes do not start, twice, or die
+        in the same way again and again before they serve."""
         while True:
             self._enter(State.STARTING)
             try:
@@ -76,6 +79,8 @@ class Replica(Generic[M]):
             else:
                 self._has_lived = True
                 death = await self._live(member)
+            if not self._has_served:
+                self._early_deaths.count(death)
             if self.num_restarts == self._max_restarts:
                 _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)
                 self._enter(State.DEAD)
@@ -142,6 +147,7 @@ class Replica(Generic[M]):
 
     def _enter(self, state: State) -> None:
         self.state = state
+        self._has_served |= state is State.SERVING
         self._changed.notify()
 
 

@@ -17,6 +17,8 @@ _DEFAULTS = {
 # microseconds; without ACTIVE for fewer still, where a process has more threads than there are cores.
 _GNU_OPENMP = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000"}
 _OTHER_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE"}
+# All processes are on one host. By default Gloo and NCCL listen on the address of the host's name.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 # A step frees and takes the same blocks again and again. By default glibc gives large ones back to the
@@ -47,6 +49,6 @@ def kernel_cache() -> dict[str, str]:
 
 def prepare_environment() -> None:
     """What is set already stays as it is."""
-    openmp = _GNU_OPENMP if sys.platform == "linux" else _OTHER_OPENMP
-    for name, value in (_DEFAULTS | openmp).items():
+    by_system = _GNU_OPENMP | _LOOPBACK if sys.platform == "linux" else _OTHER_OPENMP
+    for name, value in (_DEFAULTS | by_system).items():
         os.environ.setdefault(name, value)

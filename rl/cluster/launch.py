@@ -26,9 +26,9 @@ from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.cluster.actor_specs import ActorSpecs, EngineSpec
 from rl.cluster.environment import engine_environment
 from rl.cluster.machine import num_cores
-from rl.cluster.placement import ENGINE_ROLES, Place, place
+from rl.cluster.placement import Place, place
 from rl.cluster.spawn import (
-    free_ports,
+    GROUP_ENVIRONMENT,
     join_group,
     kill_children,
     kill_those_that_log_to,
@@ -42,7 +42,7 @@ from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.owned_directory import SHARED_MEMORY, owned_directory, temporary_files
-from rl.processes import adopt_orphans, freeze_heap, reap_orphans
+from rl.processes import adopt_orphans, allow_many_files, freeze_heap, reap_orphans
 from rl.types import POLICY, REFERENCE
 from rl.waiting import Signal, beside, together
 from rl.weight_sync.manifest import MODEL, Manifest
@@ -70,6 +70,7 @@ async def launch(specs: ActorSpecs, run_dir: Path, timeline: Timeline | None = N
     monarch.actor.unhandled_fault_hook = note
 
     adopt_orphans()
+    allow_many_files()
     with temporary_files(), owned_directory(SHARED_MEMORY, str(run_dir)) as shared:
         others = {child.pid for child in psutil.Process().children(recursive=True)}
         launcher = _Launcher(specs, run_dir, shared, timeline or Timeline())
@@ -111,8 +112,7 @@ class _Launcher:
         self._places = place(
             specs.roles, num_cores(), specs.threads, specs.overlap, num_devices, specs.share_devices
         )
-        num_starts = 1 + specs.max_trainer_restarts
-        self._ports = iter(free_ports(num_starts * len(ENGINE_ROLES)))
+        self._stores: dict[str, Any] = {}  # where the processes of a mesh meet, by its name
 
     async def start(self) -> Actors:
         """Generators and reward workers are started by who runs their pools; `ready` starts the engines."""
@@ -182,8 +182,10 @@ class _Launcher:
 
         async def spawn() -> tuple[Any, Any]:
             kill_those_that_log_to(self._logs / role)
-            mesh = self._spawn(role, self._places[role], keep=False)
-            await self._started(role, join_group(mesh, next(self._ports)))
+            place = self._places[role]
+            env = engine_environment(place.num_threads) | GROUP_ENVIRONMENT
+            mesh = self._spawn(role, place, env, keep=False)
+            self._stores[role] = await self._started(role, join_group(mesh))
             return mesh, mesh.spawn(role, actor, spec.kind, str(spec.model_dir), spec.config, *others)
 
         return spawn
@@ -219,11 +221,13 @@ class _Launcher:
         devices = all_of_them.devices[first : first + config.tensor_parallel]
         its_place = Place(config.tensor_parallel, devices, all_of_them.num_threads)
         env = generator_environment(all_of_them.num_threads, config.compile, config.dtype)
+        if config.tensor_parallel > 1:
+            env |= GROUP_ENVIRONMENT
 
         async def spawn() -> GeneratorProcesses:
             mesh = self._spawn(name, its_place, env, keep=False)
             if config.tensor_parallel > 1:
-                await self._started(name, join_group(mesh, free_ports(1)[0]))
+                self._stores[name] = await self._started(name, join_group(mesh))
             actors = mesh.spawn("generator", Generator, config, transport)
             return await _ready(GeneratorProcesses(name, mesh, actors, specs.deadlines, self._timeline))
 

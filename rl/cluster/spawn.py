@@ -5,14 +5,19 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch.distributed import TCPStore
 
 from rl.cluster.environment import kernel_cache
+
+GROUP_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Of processes that join a group: each connects to the launcher's store, and none opens its own."""
+_LOOPBACK = "127.0.0.1"
 
 
 def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequence[int], log: Path) -> Any:
@@ -71,20 +76,21 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
     return prepare
 
 
-async def join_group(procs: Any, port: int) -> None:
-    """Give the processes what torch.distributed's rendezvous reads. One host: the loopback interface."""
+async def join_group(procs: Any) -> TCPStore:
+    """Give the processes what torch.distributed's rendezvous reads. They need GROUP_ENVIRONMENT.
+
+    Returns the store they meet in, which their owner keeps as long as they live. It listens on the loopback
+    interface alone: a store that opens its own port listens on every address, whatever host it is given.
+    """
     from monarch.spmd import setup_torch_elastic_env_async
 
-    await setup_torch_elastic_env_async(procs, "localhost", port)
-
-
-def free_ports(count: int) -> list[int]:
-    """All different: each is held until the last is found."""
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("localhost", 0))
-        return [probe.getsockname()[1] for probe in sockets]
+    with socket.create_server((_LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    await setup_torch_elastic_env_async(procs, _LOOPBACK, port)
+    return store
 
 
 def kill_those_that_log_to(log: Path) -> None:

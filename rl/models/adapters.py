@@ -62,7 +62,7 @@ class Adapters:
         if name in self._members:
             raise ConfigError(f"there is an adapter {name!r} already; choose another name or remove it")
         adapter = Adapter(lora, self._sites, seed, self._tp_mesh, self._device)
-        self._members[name] = adapter, Learner(adapter.parameters, self._same_weights)
+        self._members[name] = adapter, Learner(adapter.parameters, self._same_weights, undo=True)
 
     def load(self, name: str, path: str | Path) -> None:
         """Add an adapter from a directory that PEFT or `save` wrote."""

@@ -24,14 +24,17 @@ class Learner:
         self,
         tensors: Mapping[str, torch.Tensor],
         reduce_over: dist.ProcessGroup | None = None,
+        undo: bool = False,
     ):
         """tensors: parameters, and buffers, which do not learn but are part of `state`.
 
         reduce_over: ranks with the same parameters and other tokens, where nothing else adds gradients.
+        undo: a step that leaves weights that are not finite is undone, for a copy of `state` at each step.
         """
         self.parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         self._buffers = {name: t for name, t in tensors.items() if name not in self.parameters}
         self._reduce_over = reduce_over
+        self._undo = undo
         self.reset()
 
     def reset(self) -> None:
@@ -51,7 +54,7 @@ class Learner:
 
         Returns `grad_norm`, before clipping. Raises RunError where there is no gradient, and NotFinite where
         it is not finite; the parameters are then as they were. Raises NotFinite with the metric "weights"
-        where they are not finite after the step.
+        where they are not finite after the step, which is undone with `undo`.
         """
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         if not parameters:
@@ -74,11 +77,15 @@ class Learner:
         for group in self._optimizer.param_groups:
             group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps}
             group["weight_decay"] = params.weight_decay if params.decay_all or not group["spared"] else 0.0
+        before = self._copied_state() if self._undo else {}
         self._optimizer.step()
         self.clear()
         if not torch.isfinite(whole(torch.nn.utils.get_total_norm(parameters, foreach=True))):
+            self._restore(before)
             raise NotFinite(
-                f"the weights are not finite after an update with lr={params.lr:g}; lower the learning rate",
+                f"the weights are not finite after an update with lr={params.lr:g}, eps={params.eps:g} and "
+                f"weight_decay={params.weight_decay:g}{', which was undone' if before else ''}; lower the "
+                f"learning rate, or raise eps",
                 "weights",
             )
         return {"grad_norm": norm.item()}
@@ -87,6 +94,16 @@ class Learner:
         """Name -> a parameter with its moments, or a buffer: what a checkpoint holds and loads into."""
         learned = {name: {"value": p.detach(), **self._moments(p)} for name, p in self.parameters.items()}
         return learned | {name: {"value": buffer} for name, buffer in self._buffers.items()}
+
+    def _copied_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {name: {key: t.clone() for key, t in part.items()} for name, part in self.state().items()}
+
+    @torch.no_grad()
+    def _restore(self, copied: dict[str, dict[str, torch.Tensor]]) -> None:
+        state = self.state()
+        for name, part in copied.items():
+            for key, tensor in part.items():
+                state[name][key].copy_(tensor)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         state = self._optimizer.state[parameter]

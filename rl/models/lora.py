@@ -5,6 +5,7 @@ is. FSDP does not know of them, so that adapters come and go while the model sta
 O output size of a layer.
 """
 
+import hashlib
 import json
 import math
 import zlib
@@ -149,13 +150,10 @@ def adapter_config(lora: LoRA, base_model: str) -> dict[str, Any]:
 def write_adapter(path: Path, lora: LoRA, base_model: str, tensors: dict[str, torch.Tensor]) -> None:
     """A directory that PEFT and vLLM load."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()},
-        path / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (path / "adapter_model.safetensors").chmod(0o644)  # safetensors writes 0600
-    (path / "adapter_config.json").write_text(json.dumps(adapter_config(lora, base_model), indent=1))
+    weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    save_file({name: t.contiguous() for name, t in tensors.items()}, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(adapter_config(lora, base_model), indent=1))
+    weights.chmod(config.stat().st_mode & 0o777)  # safetensors writes 0600, whatever the umask
 
 
 def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
@@ -180,10 +178,18 @@ def read_adapter(path: str | Path) -> tuple[LoRA, dict[str, torch.Tensor]]:
 
 
 def _initial(site: Site, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(site.name.encode()))
+    generator = torch.Generator().manual_seed(_seed_of(site.name, seed))
     a = torch.empty(rank, site.linear.in_features)
     bound = 1 / math.sqrt(a.shape[1])  # kaiming_uniform_(a=sqrt(5))
     return a.uniform_(-bound, bound, generator=generator), torch.zeros(site.linear.out_features, rank)
+
+
+def _seed_of(site_name: str, seed: int) -> int:
+    """Of one site. A seed whose sum is more than torch takes is hashed, so that any int64 draws its own A."""
+    mixed = seed * 1_000_003 + zlib.crc32(site_name.encode())
+    if -(2**63) <= mixed < 2**64:
+        return mixed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {site_name}".encode(), digest_size=8).digest())
 
 
 def _placements(weight: torch.Tensor, tp_mesh: Any) -> tuple[Any, Any]:

@@ -214,6 +214,9 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
 
 
 def longest_sequence_bytes(shape: ModelShape, config: VLLMConfig) -> float:
-    """The cache that one sequence of max_model_len tokens needs: vLLM does not start with less."""
-    blocks = math.ceil(config.max_model_len / config.block_size)
+    """The cache that one sequence of max_model_len tokens needs: vLLM does not start with less.
+
+    vLLM keeps one block for itself.
+    """
+    blocks = math.ceil(config.max_model_len / config.block_size) + 1
     return blocks * config.block_size * shape.kv_bytes(config.dtype, config.tensor_parallel)

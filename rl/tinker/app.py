@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import zstandard
@@ -17,7 +17,7 @@ from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import NotFound, UserError
 from rl.tinker.bodies import BodyLimits, TooLarge
 from rl.tinker.connection import Unavailable
-from rl.tinker.keys import tenant_of
+from rl.tinker.keys import Keys
 from rl.tinker.openai import add_openai_routes
 from rl.tinker.requests import TooMany
 from rl.tinker.routes import Served, add_routes
@@ -30,12 +30,12 @@ _REST_SECONDS = 1.0  # while the database is away
 
 def make_app(
     service: Service,
-    keys: Sequence[str],
+    keys: Keys | None,
     served: Served,
     max_body_mib: int = 64,
     tokenizer: HFTokenizer | None = None,
 ) -> FastAPI:
-    """keys: the API keys; empty: whoever asks is the same tenant. tokenizer: for OpenAI's endpoints."""
+    """keys: None: whoever asks is the same tenant. tokenizer: for OpenAI's endpoints."""
     app = FastAPI(title="rl serve", docs_url=None, redoc_url=None, openapi_url=None)
     limit = max_body_mib << 20
 
@@ -83,7 +83,7 @@ def make_app(
     app.add_middleware(
         BodyLimits, max_body_mib=max_body_mib, refuse=lambda r, e: _error(r, e.status_code, e.detail)
     )
-    app.add_middleware(_Authentication, keys=tuple(keys))  # the outer one: bodies belong to a tenant
+    app.add_middleware(_Authentication, keys=keys)  # the outer one: bodies belong to a tenant
     add_routes(app, service, served, read_body)
     if tokenizer is not None:
         add_openai_routes(app, service, tokenizer)
@@ -93,7 +93,7 @@ def make_app(
 class _Authentication:
     """Puts the tenant into the request's state, or answers 401."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+    def __init__(self, app: ASGIApp, keys: Keys | None):
         self._app = app
         self._keys = keys
 
@@ -101,7 +101,7 @@ class _Authentication:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = Request(scope)
-        tenant = tenant_of(_key_of(request), self._keys) if self._keys else "local"
+        tenant = self._keys.tenant_of(_key_of(request)) if self._keys else "local"
         answer = self._app
         if tenant is None and scope["path"] not in _OPEN:
             wanted = {"WWW-Authenticate": 'Basic realm="rl serve: the API key as password"'}

@@ -3,18 +3,17 @@
 import asyncio
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.engine import Row
 
-from rl.paths import sync, sync_tree
+from rl.paths import sync_tree
 from rl.tinker.backend import Backend, NotFound, UserError
-from rl.tinker.database import Database, checkpoints, now, samplers, sessions
-from rl.tinker.paths import CheckpointPath
+from rl.tinker.database import Database, checkpoints, models, now, samplers, sessions
+from rl.tinker.paths import CheckpointPath, directory_name, new_directory
 from rl.tinker.quotas import Quotas, size_of
 
 MOST_LISTED = 1000
@@ -22,7 +21,11 @@ _PIECE = 100
 
 
 class Checkpoints:
-    """Owns the directories of checkpoints and samplers. A directory is complete or not there."""
+    """Owns the directories of checkpoints and samplers.
+
+    Each is written once, under a path that no other ever has. It is complete once a row names it. What no row
+    names was left by a server that was killed.
+    """
 
     def __init__(self, database: Database, backend: Backend, root: Path, quotas: Quotas):
         self._database = database
@@ -44,17 +47,18 @@ class Checkpoints:
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
-        old_bytes = there.num_bytes if there is not None else 0
-        await self._write(model, path.directory(self._root), kind == "weights", old_bytes)
-        self._insert(path, model.tenant, request.id, model.lora, body, old_bytes)
+        with new_directory(path.parent(self._root), path.name) as directory:
+            await self._write(model, directory, kind == "weights", 0 if there is None else there.num_bytes)
+        # From here on a row may name the directory, also where the database's answer is lost.
+        self._put(path, directory, model.tenant, request.id, model.lora, body)
         return {"path": str(path), "type": request.kind}
 
-    def _insert(
-        self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any],
-        old_bytes: int = 0,
+    def _put(
+        self, path: CheckpointPath, directory: Path, tenant: str, request: str, lora: Any,
+        body: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Its row, in the place of one with this path, of old_bytes, that there may be: one transaction."""
-        directory, ttl = path.directory(self._root), body.get("ttl_seconds")
+        """The checkpoint is what the directory has. One that it replaces is removed."""
+        before, ttl = self._database.get(checkpoints, str(path)), body.get("ttl_seconds")
         num_bytes = size_of(directory)
         self._database.change(
             checkpoints.delete().where(checkpoints.c.path == str(path)),
@@ -66,25 +70,27 @@ class Checkpoints:
             ),
             durable=True,
         )  # fmt: skip
-        self._quotas.add(tenant, num_bytes - old_bytes)
+        self._quotas.add(tenant, num_bytes - (0 if before is None else before.num_bytes))
+        if before is not None:
+            shutil.rmtree(self._root / before.directory, ignore_errors=True)
 
     async def copy(self, source: Row, tenant: str, model: str, ttl_seconds: int | None) -> CheckpointPath:
         """A checkpoint of this tenant's own, under a model's id. The same once more is the same copy."""
         made_of = f"{source.path} of {source.created!r}"
         suffix = hashlib.blake2b(made_of.encode(), digest_size=6).hexdigest()
         path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
-        directory = path.directory(self._root)
+        copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
         async with self._copying:
             if self._database.get(checkpoints, str(path)) is not None:
                 return path
             self._quotas.check(tenant, source.num_bytes)
-            try:
-                async with _complete(directory) as partial:
-                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
-            except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
-                raise NotFound(f"there is no checkpoint {source.path}") from error
-            copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
-            self._insert(path, tenant, f"copy of {source.path}", source.lora, copied)
+            with new_directory(path.parent(self._root), path.name) as directory:
+                try:
+                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, directory)
+                except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
+                    raise NotFound(f"there is no checkpoint {source.path}") from error
+                await asyncio.to_thread(sync_tree, directory)
+            self._put(path, directory, tenant, f"copy of {source.path}", source.lora, copied)
         return path
 
     async def _save_for_session(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +98,8 @@ class Checkpoints:
         id = f"{model.session}:sample:{body['sampling_session_seq_id']}"
         inflight = body.get("kind") == "inflight"
         if self._database.get(samplers, id) is None:
-            directory = self._of_samplers(model.session) / str(request.number)
-            await self._write(model, directory, optimizer=False)
+            with new_directory(self._of_samplers(model.session), str(request.number)) as directory:
+                await self._write(model, directory, optimizer=False)
             num_bytes = size_of(directory)
             if inflight:
                 newest = samplers.c.inflight_of == model.id
@@ -109,9 +115,9 @@ class Checkpoints:
 
     async def _write(self, model: Row, directory: Path, optimizer: bool, old_bytes: int = 0) -> None:
         """Raises UserError where the tenant has no room for it in the place of one of old_bytes."""
-        async with _complete(directory) as partial:
-            await self._backend.save(model.id, partial, optimizer)
-            self._quotas.check(model.tenant, size_of(partial) - old_bytes)
+        await self._backend.save(model.id, directory, optimizer)
+        self._quotas.check(model.tenant, size_of(directory) - old_bytes)
+        await asyncio.to_thread(sync_tree, directory)
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
@@ -177,6 +183,22 @@ class Checkpoints:
     def _of_samplers(self, session: str) -> Path:
         return self._root / "samplers" / session
 
+    def remove_remnants(self) -> None:
+        """At the start: directories that no row names.
+
+        Of sessions and models that the database knows, because another database may be this directory's.
+        """
+        find = self._database.find
+        rows = [*find(checkpoints), *find(samplers)]
+        named = {row.directory for row in rows} | {row.snapshot for row in find(models)}
+        parents = [self._of_samplers(session.id) for session in find(sessions)]
+        for model in find(models):
+            name = directory_name(model.id)
+            parents += [self._root / "models" / name, *(self._root / "checkpoints" / name).glob("*")]
+        for directory in (path for parent in parents for path in parent.glob("*")):
+            if self._relative(directory) not in named:
+                shutil.rmtree(directory, ignore_errors=True)
+
     async def sweep(self) -> bool:
         """A few of those past their time go; whether there are more."""
         rows = self._database.find(
@@ -187,22 +209,6 @@ class Checkpoints:
             self._quotas.add(row.tenant, -row.num_bytes)
             await asyncio.to_thread(shutil.rmtree, self._root / row.directory, ignore_errors=True)
         return len(rows) == _PIECE
-
-
-@asynccontextmanager
-async def _complete(directory: Path) -> AsyncIterator[Path]:
-    """Where to write it: it appears when it is complete, in the place of one that is overwritten."""
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        yield partial
-        await asyncio.to_thread(sync_tree, partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
-    sync(directory.parent)
 
 
 def revive(database: Database, session: str) -> None:

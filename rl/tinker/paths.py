@@ -1,6 +1,10 @@
 """Names of checkpoints, and where they lie. What a client names never leaves the server's directory."""
 
 import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +48,25 @@ class CheckpointPath:
             raise UserError(f"{text[:80]!r} is not tinker://MODEL/weights/NAME or .../sampler_weights/NAME")
         return cls.make(*parts)
 
-    def directory(self, root: Path) -> Path:
-        return root / "checkpoints" / directory_name(self.model_id) / self.kind / self.name
+    def parent(self, root: Path) -> Path:
+        """Of the directories of its saves."""
+        return root / "checkpoints" / directory_name(self.model_id) / self.kind
 
 
 def directory_name(id: str) -> str:
     """An id that this server made, as a directory's name."""
     return id.replace(":", "-")
+
+
+@contextmanager
+def new_directory(parent: Path, name: str) -> Iterator[Path]:
+    """Where to save weights: no other save ever has this path. Nothing stays of a save that fails.
+
+    Generators keep adapters by their directory.
+    """
+    directory = parent / f"{name}.{secrets.token_hex(8)}"
+    try:
+        yield directory
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise

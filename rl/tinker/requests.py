@@ -235,8 +235,12 @@ class Requests:
         """Tenant -> requests."""
         return {tenant: count for tenant, count in self._waiting.items() if count}
 
-    def last_failed(self, limit: int) -> list[Row]:
-        rows = [*self._newest("failed", limit), *self._newest("refused", limit)]
+    def last_failed(self, tenant: str, limit: int) -> list[Row]:
+        """The newest first. (An index holds a tenant's, of each state, in this order.)"""
+        rows: list[Row] = []
+        for state in ("failed", "refused"):
+            where = requests.c.tenant == tenant, requests.c.state == state
+            rows += self._database.find(requests, *where, order=requests.c.finished.desc(), limit=limit)
         return sorted(rows, key=lambda row: row.finished, reverse=True)[:limit]
 
     def _newest(self, state: str, limit: int) -> list[Row]:

@@ -252,8 +252,9 @@ def add_routes(
     app.include_router(api)
 
     @app.get("/")
-    async def status() -> Response:
-        return Response(status_page(service, served.model_names), media_type="text/html")
+    async def status(request: Request) -> Response:
+        page = status_page(service, served.model_names, tenant(request))
+        return Response(page, media_type="text/html")
 
 
 def _future(id: str, model: str | None = None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -27,16 +26,16 @@ from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
-from rl.paths import lock_directory
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
 from rl.tinker.database import Database
-from rl.tinker.keys import read_keys
+from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
+from rl.tinker.memory import fit_memory
+from rl.tinker.own_directory import own_directory
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
-from rl.tinker.share_gpus import share_gpus
 from rl.types import LoRA
 from rl.waiting import Deadlines, beside
 
@@ -57,7 +56,8 @@ class ServeConfig:
     """0 takes one that is free."""
 
     api_key_file: FilePath = ""
-    """API keys, one a line; made with one new key where it is not there. Empty: DIRECTORY/api_keys."""
+    """API keys, one a line, with a tenant's name before it or not; read again when it changes; made with one
+    new key where it is not there. Empty: DIRECTORY/api_keys."""
 
     no_api_key: bool = False
     """Serve whoever reaches the port, as one tenant."""
@@ -87,7 +87,7 @@ class ServeConfig:
     """Generators, each in a process of its own."""
 
     kv_cache_gib: NonNegativeFloat = 0.0
-    """Of each generator; 0: on a GPU what is free, else 0.25."""
+    """Of each generator; 0: on a GPU what is free, else 0.25, or what one sequence takes if that is more."""
 
     max_body_mib: PositiveInt = 64
     """Largest request."""
@@ -110,15 +110,8 @@ def serve(config: ServeConfig) -> int:
     if missing:
         raise ConfigError(f"model {config.model} has no layers called {missing}, which Tinker's LoRA trains")
     directory = Path(config.directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = lock_directory(directory, "server")
-    except OSError as error:
-        raise ConfigError(f"the directory {directory} cannot be used ({error}); give another") from error
-    try:
+    with own_directory(directory):
         asyncio.run(_interruptible(_main(config, Path(source.directory), directory)))
-    finally:
-        os.close(lock)
     return 0
 
 
@@ -142,7 +135,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     context_length = min(config.context_length, max_positions(hf_config))
     vocab_size = hf_config["vocab_size"]
     key_file = Path(config.api_key_file or directory / "api_keys")
-    keys = [] if config.no_api_key else read_keys(key_file)
+    keys = None if config.no_api_key else Keys(key_file)
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
@@ -190,7 +183,7 @@ async def _listen(app: FastAPI, listener: socket.socket) -> None:
 
 
 def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: Machine) -> ActorSpecs:
-    """Raises ConfigError where the machine has too few GPUs, or too little memory on shared ones."""
+    """Raises ConfigError where the machine has too few GPUs or too little memory."""
     on_gpu = bool(machine.gpus)
     auto: Literal["float32", "bfloat16"] = "bfloat16" if on_gpu else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
@@ -206,7 +199,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: M
         model_dir=str(model_dir),
         dtype=dtype,
         max_model_len=context_length,
-        kv_cache_gib=config.kv_cache_gib or (None if on_gpu else 0.25),
+        kv_cache_gib=config.kv_cache_gib or None,
         max_lora_rank=config.limits.max_rank,
         max_adapters=config.limits.max_models,
         stop_texts=True,
@@ -222,7 +215,7 @@ def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: M
         max_generator_restarts=1000,
         deadlines=config.deadlines,
     )
-    return share_gpus(specs, machine) if on_gpu else specs
+    return fit_memory(specs, machine)
 
 
 def _eos_ids(model_dir: Path, eos_id: int) -> tuple[int, ...]:

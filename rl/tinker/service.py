@@ -70,12 +70,19 @@ class Service:
         )
         self.sampling = Sampling(database, self.queue, backend, root, eos_ids, limits, self._scheduler, blame)
         self.retention = Retention(
-            database, self.queue, self.checkpoints, self.quotas, self.training.holds, root, limits
+            database,
+            self.queue,
+            self.checkpoints,
+            self.quotas,
+            self.training.loaded.__contains__,
+            root,
+            limits,
         )
         self._database = database
 
     async def run(self) -> None:
         """What a restart found unfinished goes on."""
+        self.checkpoints.remove_remnants()
         for request in self.queue.unfinished():
             if request.kind == "sample":
                 self.sampling.resume(request)
@@ -124,7 +131,7 @@ class Service:
         if not targets:
             raise UserError("nothing would learn: set train_attn or train_mlp (train_unembed is not offered)")
         seed = config.get("seed")
-        seed = secrets.randbits(31) if seed is None else seed % 2**63
+        seed = secrets.randbits(31) if seed is None else (seed + 2**63) % 2**64 - 2**63
         lora = LoRA(config["rank"], 32.0, targets)
         return self._begin_model(tenant, session, number, lora, seed, None, False, body)
 
@@ -197,6 +204,10 @@ class Service:
         if row.seen < self.retention.oldest_use():  # it goes at the next sweep
             raise NotFound(f"there is no model {id[:200]} any more: it was not used for too long")
         return row
+
+    def owns_model(self, tenant: str, id: str) -> bool:
+        row = self._database.get(models, id)
+        return row is not None and row.tenant == tenant
 
     def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
         """A request of a model. The same seq_id once more is the same request."""

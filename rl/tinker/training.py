@@ -16,7 +16,7 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
 from rl.tinker.database import Database, models, requests
-from rl.tinker.paths import directory_name
+from rl.tinker.paths import directory_name, new_directory
 from rl.tinker.quotas import size_of
 from rl.tinker.rate import Rate
 from rl.tinker.requests import CHANGES, COMPUTES, JSON, Requests
@@ -276,10 +276,9 @@ class Training:
         if before.snapshot and before.snapshot_number == number:  # it was written, and that answer lost
             state.num_steps = 0
             return
-        directory = self._root / "models" / directory_name(model.id) / str(number)
-        shutil.rmtree(directory, ignore_errors=True)
-        await self._backend.save(model.id, directory, True)
-        await asyncio.to_thread(sync_tree, directory)  # before the only other copy goes
+        with new_directory(self._root / "models" / directory_name(model.id), str(number)) as directory:
+            await self._backend.save(model.id, directory, True)
+            await asyncio.to_thread(sync_tree, directory)  # before the only other copy goes
         snapshot = str(directory.relative_to(self._root))
         num_bytes = size_of(directory)
         self._queue.keep_snapshot(before, number, snapshot=snapshot, snapshot_bytes=num_bytes)
@@ -287,13 +286,11 @@ class Training:
         if before.snapshot:
             await asyncio.to_thread(shutil.rmtree, self._root / before.snapshot, ignore_errors=True)
 
-    def holds(self, model_id: str) -> bool:
-        """Whether it is in the engine."""
-        return model_id in self._loaded
-
     @property
-    def num_models(self) -> int:
-        return len(self._loaded)
+    def loaded(self) -> Set[str]:
+        """The models in the engine."""
+        return self._loaded.keys()
 
-    def queue_lengths(self) -> dict[str, int]:
-        return self._waiting.lengths()
+    def queue_lengths(self, tenant: str) -> dict[str, int]:
+        """Requests of each of its models with some."""
+        return self._waiting.lengths(tenant)

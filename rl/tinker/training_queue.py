@@ -43,7 +43,6 @@ class TrainingQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def lengths(self, tenant: str | None = None) -> dict[str, int]:
-        """Requests of each model with some: of one tenant, or of all."""
-        owners = self._waiting if tenant is None else {tenant: self._waiting.get(tenant, {})}
-        return {model: len(own) for models in owners.values() for model, own in models.items()}
+    def lengths(self, tenant: str) -> dict[str, int]:
+        """Requests of each of its models with some."""
+        return {model: len(requests) for model, requests in self._waiting.get(tenant, {}).items()}

@@ -67,7 +67,8 @@ class Server:
         """The directory of a checkpoint."""
         path = training.save_state(name).result().path
         model, kind, name = path.removeprefix("tinker://").split("/")
-        return self.directory / "checkpoints" / model.replace(":", "-") / kind / name
+        (directory,) = (self.directory / "checkpoints" / model.replace(":", "-") / kind).glob(f"{name}.*")
+        return directory
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,17 @@
-"""The learner's weight decay: of all weights, or of matrices alone."""
+"""The learner's weight decay: of all weights, or of matrices alone; and an update that is undone."""
 
 # holds: exact
 
+import pytest
 import torch
 from torch import nn
 
+from rl.errors import NotFinite
+from rl.models import adapters as module
+from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner
-from rl.types import OptimParams
+from rl.models.lora import Site
+from rl.types import LoRA, OptimParams
 
 
 def test_norms_biases_and_embeddings_can_be_spared_the_weight_decay():
@@ -23,3 +28,51 @@ def test_norms_biases_and_embeddings_can_be_spared_the_weight_decay():
         decayed = [name for name, p in parameters.items() if not torch.equal(p, torch.ones_like(p))]
         assert decayed == (list(names) if decay_all else ["layers.0.mlp.up_proj.weight"])
         assert torch.allclose(parameters["layers.0.mlp.up_proj.weight"], torch.full((2, 2), 1 - 0.5 * 0.2))
+
+
+UNBOUNDED = [
+    {"lr": 1e38, "weight_decay": 1e38},  # finite in fp32; their product is not
+    {"lr": 1e39},  # not even that
+    {"lr": 1.7e308},
+    {"lr": 3e38, "weight_decay": 0.0, "betas": (0.0, 0.0)},
+    {"lr": 1e-3, "eps": 0.0},  # 0 / 0 for a parameter without a gradient
+]
+
+
+@pytest.fixture
+def adapters(monkeypatch):
+    monkeypatch.setattr(module, "_ranks_with_the_same_weights", lambda config: None)
+    sites = [Site(f"model.layers.{i}.self_attn.q_proj", nn.Linear(3, 2)) for i in range(2)]
+    adapters = module.Adapters(EngineConfig(adapters=True), sites, None, torch.device("cpu"))
+    for name in ("mine", "twin"):
+        adapters.add(name, LoRA(2, 32.0, ("q_proj",)), seed=1)
+    return adapters
+
+
+def give_gradients(adapters, name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapters[name].parameters.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    next(iter(adapters[name].parameters.values())).grad.zero_()
+
+
+@pytest.mark.parametrize("params", UNBOUNDED)
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_an_adapters_update_that_overflows_leaves_it_as_it_was(adapters, num_steps, params):
+    """Weights, moments and all that comes after it are those of an adapter that never had it."""
+    for seed in range(num_steps):
+        for name in ("mine", "twin"):
+            give_gradients(adapters, name, seed)
+            adapters.learner(name).step(OptimParams(lr=1e-2))
+    give_gradients(adapters, "mine", 100)
+    with pytest.raises(NotFinite, match="lr=.*, which was undone; lower the learning rate") as error:
+        adapters.learner("mine").step(OptimParams(**params))
+    assert error.value.metric == "weights"
+    for seed in range(101, 103):
+        mine, twin = (adapters.learner(name).state() for name in ("mine", "twin"))
+        for name, tensors in twin.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(mine[name][key], tensor), (name, key)
+        for name in ("mine", "twin"):
+            give_gradients(adapters, name, seed)
+            adapters.learner(name).step(OptimParams(lr=1e-2))

@@ -14,6 +14,7 @@ import uvicorn
 from rl.tinker.app import make_app
 from rl.tinker.backend import Backend, Learned, ModelsLost, UserError
 from rl.tinker.database import Database
+from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
@@ -37,7 +38,7 @@ class FakeBackend(Backend):
     vocab_size = VOCABULARY
 
     def __init__(self):
-        self.models, self.log, self.busy = {}, [], False
+        self.models, self.log, self.seeds, self.busy = {}, [], [], False
         self.lose_at = None  # the number of calls at which all models are lost, once
         self.delay = 0.0
 
@@ -56,6 +57,7 @@ class FakeBackend(Backend):
     async def create(self, model, lora, seed):
         await self._call("create", model)
         assert model not in self.models
+        self.seeds.append(seed)
         self.models[model] = {"value": float(seed % 7), "gradient": 0.0, "steps": 0, "rank": lora.rank}
 
     async def remove(self, model):
@@ -109,7 +111,15 @@ def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0, database_url
     root.mkdir(exist_ok=True)
     database = Database(database_url or url_of(root))
     service = Service(database, backend, root, (NAME,), (0,), limits)
-    app = make_app(service, keys, Served((NAME,), None, "qwen3", backend.context_length), 4)
+    if keys:
+        (root / "api_keys").touch(0o600)
+        (root / "api_keys").write_text("\n".join(keys))
+    app = make_app(
+        service,
+        Keys(root / "api_keys") if keys else None,
+        Served((NAME,), None, "qwen3", backend.context_length),
+        4,
+    )
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
 
     async def main():

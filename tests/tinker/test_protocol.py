@@ -15,7 +15,6 @@ import zstandard  # noqa: E402
 from tinker import types  # noqa: E402
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
 
-from rl.tinker.keys import read_keys, tenant_of  # noqa: E402
 from rl.tinker.limits import Limits  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
 
@@ -374,14 +373,11 @@ def test_a_tenant_has_so_many_requests_waiting_and_no_more(tmp_path):
         assert value_of(second) >= 0
 
 
-def test_keys_are_made_once_and_for_their_owner(tmp_path):
-    path = tmp_path / "keys"
-    (key,) = read_keys(path)
-    assert read_keys(path) == [key] and path.stat().st_mode & 0o777 == 0o600
-    assert tenant_of(key, [key]) == tenant_of(key, ["tml-a", key]) and tenant_of("tml-a", [key]) is None
-    path.chmod(0o644)
-    with pytest.raises(Exception, match="may be read by others"):
-        read_keys(path)
+@pytest.mark.parametrize("seed", [0, 2**31, 2**45, 2**63 - 1, -1, -(2**63)])
+def test_a_seed_reaches_the_backend_as_it_is(server, seed):
+    url, service = server
+    client(url).create_lora_training_client(base_model=NAME, rank=8, seed=seed).result()
+    assert service.backend.seeds == [seed]
 
 
 def test_a_telemetry_of_any_kind_is_taken(server):

@@ -1,5 +1,8 @@
 """What `rl serve` is told, and what it refuses before any process starts."""
 
+# holds: exact, sums of whole bytes in float64
+
+import json
 import re
 import socket
 from dataclasses import replace
@@ -17,7 +20,7 @@ from rl.models.layout import Layout
 from rl.models.memory import GIB, longest_sequence_bytes
 from rl.models.sources import TinyQwen3
 from rl.paths import lock_directory
-from rl.tinker import share_gpus as share_gpus_module
+from rl.tinker import memory
 from rl.tinker.limits import Limits
 from rl.tinker.serve import ServeConfig, _specs, serve
 from rl.waiting import Deadlines
@@ -68,8 +71,10 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, model_dir):
     with pytest.raises(ConfigError, match="cannot be used"):
         serve(ServeConfig(str(model_dir), directory=str(tmp_path / "file")))
     (tmp_path / "keys").write_text("not a key\n")
+    (tmp_path / "keys").chmod(0o600)
     with pytest.raises(ConfigError, match="begin with tml-"):
         serve(ServeConfig(str(model_dir), directory=str(tmp_path / "a"), api_key_file=str(tmp_path / "keys")))
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot be listened on"):
@@ -144,14 +149,12 @@ def test_a_server_on_shared_gpus_fits_them_or_is_refused(model_dir, cache, gib, 
             assert ("lower kv_cache_gib" in str(error)) == bool(cache)
         return
     assert cache != 1e-6
-    memories = share_gpus_module._memories(specs)
+    memories = memory._memories(specs, machine)
     room = gib * USABLE * GIB
     for processes in on_devices(placed(specs.roles, memories, machine, shared=True)).values():
         assert sum(process.memory.total for process in processes) <= room
     assert specs.trainer.config.device_memory_gib * GIB >= memories["trainer"].total
-    assert specs.generator.kv_cache_gib * GIB >= longest_sequence_bytes(
-        share_gpus_module._shape(specs), specs.generator
-    )
+    assert specs.generator.kv_cache_gib * GIB >= longest_sequence_bytes(memory._shape(specs), specs.generator)
 
 
 def test_too_little_memory_for_a_server_is_said_before_anything_starts(model_dir):
@@ -165,3 +168,63 @@ def test_too_little_memory_for_a_server_is_said_before_anything_starts(model_dir
     large = Machine(8, 64.0, (GPU("H100", 79.6, (9, 0)),))
     asked = _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, large)
     assert asked.generator.kv_cache_gib == 0.5 and asked.share_devices
+
+
+SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", [0.0, 0.1, 0.3, 2.0])
+@pytest.mark.parametrize("free", [1.0, 4.0, 6.5, 8.0, 64.0])
+@pytest.mark.parametrize("context_length", [64, 2048, 8192, 131072])
+@pytest.mark.parametrize("num_generators", [1, 3])
+def test_a_server_on_a_cpu_fits_it_or_is_refused(tmp_path, context_length, free, cache, num_generators):
+    """The cache has room for one sequence, and all processes for what they need; else the message has both figures."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    config = ServeConfig(
+        str(tmp_path), context_length=context_length, kv_cache_gib=cache, num_generators=num_generators
+    )
+    machine = Machine(8, free)
+    blocks = context_length // 32 + 1  # vLLM keeps one for itself
+    needed = blocks * 32 * 2 * 30 * 3 * 64 * 4 / GIB
+    try:
+        specs = _specs(config, tmp_path, context_length, machine)
+    except ConfigError as error:
+        if 0 < cache < needed:
+            assert re.search(
+                r"kv_cache_gib=.* is less than one sequence .* takes, [\d.]+ GiB; raise it", str(error)
+            )
+            return
+        figures = re.search(
+            r"needs about ([\d.]+) GiB \(trainer 1 x [\d.]+, generator \d x [\d.]+; .* ([\d.]+)\) but "
+            r"([\d.]+) are free, ([\d.]+) GiB short; (.*)use a smaller model, context_length", str(error)
+        )  # fmt: skip
+        planned, there, short = (float(figures[i]) for i in (1, 3, 4))
+        assert planned > free == there and short > 0
+        assert figures[2] == f"{cache or max(0.25, needed):.2g}"
+        assert (figures[5] == "lower kv_cache_gib, or ") == bool(cache)
+        return
+    assert specs.generator.kv_cache_gib == (cache or max(0.25, needed))
+    assert specs.generator.kv_cache_gib >= needed
+    planned = memory._memories(specs, machine)
+    total = planned["trainer"].total + num_generators * planned["generator"].total
+    assert total <= free * GIB and not specs.share_devices
+
+
+def test_a_model_of_unknown_sizes_is_served_on_a_cpu_as_before(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert _specs(ServeConfig(str(tmp_path)), tmp_path, 64, Machine(1, 0.1)).generator.kv_cache_gib == 0.25
+
+
+def test_a_server_with_a_gpu_for_each_process_fits_them_or_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    two = (GPU("T4", 5.0, (7, 5)),) * 2
+    config = ServeConfig(str(tmp_path), context_length=131072, dtype="float32")
+    with pytest.raises(
+        ConfigError, match=r"GPU \d has 4.6 GiB for processes that need about .* GiB short; use a"
+    ):
+        _specs(config, tmp_path, 131072, Machine(8, 64.0, two))
+    large = (GPU("H100", 79.6, (9, 0)),) * 2
+    assert _specs(config, tmp_path, 2048, Machine(8, 64.0, large)).generator.kv_cache_gib is None

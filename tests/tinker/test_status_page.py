@@ -1,17 +1,21 @@
 """The status page as a browser shows it, and what it counts."""
 
+import asyncio
 import os
 import shutil
 import subprocess
+import time
 
+import httpx
 import pytest
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 from tinker import types  # noqa: E402
 
 from rl.tinker.rate import Rate  # noqa: E402
-from rl.tinker.status import status_page  # noqa: E402
-from tests.tinker.fakes import KEYS, NAME, serving  # noqa: E402
+from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
+from tests.tinker.test_keys import hashed  # noqa: E402
+from tests.tinker.test_protocol import datum  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 os.environ["TINKER_TELEMETRY"] = "0"
@@ -44,12 +48,52 @@ def expected(page):
     assert "rl serve: tiny" in page and not any(key in page for key in KEYS)
 
 
+def page_of(url, key):
+    return httpx.get(f"{url}/", headers={"X-API-Key": key}).raise_for_status().text
+
+
 def test_what_it_says(tmp_path):
     with serving(tmp_path / "server") as (url, service):
         use(url)
-        expected(status_page(service, ("tiny",)))
-        service.queue._waiting["<script>alert(1)</script>"] = 1  # no name is taken for HTML
-        assert "<script>" not in status_page(service, ("tiny",))
+        expected(page_of(url, KEYS[0]))
+        id = "train:<script>"  # no text is taken for HTML
+        row, _ = service.queue.submit(id, hashed(KEYS[0]), "sample", "nobody", b"")
+        service.queue.failed(row, "<script>", "user")
+        assert "<script>" not in page_of(url, KEYS[0])
+
+
+class Slow(FakeBackend):
+    """Answers no forward_backward: requests wait, and one runs."""
+
+    async def forward_backward(self, *args):
+        await asyncio.Event().wait()
+
+
+def test_a_tenant_sees_its_own_alone(tmp_path):
+    """Models, what waits, requests and errors of each; what all do together is one number."""
+    with serving(tmp_path / "server", Slow()) as (url, service):
+        models = {}
+        for count, key in enumerate(KEYS, 1):
+            client = tinker.ServiceClient(base_url=url, api_key=key)
+            new = (client.create_lora_training_client(base_model=NAME, rank=8, seed=0) for _ in range(count))
+            models[key] = [training.result() for training in new]
+            for training in models[key]:
+                with pytest.raises(tinker.RequestFailedError):
+                    training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        for training in (*models[KEYS[0]], *models[KEYS[1]]):
+            training.forward_backward([datum()], "cross_entropy")
+        tenants = {key: hashed(key) for key in KEYS}
+        while service.queue.waiting() != {tenants[KEYS[0]]: 1, tenants[KEYS[1]]: 2}:
+            time.sleep(0.01)
+        for count, key in enumerate(KEYS, 1):
+            page = page_of(url, key)
+            (other,) = set(KEYS) - {key}
+            session = models[other][0].model_id.split(":")[0]
+            assert session not in page and tenants[other] not in page
+            assert page.count("optim_step without a gradient") == count
+            assert f">{count} of your models in the training engine<" in page
+            assert f">{count} of your requests wait<" in page
+            assert "<td>training requests</td><td>3</td>" in page
 
 
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")

@@ -1,0 +1,80 @@
+"""What the launcher takes of the machine: descriptors, and the ports that it listens on."""
+
+import asyncio
+import os
+import resource
+from datetime import timedelta
+from unittest import mock
+
+import psutil
+import pytest
+from torch.distributed.rendezvous import rendezvous
+
+from rl.cluster.actor_specs import ActorSpecs, EngineSpec
+from rl.cluster.launch import _Launcher
+from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.observability.timeline import Timeline
+from rl.processes import allow_many_files
+
+
+@pytest.fixture
+def few_descriptors():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("num_restarts", [3, 1000, 10**6])
+def test_ports_are_taken_as_they_are_used(tmp_path, few_descriptors, num_restarts):
+    specs = ActorSpecs(
+        roles={"trainer": 1, "generator": 1, "reward": 0},
+        trainer=EngineSpec("titan", tmp_path, EngineConfig()),
+        generator=VLLMConfig(str(tmp_path)),
+        max_trainer_restarts=num_restarts,
+    )
+    before = psutil.Process().num_fds()
+    _Launcher(specs, tmp_path, tmp_path, Timeline())
+    assert psutil.Process().num_fds() == before
+
+
+def test_as_many_files_may_be_open_as_the_system_allows(few_descriptors):
+    allow_many_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+def listening():
+    return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_processes_of_a_mesh_meet_on_the_loopback_interface(monkeypatch, world_size):
+    """And each start of a mesh has a store of its own, which goes with it."""
+    places, before = [], listening()
+
+    async def setup(procs, host, port):
+        places.append({"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)})
+
+    monkeypatch.setattr("monarch.spmd.setup_torch_elastic_env_async", setup)
+
+    def join(place, rank):
+        """As torch.distributed.init_process_group does in a rank's process."""
+        with mock.patch.dict(os.environ, place | GROUP_ENVIRONMENT | {"RANK": str(rank)}):
+            store, *numbers = next(rendezvous("env://", timeout=timedelta(seconds=20)))
+            assert numbers == [rank, world_size]
+            return store
+
+    stores = []
+    for _ in range(3):
+        stores.append(asyncio.run(join_group(None)))
+        ranks = [join(places[-1], rank) for rank in range(world_size)]
+        ranks[0].set("key", "value")
+        assert all(rank.get("key") == b"value" for rank in ranks)
+        assert {address.ip for address in listening() - before} == {"127.0.0.1"}
+    assert len(listening() - before) == 3
+    del ranks
+    stores.clear()
+    assert listening() == before
