@@ -86,7 +86,7 @@ class Sampling:
         place = self._scheduler.enter(tenant, self.check(tenant, body))
         try:
             await place.wait()
-            return await self._sample(place, partial(self._backend.sample, self._adapter(directory)), body)
+            return await self._sample(place, self._with(directory, _DEATHS), body)
         finally:
             place.leave()
 
@@ -101,6 +101,19 @@ class Sampling:
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
 
+    def _with(self, directory: str | None, max_deaths: int) -> Sample:
+        """With the adapter in a directory, as rows name it. Raises UserError where it is gone."""
+        adapter = self._adapter(directory)
+
+        async def sample(prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+            try:
+                return await self._backend.sample(adapter, prompt, n, params, max_deaths)
+            except Exception:
+                self._adapter(directory)  # it was deleted meanwhile
+                raise
+
+        return sample
+
     def _adapter(self, directory: str | None) -> Path | None:
         if directory is None:
             return None
@@ -114,8 +127,10 @@ class Sampling:
         if task is not None and task.cancel():
             self._queue.failed(request, "the request was cancelled", "user")
 
-    async def _sampler(self, id: str) -> Row | None:
-        return self._database.get(samplers, id)
+    async def _begin(self, request: Row) -> tuple[Mapping[str, Any], Row | None]:
+        """The body of a request that runs from here on, and its sampler, unless that is gone."""
+        self._queue.begin(request)
+        return json.loads(self._queue.body(request)), self._database.get(samplers, request.target)
 
     async def _answer(self, request: Row, place: Place) -> None:
         try:
@@ -154,13 +169,10 @@ class Sampling:
                 ) from death
 
     async def _result(self, request: Row, place: Place | None) -> bytes:
-        self._queue.begin(request)
-        body = json.loads(self._queue.body(request))
-        sampler = await self._database.patiently(partial(self._sampler, request.target))
+        body, sampler = await self._database.patiently(partial(self._begin, request))
         if sampler is None:
             raise UserError("its sampling session is over; create another")
-        max_deaths = 1 if place is None else _DEATHS
-        sample = partial(self._backend.sample, self._adapter(sampler.directory), max_deaths=max_deaths)
+        sample = self._with(sampler.directory, 1 if place is None else _DEATHS)
         scores = self._scores(body, *self._read(body))
         completions, scored = await asyncio.gather(self._sample(place, sample, body), scores.compute(sample))
         top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0

@@ -81,7 +81,7 @@ def test_a_script_on_the_sdk_alone(server):
     sampler = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=4, seed=1)
     sampled = sampler.sample(types.ModelInput.from_ints([5, 6]), 2, params).result()
-    assert [s.tokens for s in sampled.sequences] == [[1, 2, 3]] * 2
+    assert [s.tokens for s in sampled.sequences] == [[1, 2, 3], [2, 3, 4]]
     assert sampled.sequences[0].logprobs == pytest.approx([-3.25] * 3)
     path = training.save_state("one").result().path
     again = client(url).create_training_client_from_state_with_optimizer(path).result()

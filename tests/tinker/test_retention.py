@@ -274,7 +274,7 @@ def test_every_question_has_an_index(tmp_path):
                 )
                 unused(service, model)
             await service.queue.ended_after(model, 0, 0.0)
-            service.queue.last_failed(10)
+            service.queue.last_failed(ME, 10)
             for listed in (service.list_models, service.list_sessions):
                 listed(ME, 10, 0)
             service.count_models(ME)
