@@ -57,6 +57,11 @@ class Retention:
         """A model that was used before cannot be used any more."""
         return now() - self._limits.keep_models_seconds
 
+    def use(self, model: Row) -> None:
+        """It has a request. (To the minute: a commit for each would be a third of all.)"""
+        if model.seen < now() - min(_SWEEP_SECONDS, self._limits.keep_models_seconds / 10):
+            self._database.update(models, models.c.id == model.id, seen=now())
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
@@ -88,7 +93,7 @@ class Retention:
                 return
 
     async def end(self, rows: Sequence[Row]) -> None:
-        """Sessions: their samplers go. They have ended once those are gone: a restart in between repeats it."""
+        """Sessions: their samplers go. They end once those are gone: a restart in between repeats it."""
         await self._checkpoints.drop_samplers(rows)
         self._database.update(sessions, sessions.c.id.in_([row.id for row in rows]), ended=now())
 

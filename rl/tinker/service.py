@@ -182,13 +182,13 @@ class Service:
 
     def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
         """A request of a model. The same seq_id once more is the same request."""
-        self.model(tenant, model)
+        row = self.model(tenant, model)
         if seq_id < 1 and kind != "create_model":
             raise UserError("seq_id has to be at least 1, and another for each request")
         request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)
         if is_new:
             self.training.submit(request)
-            self._database.update(models, models.c.id == model, seen=now())
+            self.retention.use(row)
         return request.id
 
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:

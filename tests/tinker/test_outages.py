@@ -12,6 +12,7 @@ from sqlalchemy import event, text
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 
+from rl.errors import ConfigError  # noqa: E402
 from rl.tinker import connection  # noqa: E402
 from rl.tinker.backend import UserError  # noqa: E402
 from rl.tinker.connection import Unavailable  # noqa: E402
@@ -215,6 +216,19 @@ def test_a_connection_that_was_lost_is_made_again_and_nobody_notices(tmp_path, o
             sessions.insert().values(id="b", **row), sessions.delete().where(sessions.c.id == "a")
         )
         assert [row.id for row in database.find(sessions)] == ["b"]
+
+
+def test_two_servers_never_have_one_database(tmp_path, of_postgres, monkeypatch):
+    monkeypatch.setattr(connection, "_CONNECT_SECONDS", 0.1)
+    url = url_of(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        with pytest.raises(ConfigError, match="in use by another server; give each server one of its own"):
+            Database(url)
+        end_connections(url)
+        assert database.find(sessions) == []
+        with pytest.raises(ConfigError, match="in use"):
+            Database(url)
+    Database(url).close()
 
 
 @pytest.mark.parametrize("together", [False, True])
