@@ -1,6 +1,7 @@
 """Connection: one to SQLite or PostgreSQL. One that is lost is made again; then a statement is repeated."""
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -149,6 +150,8 @@ class Connection:
                     self._connection = self._connect()
                 return work(self._connection)
             except (OperationalError, InterfaceError, InternalError, _InUse) as error:
+                if _is_ours(error):
+                    raise
                 if self._connection is None or isinstance(error, _InUse):
                     self._rest_until = time.monotonic() + max(0.5, 2 * (time.monotonic() - began))
                 elif error.connection_invalidated:
@@ -219,6 +222,12 @@ def to_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the statement is wrong: SQLite has one class for that and for a full disk."""
+    cause = error.orig if isinstance(error, DBAPIError) else None
+    return getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
 def _reason(error: Exception) -> str:

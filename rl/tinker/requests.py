@@ -24,7 +24,7 @@ CHANGES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model: it can be restored from them (see Training)."""
 _CURSOR_PER_SECOND = 1_000_000
 _MOST_ENDED = 1000
-_PIECE = 200  # rows that are deleted in one turn
+_PIECE = 50  # rows that are deleted in one turn
 _REST_SECONDS = 1.0
 Category = Literal["user", "server", "unknown"]
 _log = logging.getLogger(__name__)

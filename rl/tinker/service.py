@@ -216,8 +216,6 @@ class Service:
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         self._check_ttl(body.get("ttl_seconds"))
-        if body.get("sampling_session_seq_id") is not None:
-            self.quotas.check_count(samplers, tenant)
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
 
     def _check_ttl(self, seconds: int | None) -> None:

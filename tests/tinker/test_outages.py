@@ -9,6 +9,7 @@ import time
 
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 
@@ -184,6 +185,12 @@ def test_a_number_that_is_too_large_is_the_clients_error(tmp_path, number):
         }
         with pytest.raises(UserError):
             database.insert(models, **row, seed=number, created=1.0, seen=1.0)
+
+
+def test_a_statement_that_is_wrong_is_an_error_and_not_an_outage(tmp_path):
+    wrong = pytest.raises((OperationalError, ProgrammingError))
+    with contextlib.closing(Database(url_of(tmp_path))) as database, wrong:
+        database.rows(text("SELECT nothing FROM nowhere"))
 
 
 # ---- PostgreSQL alone
