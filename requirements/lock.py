@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORM = "x86_64-manylinux_2_31"  # check.py refuses an older glibc
-EXTRAS = ("cpu", "dev", "fetch", "serve")
+EXTRAS = ("cpu", "dev", "fetch", "serve", "postgres")
 
 
 def resolve(python: str, pins: list[str], scratch: Path) -> list[str]:

@@ -98,6 +98,7 @@ class Checkpoints:
         id = f"{model.session}:sample:{body['sampling_session_seq_id']}"
         inflight = body.get("kind") == "inflight"
         if self._database.get(samplers, id) is None:
+            self._quotas.check_count(samplers, model.tenant)
             with new_directory(self._of_samplers(model.session), str(request.number)) as directory:
                 await self._write(model, directory, optimizer=False)
             num_bytes = size_of(directory)

@@ -1,6 +1,7 @@
 """Connection: one to SQLite or PostgreSQL. One that is lost is made again; then a statement is repeated."""
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
     StatementError,
 )
+from sqlalchemy.pool import NullPool
 
 from rl.errors import ConfigError, RunError, one_line
 from rl.tinker.backend import UserError
@@ -32,13 +34,19 @@ _POSTGRES = {
     "keepalives_idle": _STATEMENT_SECONDS,  # a machine that is gone
     "keepalives_interval": 2,
     "keepalives_count": 3,
-    "options": f"-c statement_timeout={_STATEMENT_SECONDS}s -c lock_timeout=5s",
+    "options": f"-c statement_timeout={_STATEMENT_SECONDS}s -c lock_timeout=5s -c tcp_keepalives_idle=10 "
+    "-c tcp_keepalives_interval=2 -c tcp_keepalives_count=3",
 }
+_LOCK = 724002
 _BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "BEGIN"}
 
 
 class Unavailable(RunError):
     """The database cannot be reached, or its disk is full: the same may work later."""
+
+
+class _InUse(Exception):
+    """Another server has the database."""
 
 
 class Connection:
@@ -50,14 +58,34 @@ class Connection:
 
     def __init__(self, url: str):
         """Raises ConfigError where there is no such database."""
+        self._connection: sqlalchemy.Connection | None = None
+        self._rest_until = 0.0
         try:
             self._engine = _engine(_read(url))
-            self._connection: sqlalchemy.Connection | None = self._engine.connect()
-        except (SQLAlchemyError, ImportError) as error:
+            until = time.monotonic() + _CONNECT_SECONDS  # so long PostgreSQL may need to miss a dead server
+            while self._connection is None:
+                try:
+                    self._connection = self._connect()
+                except _InUse as error:
+                    if time.monotonic() > until:
+                        raise ConfigError(f"{error}; give each server one of its own") from error
+                    time.sleep(0.1)
+        except ImportError as error:
             raise ConfigError(
-                f"the database {url} cannot be used ({one_line(error)}); give another URL"
+                f"the database cannot be used ({error}); install the extra `postgres`"
             ) from error
-        self._rest_until = 0.0
+        except SQLAlchemyError as error:
+            raise ConfigError(f"the database cannot be used ({one_line(error)}); give another URL") from error
+
+    def _connect(self) -> sqlalchemy.Connection:
+        """Raises _InUse where another server has the database: both would do the same requests."""
+        connection = self._engine.connect()
+        if self.dialect != "postgresql":
+            return connection
+        if not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar():
+            connection.close()
+            raise _InUse("the database is in use by another server")
+        return connection
 
     @property
     def dialect(self) -> str:
@@ -119,10 +147,12 @@ class Connection:
             began = time.monotonic()
             try:
                 if self._connection is None:
-                    self._connection = self._engine.connect()
+                    self._connection = self._connect()
                 return work(self._connection)
-            except (OperationalError, InterfaceError, InternalError) as error:
-                if self._connection is None:
+            except (OperationalError, InterfaceError, InternalError, _InUse) as error:
+                if _is_ours(error):
+                    raise
+                if self._connection is None or isinstance(error, _InUse):
                     self._rest_until = time.monotonic() + max(0.5, 2 * (time.monotonic() - began))
                 elif error.connection_invalidated:
                     self._forget()
@@ -172,6 +202,7 @@ def _engine(url: URL) -> Engine:
     engine = create_engine(
         url,
         isolation_level="AUTOCOMMIT",
+        poolclass=NullPool,  # a connection that is closed gives back its lock
         connect_args={} if is_sqlite else _POSTGRES | dict(url.query),
         json_serializer=to_json,
     )
@@ -191,6 +222,12 @@ def to_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the statement is wrong: SQLite has one class for that and for a full disk."""
+    cause = error.orig if isinstance(error, DBAPIError) else None
+    return getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
 def _reason(error: Exception) -> str:

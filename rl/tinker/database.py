@@ -162,7 +162,7 @@ class Database:
     ) -> Sequence[Row]:
         query = select(table).where(*where)
         if order is not None:
-            query = query.order_by(order)
+            query = query.order_by(*(order if isinstance(order, tuple) else (order,)))
         if limit is not None:
             query = query.limit(limit)
         return self._run(query.offset(offset) if offset else query).all()

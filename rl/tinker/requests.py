@@ -26,7 +26,7 @@ COMPUTES = ("forward", "forward_backward")
 """The kinds whose data are a client's: what may end an engine."""
 _CURSOR_PER_SECOND = 1_000_000
 _MOST_ENDED = 1000
-_PIECE = 200  # rows that are deleted in one turn
+_PIECE = 50  # rows that are deleted in one turn
 _REST_SECONDS = 1.0
 _HEADS = select(*(column for column in requests.c if column.name not in ("body", "result")))
 Category = Literal["user", "server", "unknown"]

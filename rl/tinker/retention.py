@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import select, tuple_
 from sqlalchemy.engine import Row
 
 from rl.tinker.checkpoints import Checkpoints
@@ -21,7 +21,7 @@ from rl.tinker.requests import Requests
 
 _SWEEP_SECONDS = 60.0
 _PIECE = 100
-_SHARE = 0.5  # of the process's time, at most
+_SHARE = 0.25  # of the process's time, at most
 _log = logging.getLogger(__name__)
 
 
@@ -51,11 +51,16 @@ class Retention:
         self._is_loaded = is_loaded
         self._root = root
         self._limits = limits
-        self._swept_until = 0.0  # sessions that ended before were looked at, and have models
+        self._swept_until = (0.0, "")  # of the last session that `_delete_sessions` looked at
 
     def oldest_use(self) -> float:
         """A model that was used before cannot be used any more."""
         return now() - self._limits.keep_models_seconds
+
+    def use(self, model: Row) -> None:
+        """It has a request. (To the minute: a commit for each would be a third of all.)"""
+        if model.seen < now() - min(_SWEEP_SECONDS, self._limits.keep_models_seconds / 10):
+            self._database.update(models, models.c.id == model.id, seen=now())
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -88,7 +93,7 @@ class Retention:
                 return
 
     async def end(self, rows: Sequence[Row]) -> None:
-        """Sessions: their samplers go. They have ended once those are gone: a restart in between repeats it."""
+        """Sessions: their samplers go. They end once those are gone: a restart in between repeats it."""
         await self._checkpoints.drop_samplers(rows)
         self._database.update(sessions, sessions.c.id.in_([row.id for row in rows]), ended=now())
 
@@ -100,15 +105,17 @@ class Retention:
         return len(rows) == _PIECE
 
     def _delete_sessions(self, before: float) -> bool:
-        ended = sessions.c.ended > self._swept_until, sessions.c.ended < before
-        rows = self._database.find(sessions, *ended, order=sessions.c.ended, limit=_PIECE)
+        """Those without models. Those with models are looked at once in a life of the server."""
+        by_end = sessions.c.ended, sessions.c.id
+        where = tuple_(*by_end) > self._swept_until, sessions.c.ended < before
+        rows = self._database.find(sessions, *where, order=by_end, limit=_PIECE)
         if rows:
             self._database.delete(
                 sessions,
                 sessions.c.id.in_([row.id for row in rows]),
                 ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
             )
-            self._swept_until = rows[-1].ended
+            self._swept_until = rows[-1].ended, rows[-1].id
         return len(rows) == _PIECE
 
     async def _delete_model(self, model: Row) -> None:

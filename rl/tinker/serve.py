@@ -66,7 +66,7 @@ class ServeConfig:
     """Of checkpoints, logs and the database: a server that is started again goes on in it."""
 
     database: str = ""
-    """An SQLAlchemy URL; empty for SQLite in the directory."""
+    """postgresql://USER:PASSWORD@HOST/NAME, of this server alone; empty: SQLite in the directory."""
 
     names: tuple[str, ...] = ()
     """Names under which clients may ask for the base model; empty: the last part of its path."""

@@ -211,7 +211,7 @@ class Service:
 
     def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
         """A request of a model. The same seq_id once more is the same request."""
-        self.model(tenant, model)
+        row = self.model(tenant, model)
         if kind in COMPUTES:
             self._blame.check(tenant)
         if seq_id < 1 and kind != "create_model":
@@ -219,7 +219,7 @@ class Service:
         request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)
         if is_new:
             self.training.submit(request)
-            self._database.update(models, models.c.id == model, seen=now())
+            self.retention.use(row)
         return request.id
 
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:
@@ -247,8 +247,6 @@ class Service:
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         self._check_ttl(body.get("ttl_seconds"))
-        if body.get("sampling_session_seq_id") is not None:
-            self.quotas.check_count(samplers, tenant)
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
 
     def _check_ttl(self, seconds: int | None) -> None:

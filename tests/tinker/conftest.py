@@ -15,7 +15,7 @@ def database_kind(request):
 
 
 def pytest_generate_tests(metafunc):
-    if {"serving", "url_of"} & set(vars(metafunc.module)):
+    if {"serving", "living", "url_of"} & set(vars(metafunc.module)):
         if "database_kind" not in metafunc.fixturenames:
             metafunc.fixturenames.insert(0, "database_kind")  # before any server starts
         metafunc.parametrize("database_kind", _KINDS, indirect=True, scope="module")

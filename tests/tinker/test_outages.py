@@ -9,9 +9,11 @@ import time
 
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 
+from rl.errors import ConfigError  # noqa: E402
 from rl.tinker import connection  # noqa: E402
 from rl.tinker.backend import UserError  # noqa: E402
 from rl.tinker.connection import Unavailable  # noqa: E402
@@ -185,6 +187,12 @@ def test_a_number_that_is_too_large_is_the_clients_error(tmp_path, number):
             database.insert(models, **row, seed=number, created=1.0, seen=1.0)
 
 
+def test_a_statement_that_is_wrong_is_an_error_and_not_an_outage(tmp_path):
+    wrong = pytest.raises((OperationalError, ProgrammingError))
+    with contextlib.closing(Database(url_of(tmp_path))) as database, wrong:
+        database.rows(text("SELECT nothing FROM nowhere"))
+
+
 # ---- PostgreSQL alone
 
 
@@ -215,6 +223,19 @@ def test_a_connection_that_was_lost_is_made_again_and_nobody_notices(tmp_path, o
             sessions.insert().values(id="b", **row), sessions.delete().where(sessions.c.id == "a")
         )
         assert [row.id for row in database.find(sessions)] == ["b"]
+
+
+def test_two_servers_never_have_one_database(tmp_path, of_postgres, monkeypatch):
+    monkeypatch.setattr(connection, "_CONNECT_SECONDS", 0.1)
+    url = url_of(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        with pytest.raises(ConfigError, match="in use by another server; give each server one of its own"):
+            Database(url)
+        end_connections(url)
+        assert database.find(sessions) == []
+        with pytest.raises(ConfigError, match="in use"):
+            Database(url)
+    Database(url).close()
 
 
 @pytest.mark.parametrize("together", [False, True])

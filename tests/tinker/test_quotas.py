@@ -171,12 +171,12 @@ def test_sessions_models_and_samplers_of_a_tenant_have_a_bound(tmp_path):
                 lambda: service.create_session(ME, None, None),
                 lambda: service.create_model(ME, mine[0], 2, name, {}),
                 lambda: service.create_sampler(ME, mine[0], 2, name, None),
-                lambda: service.save(
-                    ME, "save_weights_for_sampler", first[0], 5, {"sampling_session_seq_id": 7}
-                ),
             ):
                 with pytest.raises(UserError, match=r"you have 2 .*limits.max_tenant_.* finish sessions"):
                     act()
+            await save(
+                service, "save_weights_for_sampler", first[0], 5, state="refused", sampling_session_seq_id=7
+            )
             await make_model(service, mine[0], 1)
             other = service.create_session("other", None, None)
             await make_model(service, other, tenant="other")
