@@ -1,4 +1,4 @@
-"""`rl doctor`: what this machine has, and what keeps a run from starting."""
+"""`rl doctor`: what this machine has, what keeps a run from starting, what those under way listen on."""
 
 import importlib.metadata
 import os
@@ -47,6 +47,7 @@ def doctor(run_dirs: Sequence[str] = ()) -> int:
         print(f"{name:14} {_version(name) or f'not installed (optional; run: {remedy})'}")
     _machine(problems)
     print(f"sandbox        {why_no_sandbox() or 'isolates what a model writes'}")
+    _listening()
     _abandoned([*sorted(Path("runs").glob("*")), *map(Path, run_dirs)])
     for problem in problems:
         print(f"problem: {problem}")
@@ -124,6 +125,17 @@ def _devices(torch: Any, problems: list[str]) -> None:
     for default in DEVICE_DEFAULTS:
         value = default.gpu if machine.gpus else default.cpu
         print(f"  --{default.setting} {value:<10}  {default.why}")
+
+
+def _listening() -> None:
+    """What servers and runs that are under way can be reached by."""
+    from rl.cluster.listening import listeners
+
+    for listener in listeners():
+        count = listener.num_abstract
+        unix = f"{count} abstract Unix socket{'s' * (count > 1)}" if count else ""
+        where = ", ".join(filter(None, (*listener.addresses, unix)))
+        print(f"listens        {listener.name} (pid {listener.pid}): {where}")
 
 
 def _abandoned(run_dirs: Sequence[Path]) -> None:

@@ -53,13 +53,14 @@ class Births:
         if len(self._born) < self._num_procs:
             known = {process.pid for process in self._born}
             for child in psutil.Process().children():
-                if child.pid not in known and _mesh_of(child) == self._mesh:
+                if child.pid not in known and mesh_of(child) == self._mesh:
                     self._born.append(ProcessInfo(child.pid, socket.gethostname(), ""))
             del self._born[self._num_procs :]  # orphans of theirs that were adopted
         return next(filter(is_gone, self._born), None)
 
 
-def _mesh_of(process: psutil.Process) -> str | None:
+def mesh_of(process: psutil.Process) -> str | None:
+    """Which mesh it was started for: the number of its controller's process, a dash and a count."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(_VARIABLE)
     return None

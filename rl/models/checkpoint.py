@@ -33,6 +33,7 @@ from rl.models.checkpoint_dir import (
     tensor_names,
     write_checksums,
 )
+from rl.models.checkpoint_metadata import CheckpointReader
 from rl.models.learner import Learner
 from rl.models.platform import agreed, fail_together, new_group
 from rl.paths import sync, write_whole
@@ -153,7 +154,7 @@ class Checkpoints:
         """In place."""
         self.wait()
         try:
-            dcp.load(tensors, checkpoint_id=str(path), process_group=self._group)
+            dcp.load(tensors, storage_reader=CheckpointReader(path), process_group=self._group)
         except CheckpointException as error:
             raise RunError(
                 f"{path} does not fit this model ({_cause(error)}); load it with the model, and the version "

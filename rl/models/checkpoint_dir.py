@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from rl.errors import DamagedCheckpoint, RunError
+from rl.models.checkpoint_metadata import CheckpointReader
 from rl.paths import sync, write_whole
 
 RECORD = "record.json"
@@ -149,7 +149,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 def _metadata(path: Path) -> Metadata:
     try:
-        return FileSystemReader(path).read_metadata()
+        return CheckpointReader(path).read_metadata()
     except Exception as error:  # it is a pickle: anything may go wrong
         broken = f"{path / '.metadata'} is broken ({error})"
         raise DamagedCheckpoint(f"{broken}; give another checkpoint") from error

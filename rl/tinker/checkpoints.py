@@ -190,10 +190,11 @@ class Checkpoints:
         Of sessions and models that the database knows, because another database may be this directory's.
         """
         find = self._database.find
+        known = find(models)
         rows = [*find(checkpoints), *find(samplers)]
-        named = {row.directory for row in rows} | {row.snapshot for row in find(models)}
+        named = {row.directory for row in rows} | {model.snapshot for model in known}
         parents = [self._of_samplers(session.id) for session in find(sessions)]
-        for model in find(models):
+        for model in known:
             name = directory_name(model.id)
             parents += [self._root / "models" / name, *(self._root / "checkpoints" / name).glob("*")]
         for directory in (path for parent in parents for path in parent.glob("*")):

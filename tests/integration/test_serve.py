@@ -359,6 +359,21 @@ def test_settings_of_an_adapter_are_honoured(server):
     assert len(theirs) > len(ours)
 
 
+def test_its_ports_are_on_the_loopback_interface_and_its_files_are_its_users(server):
+    """Of every process: the server's, the engine's, the generators'. Each has written something by now."""
+    server.saved(server.trainable(), "mine")
+    processes = [server.process.pid, *(pid for pid, _ in _processes(server))]
+    addresses = {
+        connection.laddr.ip
+        for pid in processes
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+    paths = [server.directory, *server.directory.rglob("*")]
+    assert len(paths) > 10 and not [path for path in paths if path.stat().st_mode & 0o077]
+
+
 def test_a_signal_while_it_starts_ends_every_process(server, tmp_path):
     process = start("serve", server.model_dir, "--port", "0", "--directory", tmp_path / "server")
     log, deadline = tmp_path / "server" / "logs" / "trainer.log", time.monotonic() + SECONDS
