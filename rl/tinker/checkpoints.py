@@ -33,7 +33,7 @@ class Checkpoints:
         if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             return await self._save_for_session(request, model, body)
         path = CheckpointPath.make(model.id, kind, name or f"{request.number:08d}")
-        there = self._database.get(checkpoints, str(path))
+        there = self._get(path)
         if there is not None and there.request != request.id:
             if not body.get("overwrite"):
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
@@ -62,8 +62,9 @@ class Checkpoints:
         path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
         directory = path.directory(self._root)
         async with self._copying:
-            if self._database.get(checkpoints, str(path)) is not None:
+            if self._get(path) is not None:
                 return path
+            self._database.delete(checkpoints, checkpoints.c.path == str(path))
             try:
                 async with _complete(directory) as partial:
                     await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
@@ -96,20 +97,26 @@ class Checkpoints:
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
-        row = self._database.get(checkpoints, str(CheckpointPath.parse(path)))
+        row = self._get(CheckpointPath.parse(path))
         if row is None or (row.tenant != tenant and not row.public):
             raise NotFound(f"there is no checkpoint {path}")
         return row
 
     def own(self, tenant: str, model: str, kind: str, name: str) -> Row:
         """This tenant's own."""
-        row = self._database.get(checkpoints, str(CheckpointPath.make(model, kind, name)))
+        row = self._get(CheckpointPath.make(model, kind, name))
         if row is None or row.tenant != tenant:
             raise NotFound(f"there is no checkpoint {kind}/{name} of {model}")
         return row
 
+    def _get(self, path: CheckpointPath) -> Row | None:
+        """None also for one past its time, which `sweep` will delete."""
+        row = self._database.get(checkpoints, str(path))
+        return None if row is None or (row.expires is not None and row.expires < now()) else row
+
     def list(self, tenant: str, model: str | None = None) -> Sequence[Row]:
-        where = [checkpoints.c.tenant == tenant, *([checkpoints.c.model == model] if model else [])]
+        live = checkpoints.c.expires.is_(None) | (checkpoints.c.expires >= now())
+        where = [checkpoints.c.tenant == tenant, live, *([checkpoints.c.model == model] if model else [])]
         return self._database.find(checkpoints, *where, order=checkpoints.c.created.desc())
 
     def change(self, checkpoint: Row, **values: Any) -> None:

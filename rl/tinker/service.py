@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from rl.tinker.limits import Limits
 from rl.tinker.paths import CheckpointPath
 from rl.tinker.requests import Requests
 from rl.tinker.sampling import Sampling
+from rl.tinker.settings import check_adam
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
 from rl.waiting import beside
@@ -177,18 +177,15 @@ class Service:
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:
         checkpoint = self.checkpoints.readable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
+        self._check_shape(checkpoint, self.model(tenant, model))
         body = {"path": path, "directory": checkpoint.directory, "optimizer": optimizer}
         return self.submit(tenant, "load_weights", model, seq_id, json.dumps(body).encode())
 
     def optim_step(self, tenant: str, model: str, seq_id: int, adam: Mapping[str, float]) -> str:
         """adam: Tinker's AdamParams."""
+        check_adam(adam)
         lr, eps, decay, clip = (adam[k] for k in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"))
         betas = adam["beta1"], adam["beta2"]
-        numbers = (lr, eps, decay, clip)
-        if not all(0 <= number < math.inf for number in numbers) or not all(0 <= beta < 1 for beta in betas):
-            raise UserError(
-                f"AdamParams {dict(adam)} have a number that is negative, too large or not finite"
-            )
         params = OptimParams(lr, betas=betas, eps=eps, weight_decay=decay, max_grad_norm=clip)
         return self.submit(
             tenant, "optim_step", model, seq_id, json.dumps({"params": asdict(params)}).encode()
@@ -214,6 +211,16 @@ class Service:
             raise UserError(
                 f"{checkpoint.path} has weights for sampling alone; load it without its optimizer"
             )
+
+    def _check_shape(self, checkpoint: Row, model: Row) -> None:
+        own, other = LoRA.from_record(model.lora), LoRA.from_record(checkpoint.lora)
+        if own.rank != other.rank:
+            differs = f"has rank {other.rank} and the model rank {own.rank}"
+        elif set(own.targets) != set(other.targets):
+            differs = f"trains {sorted(other.targets)} and the model {sorted(own.targets)}"
+        else:
+            return
+        raise UserError(f"{checkpoint.path} {differs}; load it into a new model")
 
     # ---- sampling
 
@@ -243,7 +250,8 @@ class Service:
         return list(self._database.find(samplers, samplers.c.session == session))
 
     def sample(self, tenant: str, sampler: str, seq_id: int, body: Mapping[str, Any]) -> str:
-        self.sampler(tenant, sampler)
+        if path := self.sampler(tenant, sampler).model_path:
+            self.checkpoints.readable(tenant, path)
         self.sampling.check(body)
         request, is_new = self.queue.submit(
             f"{sampler}:{seq_id}", tenant, "sample", sampler, json.dumps(dict(body)).encode()
