@@ -12,7 +12,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rl.errors import RunError
 from rl.models.tokenizer import HFTokenizer
+from rl.openai_format import refusal
 from rl.tinker.backend import NotFound, UserError
 from rl.tinker.keys import tenant_of
 from rl.tinker.openai import add_openai_routes
@@ -58,7 +60,7 @@ def make_app(
 
     def refuse(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
         async def answer(request: Request, error: Exception) -> Response:
-            return _error(request, status, str(error)[:_MAX_FIELD])
+            return _error(request, status, str(error)[:_MAX_FIELD], code=getattr(error, "code", None))
 
         return answer
 
@@ -75,6 +77,7 @@ def make_app(
     app.add_exception_handler(UserError, refuse(422))
     app.add_exception_handler(NotFound, refuse(404))
     app.add_exception_handler(TooMany, refuse(429))
+    app.add_exception_handler(RunError, refuse(500))
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_middleware(_Authentication, keys=tuple(keys), limit=limit)
@@ -139,10 +142,17 @@ def _key_of(request: Request) -> str:
     return ""
 
 
-def _error(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Any:
-    """As the client of the route reads it: OpenAI's, or Tinker's."""
+def _error(
+    request: Request,
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    code: str | None = None,
+) -> Any:
+    """As the client of the route reads it: OpenAI's, or Tinker's. code: OpenAI's, where there is one."""
     if request.url.path.startswith("/v1/"):
-        error: Any = {"error": {"message": message, "type": "invalid_request_error"}}
+        status = 400 if status == 422 else status
+        error: Any = refusal(status, message, code)
     else:
-        error = {"error": message, "detail": message, "category": "user"}
+        error = {"error": message, "detail": message, "category": "server" if status >= 500 else "user"}
     return JSONResponse(error, status, headers=headers)

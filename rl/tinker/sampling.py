@@ -136,6 +136,7 @@ class Sampling:
             top_k=asked["top_k"],
             top_p=asked["top_p"],
             stop_texts=texts,
+            json_schema=body.get("json_schema", ""),
             ignore_eos=True,
             num_likeliest=likeliest,
             prompt_likeliest=of_prompt if body.get("prompt_logprobs") or of_prompt else None,

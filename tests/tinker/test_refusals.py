@@ -59,7 +59,7 @@ def test_the_cookbooks_rank_is_within_the_default_limit(server):
 @pytest.mark.parametrize("public", [False, True])
 def test_an_expired_checkpoint_is_gone_at_each_access(server, monkeypatch, public):
     """Without any sweep."""
-    url, service = server
+    url, _ = server
     training = trained(url)
     path = training.save_state("best").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEYS[0])
