@@ -16,13 +16,14 @@ from rl.errors import RunError
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import refusal
 from rl.tinker.backend import NotFound, UserError
+from rl.tinker.downloads import PREFIX
 from rl.tinker.keys import tenant_of
 from rl.tinker.openai import add_openai_routes
 from rl.tinker.requests import TooMany
 from rl.tinker.routes import Served, add_routes
 from rl.tinker.service import Service
 
-_OPEN = ("/api/v1/healthz",)  # without a key
+_OPEN = "/api/v1/healthz"  # without a key, as are downloads, whose URLs are signed
 _MAX_FIELD = 1000
 
 
@@ -101,7 +102,7 @@ class _Authentication:
         request = Request(scope)
         tenant = tenant_of(_key_of(request), self._keys) if self._keys else "local"
         length = request.headers.get("content-length", "0")
-        if tenant is None and scope["path"] not in _OPEN:
+        if tenant is None and scope["path"] != _OPEN and not scope["path"].startswith(PREFIX):
             wanted = {"WWW-Authenticate": 'Basic realm="rl serve: the API key as password"'}
             answer = _error(request, 401, "the API key is missing or wrong; set TINKER_API_KEY", wanted)
         elif length.isdecimal() and int(length) > self._limit:

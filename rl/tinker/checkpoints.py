@@ -13,7 +13,15 @@ from sqlalchemy.engine import Row
 
 from rl.tinker.backend import Backend, NotFound, UserError
 from rl.tinker.database import Database, checkpoints, now, samplers
-from rl.tinker.paths import CheckpointPath
+from rl.tinker.encryption import encrypt
+from rl.tinker.paths import EXTERNAL, CheckpointPath
+
+_SAVED = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": EXTERNAL,
+}
+"""A request's kind -> that of its checkpoint."""
 
 
 class Checkpoints:
@@ -22,13 +30,13 @@ class Checkpoints:
     def __init__(self, database: Database, backend: Backend, root: Path):
         self._database = database
         self._backend = backend
-        self._root = root
+        self.root = root
         self._copying = asyncio.Lock()
 
     async def save(self, request: Row, model: Row) -> dict[str, Any]:
-        """save_weights and save_weights_for_sampler, when their turn has come."""
+        """A request of `_SAVED`, when its turn has come."""
         body = json.loads(request.body)
-        kind = "weights" if request.kind == "save_weights" else "sampler_weights"
+        kind = _SAVED[request.kind]
         name = body.get("path")
         if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             return await self._save_for_session(request, model, body)
@@ -39,7 +47,8 @@ class Checkpoints:
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
-        await self._write(model, path.directory(self._root), optimizer=kind == "weights")
+        recipients = body.get("age_encryption_recipients") or ()
+        await self._write(model, path.directory(self.root), kind == "weights", recipients)
         self._database.delete(checkpoints, checkpoints.c.path == str(path))
         self._insert(path, model.tenant, request.id, model.lora, body)
         return {"path": str(path), "type": request.kind}
@@ -47,7 +56,7 @@ class Checkpoints:
     def _insert(
         self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any]
     ) -> None:
-        directory, ttl = path.directory(self._root), body.get("ttl_seconds")
+        directory, ttl = path.directory(self.root), body.get("ttl_seconds")
         self._database.insert(
             checkpoints, path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
             request=request, directory=self._relative(directory), lora=lora, created=now(),
@@ -60,14 +69,14 @@ class Checkpoints:
         made_of = f"{source.path} of {source.created!r}"
         suffix = hashlib.blake2b(made_of.encode(), digest_size=6).hexdigest()
         path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
-        directory = path.directory(self._root)
+        directory = path.directory(self.root)
         async with self._copying:
             if self._get(path) is not None:
                 return path
             self._database.delete(checkpoints, checkpoints.c.path == str(path))
             try:
                 async with _complete(directory) as partial:
-                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
+                    await asyncio.to_thread(shutil.copytree, self.root / source.directory, partial)
             except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
                 raise NotFound(f"there is no checkpoint {source.path}") from error
             copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
@@ -80,7 +89,7 @@ class Checkpoints:
         inflight = body.get("kind") == "inflight"
         if self._database.get(samplers, id) is None:
             directory = self._of_samplers(model.session) / str(request.number)
-            await self._write(model, directory, optimizer=False)
+            await self._write(model, directory, optimizer=False, recipients=())
             if inflight:
                 newest = samplers.c.inflight_of == model.id
                 self._database.update(samplers, newest, directory=self._relative(directory))
@@ -91,15 +100,34 @@ class Checkpoints:
             )  # fmt: skip
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
 
-    async def _write(self, model: Row, directory: Path, optimizer: bool) -> None:
+    async def _write(self, model: Row, directory: Path, optimizer: bool, recipients: Sequence[str]) -> None:
+        """recipients: of age, where the files are for them alone."""
         async with _complete(directory) as partial:
             await self._backend.save(model.id, partial, optimizer)
+            if recipients:
+                await asyncio.to_thread(encrypt, partial, recipients)
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
         row = self._get(CheckpointPath.parse(path))
         if row is None or (row.tenant != tenant and not row.public):
             raise NotFound(f"there is no checkpoint {path}")
+        return row
+
+    def loadable(self, tenant: str, path: str) -> Row:
+        """One of those that models and samplers read."""
+        row = self.readable(tenant, path)
+        if row.kind == EXTERNAL:
+            raise UserError(
+                f"{path} are for download alone; save_weights_for_sampler and save_state make what is loaded"
+            )
+        return row
+
+    def external(self, model: str, name: str) -> Row:
+        """Of any tenant: for whoever has a signed URL."""
+        row = self._get(CheckpointPath.make(model, EXTERNAL, name))
+        if row is None:
+            raise NotFound(f"there is no checkpoint {EXTERNAL}/{name} of {model}")
         return row
 
     def own(self, tenant: str, model: str, kind: str, name: str) -> Row:
@@ -124,7 +152,7 @@ class Checkpoints:
 
     def delete(self, checkpoint: Row) -> None:
         self._database.delete(checkpoints, checkpoints.c.path == checkpoint.path)
-        shutil.rmtree(self._root / checkpoint.directory, ignore_errors=True)
+        shutil.rmtree(self.root / checkpoint.directory, ignore_errors=True)
 
     def drop_samplers(self, session: str) -> None:
         """Of a session that is over, with the weights that were written for them alone."""
@@ -133,10 +161,10 @@ class Checkpoints:
 
     def _relative(self, directory: Path) -> str:
         """As rows name it: the server's directory may be moved."""
-        return str(directory.relative_to(self._root))
+        return str(directory.relative_to(self.root))
 
     def _of_samplers(self, session: str) -> Path:
-        return self._root / "samplers" / session
+        return self.root / "samplers" / session
 
     def sweep(self) -> None:
         """Those past their time go."""

@@ -17,6 +17,7 @@ from rl.openai_format import answer, chat_logprobs, choice, head, text_logprobs,
 from rl.tinker.openai_chat import Chats, Deltas, Turn
 from rl.tinker.openai_requests import ChatRequest, CompletionsRequest, Prompts, SamplingRequest
 from rl.tinker.openai_stream import SLICE_TOKENS, EventStream, PartialText, Piece, cut, interleaved, pieces
+from rl.tinker.paths import EXTERNAL
 from rl.tinker.service import Service
 from rl.types import Completion
 from rl.waiting import together
@@ -31,7 +32,8 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
 
     @api.get("/models")
     async def models(request: Request) -> Any:
-        paths = [row.path for row in service.checkpoints.list(request.state.tenant)]
+        rows = service.checkpoints.list(request.state.tenant)
+        paths = [row.path for row in rows if row.kind != EXTERNAL]
         names = [*service.model_names, *paths]
         return {
             "object": "list",

@@ -111,7 +111,7 @@ class Service:
         self.session(tenant, session)
         if body.get("base_model"):
             self._check_base(body["base_model"])
-        checkpoint = self.checkpoints.readable(tenant, path)
+        checkpoint = self.checkpoints.loadable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
         lora = LoRA.from_record(checkpoint.lora)
         return self._begin_model(tenant, session, number, lora, 0, checkpoint.directory, optimizer, body)
@@ -144,7 +144,7 @@ class Service:
         """Of this tenant's, or published ones: to a model of the session, which is made if there is none."""
         self.session(tenant, session)
         self._check_ttl(ttl_seconds)
-        source, id = self.checkpoints.readable(tenant, path), f"{session}:train:{number}"
+        source, id = self.checkpoints.loadable(tenant, path), f"{session}:train:{number}"
         copy = await self.checkpoints.copy(source, tenant, id, ttl_seconds)
         if self._database.get(models, id) is None:
             there = self.checkpoints.own(tenant, id, copy.kind, copy.name).directory
@@ -175,7 +175,7 @@ class Service:
         return request.id
 
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:
-        checkpoint = self.checkpoints.readable(tenant, path)
+        checkpoint = self.checkpoints.loadable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
         self._check_shape(checkpoint, self.model(tenant, model))
         body = {"path": path, "directory": checkpoint.directory, "optimizer": optimizer}
@@ -192,7 +192,7 @@ class Service:
         )
 
     def save(self, tenant: str, kind: str, model: str, seq_id: int, body: Mapping[str, Any]) -> str:
-        """kind: save_weights or save_weights_for_sampler."""
+        """kind: one of those that `Checkpoints.save` carries out."""
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         self._check_ttl(body.get("ttl_seconds"))
@@ -230,7 +230,7 @@ class Service:
         self.session(tenant, session)
         directory = None
         if model_path:
-            directory = self.checkpoints.readable(tenant, model_path).directory
+            directory = self.checkpoints.loadable(tenant, model_path).directory
         elif base_model:
             self._check_base(base_model)
         else:
@@ -264,7 +264,7 @@ class Service:
         """model: a name of the base model, or a checkpoint's path. Not kept: a restart loses it."""
         directory = None
         if model.startswith("tinker://"):
-            directory = self.checkpoints.readable(tenant, model).directory
+            directory = self.checkpoints.loadable(tenant, model).directory
         else:
             self._check_base(model)
         return await self.sampling.sample(directory, body)

@@ -107,7 +107,19 @@ def test_a_stream_that_ends_early_ends_what_it_reads():
 
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'
-FRAGMENTS = ["a", " ", "\n", "<", "<t", CALL, "<tool_call>", "</tool_call>", f"<tool_call>{CALL}</tool_call>", "{", "[f(x=1)]"]
+FRAGMENTS = [
+    "a",
+    " ",
+    "\n",
+    "<",
+    "<t",
+    CALL,
+    "<tool_call>",
+    "</tool_call>",
+    f"<tool_call>{CALL}</tool_call>",
+    "{",
+    "[f(x=1)]",
+]
 
 
 @settings(max_examples=200, deadline=None)
