@@ -7,10 +7,10 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from rl.errors import one_line
 from rl.tinker.backend import UserError
 
 _MAX_CHARACTERS = 32_768
+_MAX_DEPTH = 64  # vLLM's
 _DEFINITIONS = ("$defs", "definitions")  # a schema's references name them from its root
 
 
@@ -18,16 +18,25 @@ def schema_text(schema: object, what: str) -> str:
     """As generators take it. what: its name in messages. Raises UserError where it is no schema."""
     if not isinstance(schema, dict):
         raise UserError(f"{what} has to be a JSON schema, an object")
-    try:
-        text = json.dumps(schema)
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        raise UserError(f"{what} is no JSON schema: {one_line(error):.200}") from error
-    except RecursionError as error:
-        raise UserError(f"{what} is nested too deeply; make it flatter") from error
+    if _depth(schema) > _MAX_DEPTH:
+        raise UserError(f"{what} is nested over {_MAX_DEPTH} deep; make it flatter")
+    text = json.dumps(schema)
     if len(text) > _MAX_CHARACTERS:
         raise UserError(f"{what} has {len(text)} characters of JSON; at most {_MAX_CHARACTERS} are offered")
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise UserError(f"{what} is no JSON schema: {error.message[:200]}") from error
     return text
+
+
+def _depth(value: object) -> int:
+    """Of objects and lists within each other."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def of_response_format(response_format: Mapping[str, Any] | None) -> str:

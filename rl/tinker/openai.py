@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, chat_logprobs, choice, head, text_logprobs, usage
+from rl.tinker.json_schemas import of_response_format
 from rl.tinker.openai_chat import Chats, Deltas, Turn
 from rl.tinker.openai_requests import ChatRequest, CompletionsRequest, Prompts, SamplingRequest
 from rl.tinker.openai_stream import SLICE_TOKENS, EventStream, PartialText, Piece, cut, interleaved, pieces
@@ -44,7 +45,8 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
     async def completions(body: CompletionsRequest, request: Request) -> Response:
         body.check(service.limits.max_samples)
         tokens = await prompts.read(body.prompt)
-        sampler = _Sampler(service, tokenizer, request.state.tenant, body, body.logprobs or 0)
+        schema = of_response_format(body.response_format)
+        sampler = _Sampler(service, tokenizer, request.state.tenant, body, body.logprobs or 0, schema)
         if body.stream:
             return await EventStream.begin(_text_records(body, sampler, tokens))
         return await _unless_gone(request, _text_answer(body, sampler, tokens))

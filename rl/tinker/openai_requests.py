@@ -43,6 +43,7 @@ class SamplingRequest(BaseModel):
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     return_token_ids: bool = False
 
     @model_validator(mode="before")
@@ -85,7 +86,6 @@ class ChatRequest(SamplingRequest):
     messages: list[ChatMessage]
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[Tool] = []
     tool_choice: str | Choice | None = None
     parallel_tool_calls: bool = True

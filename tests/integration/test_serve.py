@@ -35,7 +35,7 @@ AS_IT_IS = {"learning_rate": 1e6, "eps": 1e6, "beta1": 0.0, "beta2": 0.0}
 class Server:
     def __init__(self, root: Path):
         self.root = root
-        self.model_dir = TinyQwen3(alphabet="abcdefghijklmnop").materialize(root)
+        self.model_dir = TinyQwen3(alphabet='abcdefghijklmnop"').materialize(root)
         torch.manual_seed(0)
         config = transformers.AutoConfig.from_pretrained(self.model_dir)
         config.initializer_range = 0.15
@@ -298,17 +298,44 @@ def test_openais_client_samples_the_base_model_and_checkpoints(server):
     assert isinstance(text.choices[0].text, str)
     for call, match in [
         (lambda: client.completions.create(model="other", prompt="a"), "no base model 'other'"),
-        (lambda: client.completions.create(model="tiny", prompt="a", stream=True), "stream is not offered"),
         (lambda: client.completions.create(model="tiny", prompt="a", best_of=2), "best_of is not offered"),
         (
             lambda: client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}]),
             "no chat template",
         ),
     ]:
-        with pytest.raises(openai.UnprocessableEntityError, match=match):
+        with pytest.raises(openai.BadRequestError, match=match):
             call()
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-no", max_retries=0).models.list()
+
+
+def test_openais_client_streams_what_is_sampled_whole(server):
+    """Greedy, in slices of 16 tokens, with stop strings that the slices may cut in two."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key)
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0).choices[0]
+    for stop in (None, [whole.text[15:18] or "x"]):
+        asked = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "stop": stop}
+        text = client.completions.create(**asked).choices[0].text
+        chunks = list(client.completions.create(**asked, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text
+        assert stop is None or stop[0] not in text
+
+
+def test_an_answer_is_held_to_a_schema(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0)
+    schema = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["abba", "baab"]}}}
+    asked = {"model": "tiny", "prompt": "abc", "max_tokens": 12, "extra_body": {"response_format": schema}}
+    whole = client.completions.create(**asked, n=4).choices
+    assert {(c.text, c.finish_reason) for c in whole} <= {('"abba"', "stop"), ('"baab"', "stop")}
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+    assert streamed in ('"abba"', '"baab"')
+    fits_no_grammar = {"type": "json_schema", "json_schema": {"name": "no", "schema": {"enum": []}}}
+    with pytest.raises(openai.APIStatusError):
+        client.completions.create(**asked | {"extra_body": {"response_format": fits_no_grammar}})
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=3).choices[0].text is not None
 
 
 def test_a_killed_trainer_comes_back_with_every_model(server):

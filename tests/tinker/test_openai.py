@@ -291,6 +291,10 @@ def test_json_is_what_the_generator_is_held_to(url, backend):
         streamed = joined(events(post(url, response_format=response_format, stream=True)))[0]["content"]
         assert streamed == content
         assert [json.loads(params.json_schema) for params in backend.asked] == [expected] * 2
+    answer = post(url, "completions", prompt="a", response_format={"type": "json_object"}).json()
+    assert answer["choices"][0]["text"] == content and json.loads(backend.asked[-1].json_schema) == {
+        "type": "object"
+    }
     assert post(url, response_format={"type": "text"}) and backend.asked[-1].json_schema == ""
 
 
