@@ -55,8 +55,8 @@ def head(kind: str, model: str) -> dict[str, Any]:
     kind: text_completion, chat.completion or chat.completion.chunk.
     """
     prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
-    made = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
-    return made | {"model": model}
+    id = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
@@ -78,8 +78,8 @@ def answer(
 ) -> dict[str, Any]:
     """Of one prompt. kind: text_completion or chat.completion."""
     sampled = sum(len(completion.tokens) for completion in completions)
-    made = head(kind, model) | {"choices": list(choices), "usage": usage(len(prompt), sampled)}
-    return made | ({"prompt_token_ids": list(prompt)} if with_token_ids else {})
+    whole = head(kind, model) | {"choices": list(choices), "usage": usage(len(prompt), sampled)}
+    return whole | ({"prompt_token_ids": list(prompt)} if with_token_ids else {})
 
 
 _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}

@@ -144,24 +144,18 @@ async def _text_answer(
     choices: list[dict[str, Any]] = []
     for prompt, completions in zip(prompts, answers, strict=True):
         for completion in completions:
-            made = choice(len(choices), completion, body.return_token_ids)
-            made["text"] = sampler.text(completion)
+            entry = choice(len(choices), completion, body.return_token_ids)
+            entry["text"] = sampler.text(completion)
             if body.logprobs is not None:
-                made["logprobs"] = text_logprobs(sampler.tokenizer, completion)
+                entry["logprobs"] = text_logprobs(sampler.tokenizer, completion)
             if body.return_token_ids:
-                made["prompt_token_ids"] = list(prompt)
-            choices.append(made)
-    first, *others = prompts
-    whole = answer(
-        "text_completion",
-        body.model,
-        first,
-        [c for own in answers for c in own],
-        choices,
-        body.return_token_ids,
-    )
-    for key in ("prompt_tokens", "total_tokens"):
-        whole["usage"][key] += sum(map(len, others))
+                entry["prompt_token_ids"] = list(prompt)
+            choices.append(entry)
+    num_sampled = sum(len(completion.tokens) for completions in answers for completion in completions)
+    whole = head("text_completion", body.model)
+    whole |= {"choices": choices, "usage": usage(sum(map(len, prompts)), num_sampled)}
+    if body.return_token_ids and len(prompts) == 1:
+        whole["prompt_token_ids"] = list(prompts[0])
     return JSONResponse(whole)
 
 
@@ -169,44 +163,42 @@ async def _chat_answer(body: ChatRequest, sampler: _Sampler, prompt: Sequence[in
     (completions,) = await sampler.whole([prompt])
     choices = []
     for i, completion in enumerate(completions):
-        made = choice(i, completion, body.return_token_ids)
-        made["message"], made["finish_reason"] = turn.message(sampler.text(completion), completion.stop)
+        entry = choice(i, completion, body.return_token_ids)
+        entry["message"], entry["finish_reason"] = turn.message(sampler.text(completion), completion.stop)
         if body.logprobs:
-            made["logprobs"] = chat_logprobs(sampler.tokenizer, completion)
-        choices.append(made)
+            entry["logprobs"] = chat_logprobs(sampler.tokenizer, completion)
+        choices.append(entry)
     return JSONResponse(
         answer("chat.completion", body.model, prompt, completions, choices, body.return_token_ids)
     )
 
 
-async def _text_records(
+def _text_records(
     body: CompletionsRequest, sampler: _Sampler, prompts: Sequence[Sequence[int]]
 ) -> AsyncGenerator[dict[str, Any]]:
-    def made(index: int, piece: Piece) -> dict[str, Any]:
+    def entry(index: int, piece: Piece) -> dict[str, Any]:
         part = choice(index, piece.completion, body.return_token_ids)
         part |= {"text": piece.text, "finish_reason": piece.end and str(piece.end)}
         if body.logprobs is not None:
             part["logprobs"] = text_logprobs(sampler.tokenizer, piece.completion)
         return part
 
-    async for record in _records("text_completion", body, sampler, prompts, made):
-        yield record
+    return _records("text_completion", body, sampler, prompts, entry)
 
 
-async def _chat_records(
+def _chat_records(
     body: ChatRequest, sampler: _Sampler, prompt: Sequence[int], turn: Turn
 ) -> AsyncGenerator[dict[str, Any]]:
     deltas = [Deltas(turn) for _ in range(body.n)]
 
-    def made(index: int, piece: Piece) -> dict[str, Any]:
+    def entry(index: int, piece: Piece) -> dict[str, Any]:
         part = choice(index, piece.completion, body.return_token_ids)
         part["delta"], part["finish_reason"] = deltas[index].next(piece.text, piece.end)
         if body.logprobs:
             part["logprobs"] = chat_logprobs(sampler.tokenizer, piece.completion)
         return part
 
-    async for record in _records("chat.completion.chunk", body, sampler, [prompt], made):
-        yield record
+    return _records("chat.completion.chunk", body, sampler, [prompt], entry)
 
 
 async def _records(
@@ -214,9 +206,9 @@ async def _records(
     body: SamplingRequest,
     sampler: _Sampler,
     prompts: Sequence[Sequence[int]],
-    made: Callable[[int, Piece], dict[str, Any]],
+    entry: Callable[[int, Piece], dict[str, Any]],
 ) -> AsyncGenerator[dict[str, Any]]:
-    """made(index, piece): the choice of a chunk."""
+    """entry(index, piece): the choice of a chunk."""
     first = head(kind, body.model)
     with_usage = bool((body.stream_options or {}).get("include_usage"))
     shared: dict[str, Any] = {"usage": None} if with_usage else {}
@@ -225,7 +217,7 @@ async def _records(
     try:
         async for index, piece in merged:
             num_sampled += len(piece.completion.tokens)
-            yield first | {"choices": [made(index, piece)]} | shared
+            yield first | {"choices": [entry(index, piece)]} | shared
     finally:
         await merged.aclose()
     if with_usage:

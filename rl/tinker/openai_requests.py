@@ -123,11 +123,17 @@ class Prompts:
         """One prompt or several, each a text or tokens. Raises TooLong."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
-        return [await self._tokens(one) for one in prompt]
+        return [await self._tokens(part) for part in prompt]
 
     async def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return self._fits(list(prompt))
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                "the prompt has half of a surrogate pair, which is no character; leave it out"
+            ) from error
         return await self.of_chat(lambda: self._tokenizer.encode(prompt), len(prompt))
 
     async def of_chat(self, encode: Callable[[], list[int]], num_characters: int) -> list[int]:

@@ -213,11 +213,11 @@ class Service:
             )
 
     def _check_shape(self, checkpoint: Row, model: Row) -> None:
-        own, other = LoRA.from_record(model.lora), LoRA.from_record(checkpoint.lora)
-        if own.rank != other.rank:
-            differs = f"has rank {other.rank} and the model rank {own.rank}"
-        elif set(own.targets) != set(other.targets):
-            differs = f"trains {sorted(other.targets)} and the model {sorted(own.targets)}"
+        own, saved = LoRA.from_record(model.lora), LoRA.from_record(checkpoint.lora)
+        if own.rank != saved.rank:
+            differs = f"has rank {saved.rank} and the model rank {own.rank}"
+        elif set(own.targets) != set(saved.targets):
+            differs = f"trains {sorted(saved.targets)} and the model {sorted(own.targets)}"
         else:
             return
         raise UserError(f"{checkpoint.path} {differs}; load it into a new model")

@@ -59,8 +59,9 @@ def backend(server):
 def post(url, path="chat/completions", status=200, key=KEYS[0], **body):
     if path == "chat/completions":
         body.setdefault("messages", [{"role": "user", "content": "Hi"}])
-    headers = {"Authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{url}/v1/{path}", json={"model": NAME, **body}, headers=headers, timeout=30)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    content = json.dumps({"model": NAME, **body})
+    answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers, timeout=30)
     assert answer.status_code == status, answer.text
     return answer
 
@@ -343,6 +344,8 @@ def test_errors_have_openais_form(url, backend):
     assert post(url, key="tml-wrong", status=401).json()["error"]["code"] == "invalid_api_key"
     gone = post(url, model="tinker://x:train:0/weights/one", status=404).json()["error"]
     assert gone["code"] == "not_found" and "no checkpoint" in gone["message"]
+    half = post(url, "completions", prompt=["a", "\ud800"], status=400).json()["error"]
+    assert half["message"] == "the prompt has half of a surrogate pair, which is no character; leave it out"
     assert post(url, "nothing", status=404).json()["error"]["type"] == "invalid_request_error"
 
 
