@@ -16,7 +16,7 @@ from rl.tinker.paths import CheckpointPath  # noqa: E402
 from rl.tinker.service import Service  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
 from tests.tinker.test_optional_routes import PARAMS, PROMPT, copy, logprob, trained  # noqa: E402
-from tests.tinker.test_protocol import client, post, value_of  # noqa: E402
+from tests.tinker.test_protocol import client, datum, post, value_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -155,3 +155,19 @@ def test_each_setting_of_sampling_has_its_own_message(server, params, message):
     body |= {"prompt": PROMPT.model_dump(), "sampling_params": types.SamplingParams().model_dump() | params}
     answer = post(url, "asample", body)
     assert (answer.status_code, answer.json()["error"]) == (422, message)
+
+
+def test_the_sdk_sends_thresholds_of_each_token(server):
+    training = client(server[0]).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
+    inputs = {"logprobs": [0.0] * 3, "advantages": [1.0] * 3, "clip_high_threshold": [1.0, 1.5, 3.0]}
+    for loss in ("ppo", "cispo", "gspo"):
+        good = datum(**inputs, clip_low_threshold=[0.0, 0.5, 1.0])
+        assert "loss:sum" in training.forward_backward([good], loss).result().metrics
+        for bad, match in [
+            (datum(**inputs, clip_low_threshold=[0.0, 0.5, 1.5]), "clip_low_threshold has 1.5"),
+            (datum(logprobs=[0.0] * 3, advantages=[1.0] * 3), "datum 1 has no clip_low_threshold"),
+        ]:
+            with pytest.raises(tinker.RequestFailedError, match=match):
+                training.forward_backward([good, bad], loss).result()
+    with pytest.raises(tinker.RequestFailedError, match="does not read"):
+        training.forward_backward([datum(**inputs)], "importance_sampling").result()
