@@ -30,8 +30,13 @@ class Checkpoints:
     def __init__(self, database: Database, backend: Backend, root: Path):
         self._database = database
         self._backend = backend
-        self.root = root
+        self._root = root
         self._copying = asyncio.Lock()
+
+    @property
+    def root(self) -> Path:
+        """The server's directory."""
+        return self._root
 
     async def save(self, request: Row, model: Row) -> dict[str, Any]:
         """A request of `_SAVED`, when its turn has come."""
@@ -48,7 +53,7 @@ class Checkpoints:
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
         recipients = body.get("age_encryption_recipients") or ()
-        await self._write(model, path.directory(self.root), kind == "weights", recipients)
+        await self._write(model, path.directory(self._root), kind == "weights", recipients)
         self._database.delete(checkpoints, checkpoints.c.path == str(path))
         self._insert(path, model.tenant, request.id, model.lora, body)
         return {"path": str(path), "type": request.kind}
@@ -56,7 +61,7 @@ class Checkpoints:
     def _insert(
         self, path: CheckpointPath, tenant: str, request: str, lora: Any, body: Mapping[str, Any]
     ) -> None:
-        directory, ttl = path.directory(self.root), body.get("ttl_seconds")
+        directory, ttl = path.directory(self._root), body.get("ttl_seconds")
         self._database.insert(
             checkpoints, path=str(path), model=path.model_id, tenant=tenant, kind=path.kind, name=path.name,
             request=request, directory=self._relative(directory), lora=lora, created=now(),
@@ -69,14 +74,14 @@ class Checkpoints:
         made_of = f"{source.path} of {source.created!r}"
         suffix = hashlib.blake2b(made_of.encode(), digest_size=6).hexdigest()
         path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
-        directory = path.directory(self.root)
+        directory = path.directory(self._root)
         async with self._copying:
             if self._get(path) is not None:
                 return path
             self._database.delete(checkpoints, checkpoints.c.path == str(path))
             try:
                 async with _complete(directory) as partial:
-                    await asyncio.to_thread(shutil.copytree, self.root / source.directory, partial)
+                    await asyncio.to_thread(shutil.copytree, self._root / source.directory, partial)
             except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
                 raise NotFound(f"there is no checkpoint {source.path}") from error
             copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
@@ -152,7 +157,7 @@ class Checkpoints:
 
     def delete(self, checkpoint: Row) -> None:
         self._database.delete(checkpoints, checkpoints.c.path == checkpoint.path)
-        shutil.rmtree(self.root / checkpoint.directory, ignore_errors=True)
+        shutil.rmtree(self._root / checkpoint.directory, ignore_errors=True)
 
     def drop_samplers(self, session: str) -> None:
         """Of a session that is over, with the weights that were written for them alone."""
@@ -161,10 +166,10 @@ class Checkpoints:
 
     def _relative(self, directory: Path) -> str:
         """As rows name it: the server's directory may be moved."""
-        return str(directory.relative_to(self.root))
+        return str(directory.relative_to(self._root))
 
     def _of_samplers(self, session: str) -> Path:
-        return self.root / "samplers" / session
+        return self._root / "samplers" / session
 
     def sweep(self) -> None:
         """Those past their time go."""

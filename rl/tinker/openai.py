@@ -48,7 +48,7 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         schema = of_response_format(body.response_format)
         sampler = _Sampler(service, tokenizer, request.state.tenant, body, body.logprobs or 0, schema)
         if body.stream:
-            return await EventStream.begin(_text_records(body, sampler, tokens))
+            return await _unless_gone(request, EventStream.begin(_text_records(body, sampler, tokens)))
         return await _unless_gone(request, _text_answer(body, sampler, tokens))
 
     @api.post("/chat/completions")
@@ -59,7 +59,7 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         top = body.top_logprobs or 0
         sampler = _Sampler(service, tokenizer, request.state.tenant, body, top, turn.schema)
         if body.stream:
-            return await EventStream.begin(_chat_records(body, sampler, prompt, turn))
+            return await _unless_gone(request, EventStream.begin(_chat_records(body, sampler, prompt, turn)))
         return await _unless_gone(request, _chat_answer(body, sampler, prompt, turn))
 
     app.include_router(api)

@@ -185,11 +185,12 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_an_answer_that_nobody_waits_for_is_not_sampled(url, backend):
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_nobody_waits_for_is_not_sampled(url, backend, stream):
     backend.delay = 30.0
     cancelled = backend.num_cancelled
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    body = {"model": NAME, "prompt": ["a", "b"]}
+    body = {"model": NAME, "prompt": ["a", "b"], "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.3)
     wait_until(lambda: backend.num_cancelled == cancelled + 2)
