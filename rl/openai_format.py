@@ -1,8 +1,9 @@
 """Answers as OpenAI's API writes them, for every endpoint of ours that speaks it."""
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.interfaces import Tokenizer
@@ -37,6 +38,36 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
+def text_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any]:
+    """As `chat_logprobs`, in the form of text completions."""
+    return {
+        "tokens": [tokenizer.decode([token]) for token in completion.tokens.tolist()],
+        "token_logprobs": completion.logprobs.tolist(),
+        "top_logprobs": [
+            {tokenizer.decode([token]): logprob for token, logprob in place} for place in completion.likeliest
+        ],
+    }
+
+
+def head(kind: str, model: str) -> dict[str, Any]:
+    """What an answer, or each chunk of a stream, begins with.
+
+    kind: text_completion, chat.completion or chat.completion.chunk.
+    """
+    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+    id = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """In tokens."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+
+
 def answer(
     kind: str,
     model: str,
@@ -45,14 +76,22 @@ def answer(
     choices: Sequence[dict[str, Any]],
     with_token_ids: bool,
 ) -> dict[str, Any]:
-    """kind: text_completion or chat.completion."""
+    """Of one prompt. kind: text_completion or chat.completion."""
     sampled = sum(len(completion.tokens) for completion in completions)
-    usage = {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": sampled,
-        "total_tokens": len(prompt) + sampled,
-    }
-    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
-    made = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
-    made |= {"model": model, "choices": list(choices), "usage": usage}
-    return made | ({"prompt_token_ids": list(prompt)} if with_token_ids else {})
+    whole = head(kind, model) | {"choices": list(choices), "usage": usage(len(prompt), sampled)}
+    return whole | ({"prompt_token_ids": list(prompt)} if with_token_ids else {})
+
+
+_CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
+
+
+def refusal(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """The body of an answer with this HTTP status, of which 500 and over is no fault of the client's."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": code or _CODES.get(status)}
+    return {"error": error}
+
+
+def event(record: Mapping[str, Any] | None) -> str:
+    """A record of a stream as a server-sent event; None is its end."""
+    return f"data: {'[DONE]' if record is None else json.dumps(record)}\n\n"

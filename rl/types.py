@@ -82,6 +82,7 @@ class SamplingParams:
     top_k: int = -1  # -1 for all tokens
     top_p: float = 1.0
     stop_texts: tuple[str, ...] = ()  # for a generator that has the tokenizer
+    json_schema: str = ""  # which the text is held to, as JSON; for such a generator too; empty: any text
     ignore_eos: bool = False  # of the model's generation_config.json: stop at stop_token_ids alone
     num_likeliest: int = 0  # of each sampled token's position: the likeliest tokens to return
     prompt_likeliest: int | None = None  # of each prompt token's; None: not even the prompt's own logprobs

@@ -21,7 +21,7 @@ from rl.envs.judge import OWN_KEY, OWN_URL
 from rl.errors import ConfigError, RunError, one_line
 from rl.http_server import Server
 from rl.models.tokenizer import HFTokenizer
-from rl.openai_format import answer, choice
+from rl.openai_format import answer, choice, refusal
 from rl.types import Completion, SamplingParams
 
 JudgeReplica = Replica[GeneratorProcesses]
@@ -117,4 +117,4 @@ class JudgeServer:
 
 
 def _refusal(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)
+    return JSONResponse(refusal(status, message), status)

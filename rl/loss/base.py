@@ -44,6 +44,16 @@ class TokenInputs:
         """What ratios are taken against: the loss input of that name (see Correction), or the generator's."""
         return self.loss_inputs.get("old_logprobs", self.generator_logprobs)
 
+    def clip(self, ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+        """ratio [M], no lower than `low` and no higher than `high`.
+
+        The loss inputs clip_low_threshold and clip_high_threshold, where samples have them, are each token's
+        own bounds in their place.
+        """
+        lower = self.loss_inputs.get("clip_low_threshold", ratio.new_full((), low))
+        upper = self.loss_inputs.get("clip_high_threshold", ratio.new_full((), high))
+        return ratio.clamp(lower, upper)
+
 
 class LossOutput(NamedTuple):
     loss: torch.Tensor  # scalar, a sum over tokens

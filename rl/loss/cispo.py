@@ -31,6 +31,6 @@ class CISPO:
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         ratio = log_ratio(logprobs.detach(), inputs.old_logprobs).exp()
-        weight = ratio.clamp(1 - self.low, 1 + self.high)
+        weight = inputs.clip(ratio, 1 - self.low, 1 + self.high)
         loss = -(weight * inputs.advantages * logprobs * inputs.weights).sum()
         return LossOutput(loss, {"clip_fraction:sum": (weight != ratio).sum()})

@@ -38,7 +38,7 @@ class Clip:
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         ratio, advantages = log_ratio(logprobs, inputs.old_logprobs).exp(), inputs.advantages
         unclipped = ratio * advantages
-        clipped = ratio.clamp(1 - self.low, 1 + self.high) * advantages
+        clipped = inputs.clip(ratio, 1 - self.low, 1 + self.high) * advantages
         terms = torch.minimum(unclipped, clipped)
         metrics = {"clip_fraction:sum": (clipped < unclipped).sum()}
         if self.dual:

@@ -47,6 +47,6 @@ class GSPO:
         if self.level == "token":
             ratio = ratio.detach() * (logprobs - logprobs.detach()).exp()
         unclipped = ratio * inputs.advantages
-        clipped = ratio.clamp(1 - self.low, 1 + self.high) * inputs.advantages
+        clipped = inputs.clip(ratio, 1 - self.low, 1 + self.high) * inputs.advantages
         loss = -(torch.minimum(unclipped, clipped) * inputs.weights).sum()
         return LossOutput(loss, {"clip_fraction:sum": (clipped < unclipped).sum()})

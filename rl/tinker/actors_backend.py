@@ -1,5 +1,6 @@
 """ActorsBackend: the service's calls, on the same actors that the controller drives."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied, ProcessDied
 from rl.errors import ConfigError
 from rl.tinker.backend import Backend, Datum, GeneratorsDied, Learned, ModelsLost, UserError
-from rl.tinker.losses import make_loss, to_logprobs, to_samples
+from rl.tinker.losses import make_loss, measure, to_logprobs, to_samples
 from rl.types import Completion, LoRA, OptimParams, SamplingParams
 
 T = TypeVar("T")
@@ -35,13 +36,14 @@ class ActorsBackend(Backend):
         self, model: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], forward_only: bool
     ) -> Learned:
         samples, trainer = to_samples(data, loss), self._actors.trainer
+        objective = make_loss(loss, config)
         if forward_only:
             computed = await self._train(lambda: trainer.forward_samples(samples, model))
-            return Learned(to_logprobs(data, computed), {})
-        objective = make_loss(loss, config)
-        metrics, computed = await self._train(
-            lambda: trainer.forward_backward_samples(samples, objective, model)
-        )
+            metrics = await asyncio.to_thread(measure, samples, computed, objective)
+        else:
+            metrics, computed = await self._train(
+                lambda: trainer.forward_backward_samples(samples, objective, model)
+            )
         shown = {name: value for name, value in metrics.items() if name in _SHOWN}
         return Learned(to_logprobs(data, computed), shown)
 

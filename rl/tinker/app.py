@@ -13,17 +13,20 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rl.errors import RunError
 from rl.models.tokenizer import HFTokenizer
+from rl.openai_format import refusal
 from rl.tinker.backend import NotFound, UserError
 from rl.tinker.bodies import BodyLimits, TooLarge
 from rl.tinker.connection import Unavailable
+from rl.tinker.downloads import PREFIX
 from rl.tinker.keys import Keys
 from rl.tinker.openai import add_openai_routes
 from rl.tinker.requests import TooMany
 from rl.tinker.routes import Served, add_routes
 from rl.tinker.service import Service
 
-_OPEN = ("/api/v1/healthz",)  # without a key
+_OPEN = "/api/v1/healthz"  # without a key, as are downloads, whose URLs are signed
 _MAX_FIELD = 1000
 _REST_SECONDS = 1.0  # while the database is away
 
@@ -55,7 +58,7 @@ def make_app(
 
     def refuse(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
         async def answer(request: Request, error: Exception) -> Response:
-            return _error(request, status, str(error)[:_MAX_FIELD])
+            return _error(request, status, str(error)[:_MAX_FIELD], code=getattr(error, "code", None))
 
         return answer
 
@@ -78,6 +81,7 @@ def make_app(
     app.add_exception_handler(UserError, refuse(422))
     app.add_exception_handler(NotFound, refuse(404))
     app.add_exception_handler(TooMany, refuse(429))
+    app.add_exception_handler(RunError, refuse(500))
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_middleware(
@@ -103,7 +107,7 @@ class _Authentication:
         request = Request(scope)
         tenant = self._keys.tenant_of(_key_of(request)) if self._keys else "local"
         answer = self._app
-        if tenant is None and scope["path"] not in _OPEN:
+        if tenant is None and scope["path"] != _OPEN and not scope["path"].startswith(PREFIX):
             wanted = {"WWW-Authenticate": 'Basic realm="rl serve: the API key as password"'}
             answer = _error(request, 401, "the API key is missing or wrong; set TINKER_API_KEY", wanted)
         request.state.tenant = tenant
@@ -130,11 +134,12 @@ def _error(
     status: int,
     message: str,
     headers: dict[str, str] | None = None,
-    category: str = "user",
+    code: str | None = None,
 ) -> Any:
-    """As the client of the route reads it: OpenAI's, or Tinker's."""
+    """As the client of the route reads it: OpenAI's, or Tinker's. code: OpenAI's, where there is one."""
     if request.url.path.startswith("/v1/"):
-        error: Any = {"error": {"message": message, "type": "invalid_request_error"}}
+        status = 400 if status == 422 else status
+        error: Any = refusal(status, message, code)
     else:
-        error = {"error": message, "detail": message, "category": category}
+        error = {"error": message, "detail": message, "category": "server" if status >= 500 else "user"}
     return JSONResponse(error, status, headers=headers)

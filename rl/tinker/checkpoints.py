@@ -13,11 +13,18 @@ from sqlalchemy.engine import Row
 from rl.paths import sync_tree
 from rl.tinker.backend import Backend, NotFound, UserError
 from rl.tinker.database import Database, checkpoints, models, now, samplers, sessions
-from rl.tinker.paths import CheckpointPath, directory_name, new_directory
+from rl.tinker.encryption import encrypt
+from rl.tinker.paths import EXTERNAL, CheckpointPath, directory_name, new_directory
 from rl.tinker.quotas import Quotas, size_of
 
 MOST_LISTED = 1000
 _PIECE = 100
+_SAVED = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": EXTERNAL,
+}
+"""A request's kind -> that of its checkpoint."""
 
 
 class Checkpoints:
@@ -34,21 +41,28 @@ class Checkpoints:
         self._root = root
         self._copying = asyncio.Lock()
 
+    @property
+    def root(self) -> Path:
+        """The server's directory."""
+        return self._root
+
     async def save(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
-        """save_weights and save_weights_for_sampler, when their turn has come."""
-        kind = "weights" if request.kind == "save_weights" else "sampler_weights"
+        """A request of `_SAVED`, when its turn has come."""
+        kind = _SAVED[request.kind]
         name = body.get("path")
         if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             return await self._save_for_session(request, model, body)
         path = CheckpointPath.make(model.id, kind, name or f"{request.number:08d}")
-        there = self._database.get(checkpoints, str(path))
+        there = self._get(path)
         if there is not None and there.request != request.id:
             if not body.get("overwrite"):
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
         elif there is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
+        recipients = body.get("age_encryption_recipients") or ()
+        old_bytes = 0 if there is None else there.num_bytes
         with new_directory(path.parent(self._root), path.name) as directory:
-            await self._write(model, directory, kind == "weights", 0 if there is None else there.num_bytes)
+            await self._write(model, directory, kind == "weights", recipients, old_bytes)
         # From here on a row may name the directory, also where the database's answer is lost.
         self._put(path, directory, model.tenant, request.id, model.lora, body)
         return {"path": str(path), "type": request.kind}
@@ -81,7 +95,7 @@ class Checkpoints:
         path = CheckpointPath.make(model, source.kind, f"{source.name[:100]}-copy-{suffix}")
         copied = {"ttl_seconds": ttl_seconds, "user_metadata": source.user_metadata}
         async with self._copying:
-            if self._database.get(checkpoints, str(path)) is not None:
+            if self._get(path) is not None:
                 return path
             self._quotas.check(tenant, source.num_bytes)
             with new_directory(path.parent(self._root), path.name) as directory:
@@ -100,7 +114,7 @@ class Checkpoints:
         if self._database.get(samplers, id) is None:
             self._quotas.check_count(samplers, model.tenant)
             with new_directory(self._of_samplers(model.session), str(request.number)) as directory:
-                await self._write(model, directory, optimizer=False)
+                await self._write(model, directory, optimizer=False, recipients=())
             num_bytes = size_of(directory)
             if inflight:
                 newest = samplers.c.inflight_of == model.id
@@ -114,43 +128,67 @@ class Checkpoints:
             revive(self._database, model.session)
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
 
-    async def _write(self, model: Row, directory: Path, optimizer: bool, old_bytes: int = 0) -> None:
-        """Raises UserError where the tenant has no room for it in the place of one of old_bytes."""
+    async def _write(
+        self, model: Row, directory: Path, optimizer: bool, recipients: Sequence[str], old_bytes: int = 0
+    ) -> None:
+        """recipients: of age, where the files are for them alone.
+
+        Raises UserError where the tenant has no room for it in the place of one of old_bytes.
+        """
         await self._backend.save(model.id, directory, optimizer)
+        if recipients:
+            await asyncio.to_thread(encrypt, directory, recipients)
         self._quotas.check(model.tenant, size_of(directory) - old_bytes)
         await asyncio.to_thread(sync_tree, directory)
 
     def readable(self, tenant: str, path: str) -> Row:
         """A checkpoint of this tenant's, or one that is public."""
-        row = self._database.get(checkpoints, str(CheckpointPath.parse(path)))
+        row = self._get(CheckpointPath.parse(path))
         if row is None or (row.tenant != tenant and not row.public):
             raise NotFound(f"there is no checkpoint {path}")
         return row
 
+    def loadable(self, tenant: str, path: str) -> Row:
+        """One of those that models and samplers read."""
+        row = self.readable(tenant, path)
+        if row.kind == EXTERNAL:
+            raise UserError(
+                f"{path} are for download alone; save_weights_for_sampler and save_state make what is loaded"
+            )
+        return row
+
+    def external(self, model: str, name: str) -> Row:
+        """Of any tenant: for whoever has a signed URL."""
+        row = self._get(CheckpointPath.make(model, EXTERNAL, name))
+        if row is None:
+            raise NotFound(f"there is no checkpoint {EXTERNAL}/{name} of {model}")
+        return row
+
     def own(self, tenant: str, model: str, kind: str, name: str) -> Row:
         """This tenant's own."""
-        row = self._database.get(checkpoints, str(CheckpointPath.make(model, kind, name)))
+        row = self._get(CheckpointPath.make(model, kind, name))
         if row is None or row.tenant != tenant:
             raise NotFound(f"there is no checkpoint {kind}/{name} of {model}")
         return row
+
+    def _get(self, path: CheckpointPath) -> Row | None:
+        """None also for one past its time, which `sweep` will delete."""
+        row = self._database.get(checkpoints, str(path))
+        return None if row is None or (row.expires is not None and row.expires < now()) else row
 
     def list(
         self, tenant: str, model: str | None = None, limit: int = MOST_LISTED, offset: int = 0
     ) -> Sequence[Row]:
         """The newest first."""
-        where = [checkpoints.c.tenant == tenant, *([checkpoints.c.model == model] if model else [])]
+        where = [*_live(tenant), *([checkpoints.c.model == model] if model else [])]
         newest = checkpoints.c.created.desc()
         return self._database.find(checkpoints, *where, order=newest, limit=limit, offset=offset)
 
     def count(self, tenant: str) -> int:
-        return self._database.count(checkpoints, checkpoints.c.tenant == tenant)
+        return self._database.count(checkpoints, *_live(tenant))
 
     def newest(self, model: Row, kind: str) -> Row | None:
-        where = (
-            checkpoints.c.model == model.id,
-            checkpoints.c.tenant == model.tenant,
-            checkpoints.c.kind == kind,
-        )
+        where = *_live(model.tenant), checkpoints.c.model == model.id, checkpoints.c.kind == kind
         rows = self._database.find(checkpoints, *where, order=checkpoints.c.created.desc(), limit=1)
         return rows[0] if rows else None
 
@@ -216,3 +254,8 @@ class Checkpoints:
 def revive(database: Database, session: str) -> None:
     """A session that was over has a sampler again: it ends once more."""
     database.update(sessions, sessions.c.id == session, sessions.c.ended.is_not(None), seen=now(), ended=None)
+
+
+def _live(tenant: str) -> tuple[Any, Any]:
+    """A tenant's, but for those past their time."""
+    return checkpoints.c.tenant == tenant, checkpoints.c.expires.is_(None) | (checkpoints.c.expires >= now())

@@ -9,7 +9,7 @@ from rl.bounds import PositiveFloat, PositiveInt
 class Limits:
     """What tenants may ask for, and for how long it is kept."""
 
-    max_rank: PositiveInt = 32
+    max_rank: PositiveInt = 64
     """Of an adapter."""
 
     max_models: PositiveInt = 8

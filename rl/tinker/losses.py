@@ -7,9 +7,11 @@ with equal tokens, which are computed once (see batching.pack).
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from rl.errors import ConfigError
 from rl.interfaces import Loss
+from rl.loss.base import TokenInputs
 from rl.loss.cispo import CISPO
 from rl.loss.clip import Clip
 from rl.loss.cross_entropy import CrossEntropy
@@ -30,7 +32,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """Loss -> what each datum has to carry beside target_tokens; cross_entropy's weights are 1 where missing."""
 SETTINGS = {"ppo": CLIP, "cispo": CLIP, "gspo": CLIP, "dro": ("beta",)}
-MAY_CARRY = {"gspo": ("sequence_ratio_mask",)}
+MAY_CARRY = {"ppo": CLIP, "cispo": CLIP, "gspo": (*CLIP, "sequence_ratio_mask")}
+"""Loss -> what all data of a request may carry, or none; CLIP: each token's own thresholds."""
 SEVERAL_TARGETS = ("cross_entropy", "importance_sampling")
 NOT_OFFERED = {
     "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo, dro or gspo",
@@ -79,6 +82,13 @@ def check(data: Sequence[Datum], loss: str, context_length: int, vocab_size: int
     for i, datum in enumerate(data):
         if problem := _problem(datum, loss, context_length, vocab_size):
             raise UserError(f"datum {i}: {problem}")
+    for name in MAY_CARRY.get(loss, ()):
+        has = [name in datum.inputs for datum in data]
+        if not all(has) and any(has):
+            raise UserError(
+                f"datum {has.index(False)} has no {name}, which datum {has.index(True)} has; give it to all "
+                f"data or to none"
+            )
 
 
 def _problem(datum: Datum, loss: str, context_length: int, vocab_size: int) -> str:
@@ -103,6 +113,16 @@ def _problem(datum: Datum, loss: str, context_length: int, vocab_size: int) -> s
             return f"{name} has shape {list(values.shape)} and target_tokens {list(shape)}; make them equal"
         if not np.isfinite(values).all():
             return f"{name} is not finite"
+    return _threshold_problem(datum.inputs)
+
+
+def _threshold_problem(inputs: Mapping[str, np.ndarray]) -> str:
+    low, high = (inputs.get(name, np.ones(1, np.float32)) for name in CLIP)
+    if low.min() < 0 or low.max() > 1:
+        worst = low.min() if low.min() < 0 else low.max()
+        return f"{CLIP[0]} has {worst:g}; each has to be 0 to 1"
+    if high.min() < 1:
+        return f"{CLIP[1]} has {high.min():g}; each has to be at least 1"
     return ""
 
 
@@ -137,6 +157,28 @@ def _sample(
         id=id,
         labels=labels,
     )
+
+
+def measure(samples: Sequence[Sample], computed: Sequence[np.ndarray], loss: Loss) -> dict[str, float]:
+    """The metrics that forward_backward gives, from logprobs [N + 1] of each sample alone."""
+
+    def column(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+        targets = [array[s.target_mask] for s, array in zip(samples, arrays, strict=True)]
+        return torch.from_numpy(np.concatenate(targets))
+
+    output = loss(
+        column(computed),
+        TokenInputs(
+            generator_logprobs=column([s.generator_logprobs for s in samples]),
+            advantages=column([s.advantages for s in samples]),
+            weights=column([s.weights for s in samples]),
+            sample_ids=column([np.full(len(s), i) for i, s in enumerate(samples)]),
+            loss_inputs={
+                name: column([s.loss_inputs[name] for s in samples]) for name in samples[0].loss_inputs
+            },
+        ),
+    )
+    return {name: float(value) for name, value in {**output.metrics, "loss:sum": output.loss}.items()}
 
 
 def to_logprobs(data: Sequence[Datum], computed: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -4,55 +4,37 @@ The model's name is a base model's, or a checkpoint's tinker:// path. With `retu
 their token ids and, with `logprobs`, each token's logprob.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import BaseModel, ConfigDict
+from fastapi.responses import JSONResponse, Response
 
 from rl.models.tokenizer import HFTokenizer
-from rl.openai_format import answer, chat_logprobs, choice
-from rl.tinker.backend import UserError
+from rl.openai_format import answer, chat_logprobs, choice, head, text_logprobs, usage
+from rl.tinker.json_schemas import of_response_format
+from rl.tinker.openai_chat import Chats, Deltas, Turn
+from rl.tinker.openai_requests import ChatRequest, CompletionsRequest, Prompts, SamplingRequest
+from rl.tinker.openai_stream import SLICE_TOKENS, EventStream, PartialText, Piece, cut, interleaved, pieces
+from rl.tinker.paths import EXTERNAL
 from rl.tinker.service import Service
 from rl.types import Completion
+from rl.waiting import together
 
-_IGNORED = ("user", "metadata", "store", "stream_options", "service_tier")
-
-
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    model: str
-    n: int = 1
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool = False
-    return_token_ids: bool = False
-
-
-class _Chat(_Request):
-    messages: list[dict[str, Any]]
-    logprobs: bool = False
-    top_logprobs: int | None = None
-
-
-class _Completions(_Request):
-    prompt: str | list[int]
-    logprobs: int | None = None
-    echo: bool = False
+_APART = 1_000_003  # seeds of neighbouring slices
+_GONE = 499  # the client's status, which nobody reads
 
 
 def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) -> None:
     api = APIRouter(prefix="/v1")
+    chats, prompts = Chats(tokenizer), Prompts(tokenizer, service.backend.context_length)
 
     @api.get("/models")
     async def models(request: Request) -> Any:
-        paths = [row.path for row in service.checkpoints.list(request.state.tenant)]
+        rows = service.checkpoints.list(request.state.tenant)
+        paths = [row.path for row in rows if row.kind != EXTERNAL]
         names = [*service.model_names, *paths]
         return {
             "object": "list",
@@ -60,71 +42,200 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         }
 
     @api.post("/completions")
-    async def completions(body: _Completions, request: Request) -> Any:
-        prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        if body.echo:
-            raise UserError("echo is not offered here")
-        top = body.logprobs
-        found = await _sample(request, body, prompt, top or 0)
-        choices = []
-        for i, completion in enumerate(found):
-            made = choice(i, completion, body.return_token_ids)
-            made["text"] = tokenizer.decode(completion.tokens.tolist())
-            if top is not None:
-                made["logprobs"] = {
-                    "tokens": [tokenizer.decode([token]) for token in completion.tokens.tolist()],
-                    "token_logprobs": completion.logprobs.tolist(),
-                    "top_logprobs": [
-                        {tokenizer.decode([token]): logprob for token, logprob in place}
-                        for place in completion.likeliest
-                    ],
-                }
-            choices.append(made)
-        return answer("text_completion", body.model, prompt, found, choices, body.return_token_ids)
+    async def completions(body: CompletionsRequest, request: Request) -> Response:
+        body.check(service.limits.max_samples)
+        tokens = await prompts.read(body.prompt)
+        schema = of_response_format(body.response_format)
+        sampler = _Sampler(service, tokenizer, request.state.tenant, body, body.logprobs or 0, schema)
+        if body.stream:
+            return await _unless_gone(request, EventStream.begin(_text_records(body, sampler, tokens)))
+        return await _unless_gone(request, _text_answer(body, sampler, tokens))
 
     @api.post("/chat/completions")
-    async def chat(body: _Chat, request: Request) -> Any:
-        prompt = _prompt_of(tokenizer, body.messages)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        body.check(service.limits.max_samples)
+        turn = chats.turn(body.tools, body.tool_choice, body.response_format, body.parallel_tool_calls)
+        prompt = await prompts.of_chat(lambda: chats.prompt(body.messages, turn), body.num_characters)
         top = body.top_logprobs or 0
-        found = await _sample(request, body, prompt, top)
-        choices = []
-        for i, completion in enumerate(found):
-            made = choice(i, completion, body.return_token_ids)
-            made["message"] = {"role": "assistant", "content": tokenizer.decode(completion.tokens.tolist())}
-            if body.logprobs:
-                made["logprobs"] = chat_logprobs(tokenizer, completion)
-            choices.append(made)
-        return answer("chat.completion", body.model, prompt, found, choices, body.return_token_ids)
-
-    async def _sample(
-        request: Request, body: _Request, prompt: Sequence[int], num_likeliest: int
-    ) -> list[Completion]:
-        unknown = sorted(set(body.model_extra or {}) - set(_IGNORED))
-        if body.stream or unknown:
-            raise UserError(f"{'stream' if body.stream else unknown[0]} is not offered here")
-        asked = {
-            "num_samples": body.n,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
-            "topk_sample_logprobs": num_likeliest,
-            "sampling_params": {
-                "max_tokens": body.max_completion_tokens or body.max_tokens,
-                "seed": body.seed,
-                "stop": body.stop,
-                "temperature": body.temperature,
-                "top_k": body.top_k,
-                "top_p": body.top_p,
-            },
-        }
-        return await service.sample_now(request.state.tenant, body.model, asked)
+        sampler = _Sampler(service, tokenizer, request.state.tenant, body, top, turn.schema)
+        if body.stream:
+            return await _unless_gone(request, EventStream.begin(_chat_records(body, sampler, prompt, turn)))
+        return await _unless_gone(request, _chat_answer(body, sampler, prompt, turn))
 
     app.include_router(api)
 
 
-def _prompt_of(tokenizer: HFTokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Raises UserError where the model's chat template does not take them."""
-    if why := tokenizer.why_no_chat():
-        raise UserError(f"the model {why}; use /v1/completions")
+class _Sampler:
+    """Samples what one request asks for."""
+
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: HFTokenizer,
+        tenant: str,
+        body: SamplingRequest,
+        num_likeliest: int,
+        schema: str = "",
+    ):
+        """schema: JSON's, which the answers are held to; it has to be sampled in one piece."""
+        self.tokenizer = tokenizer
+        self._service = service
+        self._tenant = tenant
+        self._body = body
+        self._num_likeliest = num_likeliest
+        self._schema = schema
+
+    async def whole(self, prompts: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        """`n` of each prompt."""
+        answers: list[list[Completion]] = [[] for _ in prompts]
+
+        async def of(index: int) -> None:
+            answers[index] = await self._sample(prompts[index], self._body.n, self._body.stop)
+
+        await together(map(of, range(len(prompts))))
+        return answers
+
+    def streams(self, prompts: Sequence[Sequence[int]]) -> list[AsyncIterator[Piece]]:
+        """As `whole`, flat."""
+        return [self._stream(prompt, i) for prompt in prompts for i in range(self._body.n)]
+
+    def _stream(self, prompt: Sequence[int], index: int) -> AsyncIterator[Piece]:
+        room = self._service.backend.context_length - len(prompt)
+        limit = min(self._body.limit or room, room)
+        text = PartialText(self.tokenizer.decode, self._body.stops)
+        size = limit if self._schema else SLICE_TOKENS
+        return pieces(partial(self._slice, index), prompt, limit, text, size)
+
+    async def _slice(self, index: int, tokens: list[int], size: int, number: int) -> Completion:
+        seed = None if self._body.seed is None else self._body.seed + index + _APART * number
+        # Stop strings may span slices: PartialText looks for them.
+        (completion,) = await self._sample(tokens, 1, None, max_tokens=size, seed=seed)
+        return completion
+
+    async def _sample(
+        self, prompt: Sequence[int], n: int, stop: Sequence[str] | str | None, **settings: Any
+    ) -> list[Completion]:
+        body = self._body
+        asked = {
+            "num_samples": n,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+            "topk_sample_logprobs": self._num_likeliest,
+            "json_schema": self._schema,
+            "sampling_params": {
+                "max_tokens": body.limit,
+                "seed": body.seed,
+                "stop": stop,
+                "temperature": body.temperature,
+                "top_k": body.top_k,
+                "top_p": body.top_p,
+                **settings,
+            },
+        }
+        return await self._service.sample_now(self._tenant, body.model, asked)
+
+    def text(self, completion: Completion) -> str:
+        return cut(self.tokenizer.decode(completion.tokens.tolist()), self._body.stops)
+
+
+async def _text_answer(
+    body: CompletionsRequest, sampler: _Sampler, prompts: Sequence[Sequence[int]]
+) -> Response:
+    answers = await sampler.whole(prompts)
+    choices: list[dict[str, Any]] = []
+    for prompt, completions in zip(prompts, answers, strict=True):
+        for completion in completions:
+            entry = choice(len(choices), completion, body.return_token_ids)
+            entry["text"] = sampler.text(completion)
+            if body.logprobs is not None:
+                entry["logprobs"] = text_logprobs(sampler.tokenizer, completion)
+            if body.return_token_ids:
+                entry["prompt_token_ids"] = list(prompt)
+            choices.append(entry)
+    num_sampled = sum(len(completion.tokens) for completions in answers for completion in completions)
+    whole = head("text_completion", body.model)
+    whole |= {"choices": choices, "usage": usage(sum(map(len, prompts)), num_sampled)}
+    if body.return_token_ids and len(prompts) == 1:
+        whole["prompt_token_ids"] = list(prompts[0])
+    return JSONResponse(whole)
+
+
+async def _chat_answer(body: ChatRequest, sampler: _Sampler, prompt: Sequence[int], turn: Turn) -> Response:
+    (completions,) = await sampler.whole([prompt])
+    choices = []
+    for i, completion in enumerate(completions):
+        entry = choice(i, completion, body.return_token_ids)
+        entry["message"], entry["finish_reason"] = turn.message(sampler.text(completion), completion.stop)
+        if body.logprobs:
+            entry["logprobs"] = chat_logprobs(sampler.tokenizer, completion)
+        choices.append(entry)
+    return JSONResponse(
+        answer("chat.completion", body.model, prompt, completions, choices, body.return_token_ids)
+    )
+
+
+def _text_records(
+    body: CompletionsRequest, sampler: _Sampler, prompts: Sequence[Sequence[int]]
+) -> AsyncGenerator[dict[str, Any]]:
+    def entry(index: int, piece: Piece) -> dict[str, Any]:
+        part = choice(index, piece.completion, body.return_token_ids)
+        part |= {"text": piece.text, "finish_reason": piece.end and str(piece.end)}
+        if body.logprobs is not None:
+            part["logprobs"] = text_logprobs(sampler.tokenizer, piece.completion)
+        return part
+
+    return _records("text_completion", body, sampler, prompts, entry)
+
+
+def _chat_records(
+    body: ChatRequest, sampler: _Sampler, prompt: Sequence[int], turn: Turn
+) -> AsyncGenerator[dict[str, Any]]:
+    deltas = [Deltas(turn) for _ in range(body.n)]
+
+    def entry(index: int, piece: Piece) -> dict[str, Any]:
+        part = choice(index, piece.completion, body.return_token_ids)
+        part["delta"], part["finish_reason"] = deltas[index].next(piece.text, piece.end)
+        if body.logprobs:
+            part["logprobs"] = chat_logprobs(sampler.tokenizer, piece.completion)
+        return part
+
+    return _records("chat.completion.chunk", body, sampler, [prompt], entry)
+
+
+async def _records(
+    kind: str,
+    body: SamplingRequest,
+    sampler: _Sampler,
+    prompts: Sequence[Sequence[int]],
+    entry: Callable[[int, Piece], dict[str, Any]],
+) -> AsyncGenerator[dict[str, Any]]:
+    """entry(index, piece): the choice of a chunk."""
+    first = head(kind, body.model)
+    with_usage = bool((body.stream_options or {}).get("include_usage"))
+    shared: dict[str, Any] = {"usage": None} if with_usage else {}
+    num_sampled = 0
+    merged = interleaved(sampler.streams(prompts))
     try:
-        return tokenizer.encode_messages(messages)
-    except Exception as error:  # the template is a program
-        raise UserError(f"the model's chat template does not take these messages: {error}") from error
+        async for index, piece in merged:
+            num_sampled += len(piece.completion.tokens)
+            yield first | {"choices": [entry(index, piece)]} | shared
+    finally:
+        await merged.aclose()
+    if with_usage:
+        yield first | {"choices": [], "usage": usage(sum(map(len, prompts)), num_sampled)}
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The work's answer; it ends where the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else Response(status_code=_GONE)
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait((working, watching))

@@ -12,7 +12,8 @@ from rl.tinker.backend import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_-]{0,127}")
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+EXTERNAL = "external_weights"
+KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 """The middle of a path -> what the SDK calls it."""
 
 

@@ -12,6 +12,8 @@ from tinker import types
 from rl.tinker import wire
 from rl.tinker.backend import NotFound, UserError
 from rl.tinker.checkpoint_routes import add_checkpoint_routes, page
+from rl.tinker.downloads import add_download_routes
+from rl.tinker.encryption import check_recipients
 from rl.tinker.service import Service
 from rl.tinker.status import status_page
 from rl.tinker.wire_limits import WireLimits
@@ -20,7 +22,6 @@ _POLL_SECONDS = 20.0  # the SDK gives up a poll after 45
 _SEQ_IDS_PER_CLONE = 1_000_000_000  # of a SamplingClient that was copied
 NOT_OFFERED = (
     "create_custom_loss",
-    "save_weights_external",
     "auth/token",
     "billing/usage/events",
     "billing/usage/checkpoints/current",
@@ -164,6 +165,11 @@ def add_routes(
     async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, request: Request) -> Any:
         return _save("save_weights_for_sampler", body, request)
 
+    @api.post("/save_weights_external")
+    async def save_weights_external(body: types.SaveWeightsExternalRequest, request: Request) -> Any:
+        check_recipients(body.age_encryption_recipients or ())
+        return _save("save_weights_external", body, request)
+
     def _save(kind: str, body: Any, request: Request) -> Any:
         id = service.save(
             tenant(request), kind, body.model_id, body.seq_id or 0, body.model_dump(mode="json")
@@ -249,6 +255,7 @@ def add_routes(
     for path in NOT_OFFERED:
         api.add_api_route(f"/{path}", not_offered, methods=["GET", "POST"])
     add_checkpoint_routes(api, service, served.model_names[0])
+    add_download_routes(api, service.checkpoints)
     app.include_router(api)
 
     @app.get("/")

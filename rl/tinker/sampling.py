@@ -23,6 +23,7 @@ from rl.tinker.rate import Rate
 from rl.tinker.requests import Requests
 from rl.tinker.sample_scheduler import Place, Sample, SampleScheduler
 from rl.tinker.sampling_queue import Load
+from rl.tinker.settings import check_sampling
 from rl.types import Completion, SamplingParams
 
 _MAX_LIKELIEST = 20
@@ -194,15 +195,7 @@ class Sampling:
             raise UserError(f"the prompt has a token outside the vocabulary of {self._backend.vocab_size}")
         if not 1 <= body["num_samples"] <= self._max_samples:
             raise UserError(f"num_samples={body['num_samples']}; it has to be 1 to {self._max_samples}")
-        wanted = asked.get("max_tokens")
-        if wanted is not None and wanted < 1:
-            raise UserError(f"max_tokens={wanted}; it has to be at least 1")
-        temperature, top_p, top_k = asked["temperature"], asked["top_p"], asked["top_k"]
-        if not 0 <= temperature <= 100 or not 0 < top_p <= 1 or (top_k < 1 and top_k != -1):
-            raise UserError(
-                f"temperature={temperature}, top_p={top_p}, top_k={top_k}: "
-                f"use 0 to 100, over 0 to 1, -1 or over 0"
-            )
+        check_sampling(asked, self._backend.vocab_size)
         likeliest = body.get("topk_sample_logprobs") or 0
         of_prompt = body.get("topk_prompt_logprobs") or 0
         if not 0 <= likeliest <= _MAX_LIKELIEST or not 0 <= of_prompt <= _MAX_LIKELIEST:
@@ -215,13 +208,14 @@ class Sampling:
         token_ids, texts = self._stops(asked.get("stop"))
         seed = asked.get("seed")
         return prompt, SamplingParams(
-            max_new_tokens=min(wanted or room, room),
-            temperature=temperature,
+            max_new_tokens=min(asked.get("max_tokens") or room, room),
+            temperature=asked["temperature"],
             seed=secrets.randbits(31) if seed is None else seed % 2**31,
             stop_token_ids=token_ids,
-            top_k=top_k,
-            top_p=top_p,
+            top_k=asked["top_k"],
+            top_p=asked["top_p"],
             stop_texts=texts,
+            json_schema=body.get("json_schema", ""),
             ignore_eos=True,
             num_likeliest=likeliest,
             prompt_likeliest=of_prompt if body.get("prompt_logprobs") or of_prompt else None,

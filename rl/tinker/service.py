@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from rl.tinker.requests import COMPUTES, Requests
 from rl.tinker.retention import Retention
 from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
+from rl.tinker.settings import check_adam
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
 from rl.waiting import beside
@@ -141,7 +141,7 @@ class Service:
         self.session(tenant, session)
         if body.get("base_model"):
             self._check_base(body["base_model"])
-        checkpoint = self.checkpoints.readable(tenant, path)
+        checkpoint = self.checkpoints.loadable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
         lora = LoRA.from_record(checkpoint.lora)
         return self._begin_model(tenant, session, number, lora, 0, checkpoint.directory, optimizer, body)
@@ -175,7 +175,7 @@ class Service:
         """Of this tenant's, or published ones: to a model of the session, which is made if there is none."""
         self.session(tenant, session)
         self._check_ttl(ttl_seconds)
-        source, id = self.checkpoints.readable(tenant, path), f"{session}:train:{number}"
+        source, id = self.checkpoints.loadable(tenant, path), f"{session}:train:{number}"
         copy = await self.checkpoints.copy(source, tenant, id, ttl_seconds)
         if self._database.get(models, id) is None:
             there = self.checkpoints.own(tenant, id, copy.kind, copy.name).directory
@@ -223,27 +223,24 @@ class Service:
         return request.id
 
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:
-        checkpoint = self.checkpoints.readable(tenant, path)
+        checkpoint = self.checkpoints.loadable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
+        self._check_shape(checkpoint, self.model(tenant, model))
         body = {"path": path, "directory": checkpoint.directory, "optimizer": optimizer}
         return self.submit(tenant, "load_weights", model, seq_id, json.dumps(body).encode())
 
     def optim_step(self, tenant: str, model: str, seq_id: int, adam: Mapping[str, float]) -> str:
         """adam: Tinker's AdamParams."""
+        check_adam(adam)
         lr, eps, decay, clip = (adam[k] for k in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"))
         betas = adam["beta1"], adam["beta2"]
-        numbers = (lr, eps, decay, clip)
-        if not all(0 <= number < math.inf for number in numbers) or not all(0 <= beta < 1 for beta in betas):
-            raise UserError(
-                f"AdamParams {dict(adam)} have a number that is negative, too large or not finite"
-            )
         params = OptimParams(lr, betas=betas, eps=eps, weight_decay=decay, max_grad_norm=clip)
         return self.submit(
             tenant, "optim_step", model, seq_id, json.dumps({"params": asdict(params)}).encode()
         )
 
     def save(self, tenant: str, kind: str, model: str, seq_id: int, body: Mapping[str, Any]) -> str:
-        """kind: save_weights or save_weights_for_sampler."""
+        """kind: one of those that `Checkpoints.save` carries out."""
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         self._check_ttl(body.get("ttl_seconds"))
@@ -263,6 +260,16 @@ class Service:
                 f"{checkpoint.path} has weights for sampling alone; load it without its optimizer"
             )
 
+    def _check_shape(self, checkpoint: Row, model: Row) -> None:
+        own, saved = LoRA.from_record(model.lora), LoRA.from_record(checkpoint.lora)
+        if own.rank != saved.rank:
+            differs = f"has rank {saved.rank} and the model rank {own.rank}"
+        elif set(own.targets) != set(saved.targets):
+            differs = f"trains {sorted(saved.targets)} and the model {sorted(own.targets)}"
+        else:
+            return
+        raise UserError(f"{checkpoint.path} {differs}; load it into a new model")
+
     # ---- sampling
 
     def create_sampler(
@@ -271,7 +278,7 @@ class Service:
         self.session(tenant, session)
         directory = None
         if model_path:
-            directory = self.checkpoints.readable(tenant, model_path).directory
+            directory = self.checkpoints.loadable(tenant, model_path).directory
         elif base_model:
             self._check_base(base_model)
         else:
@@ -293,7 +300,8 @@ class Service:
         return self._database.find(samplers, samplers.c.session == session, limit=MOST_LISTED)
 
     def sample(self, tenant: str, sampler: str, seq_id: int, body: Mapping[str, Any]) -> str:
-        self.sampler(tenant, sampler)
+        if path := self.sampler(tenant, sampler).model_path:
+            self.checkpoints.readable(tenant, path)
         load = self.sampling.check(tenant, body)
         request, is_new = self.queue.submit(
             f"{sampler}:{seq_id}", tenant, "sample", sampler, json.dumps(dict(body)).encode()
@@ -306,7 +314,7 @@ class Service:
         """model: a name of the base model, or a checkpoint's path. Not kept: a restart loses it."""
         directory = None
         if model.startswith("tinker://"):
-            directory = self.checkpoints.readable(tenant, model).directory
+            directory = self.checkpoints.loadable(tenant, model).directory
         else:
             self._check_base(model)
         return await self.sampling.sample(tenant, directory, body)

@@ -35,7 +35,7 @@ AS_IT_IS = {"learning_rate": 1e6, "eps": 1e6, "beta1": 0.0, "beta2": 0.0}
 class Server:
     def __init__(self, root: Path):
         self.root = root
-        self.model_dir = TinyQwen3(alphabet="abcdefghijklmnop").materialize(root)
+        self.model_dir = TinyQwen3(alphabet='abcdefghijklmnop"').materialize(root)
         torch.manual_seed(0)
         config = transformers.AutoConfig.from_pretrained(self.model_dir)
         config.initializer_range = 0.15
@@ -106,24 +106,30 @@ def expected_loss(loss, config, logprobs, datum):
         return -(given["weights"] * logprobs).sum()
     q, a = given["logprobs"], given["advantages"]
     ratio = (logprobs - q).exp()
-    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+
+    def clip(ratio, *defaults):
+        names = ("clip_low_threshold", "clip_high_threshold")
+        of_all = [config.get(name, default) for name, default in zip(names, defaults, strict=True)]
+        bounds = [given.get(name, torch.full_like(ratio, x)) for name, x in zip(names, of_all, strict=True)]
+        return ratio.clamp(*bounds)
+
     if loss == "importance_sampling":
         return -(ratio * a).sum()
     if loss == "ppo":
-        return -torch.minimum(ratio * a, ratio.clamp(low or 0.8, high or 1.2) * a).sum()
+        return -torch.minimum(ratio * a, clip(ratio, 0.8, 1.2) * a).sum()
     if loss == "cispo":
-        return -(ratio.clamp(low or 0.0, high or 4.0).detach() * logprobs * a).sum()
+        return -(clip(ratio, 0.0, 4.0).detach() * logprobs * a).sum()
     if loss == "dro":
         return -(logprobs * a - config["beta"] / 2 * (logprobs - q) ** 2).sum()
     assert loss == "gspo"
     mask = given["sequence_ratio_mask"]
     s = (((logprobs - q) * mask).sum() / mask.sum()).exp().detach()
     ratio = s * (logprobs - logprobs.detach()).exp()
-    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
+    return -torch.minimum(ratio * a, clip(ratio, 1 - 3e-4, 1 + 4e-4) * a).sum()
 
 
-def make_data(loss, columns=0, seed=0):
-    """Two sequences, of which one's targets are not its own next tokens."""
+def make_data(loss, columns=0, seed=0, thresholds=False):
+    """Two sequences, of which one's targets are not its own next tokens. thresholds: of each token."""
     rng = np.random.default_rng(seed)
     data = []
     for number, length in enumerate((9, 6)):
@@ -138,6 +144,9 @@ def make_data(loss, columns=0, seed=0):
             inputs["advantages"] = torch.tensor(rng.normal(size=shape), dtype=torch.float32)
         if loss == "gspo":
             inputs["sequence_ratio_mask"] = torch.tensor([0.0] * 2 + [1.0] * (length - 2))
+        if thresholds:
+            for name, least, most in (("clip_low_threshold", 0.2, 1.0), ("clip_high_threshold", 1.0, 1.5)):
+                inputs[name] = torch.tensor(rng.uniform(least, most, shape), dtype=torch.float32)
         given = {name: TensorData.from_torch(tensor) for name, tensor in inputs.items()}
         prompt = types.ModelInput.from_ints(tokens[:-1].tolist())
         data.append(types.Datum(model_input=prompt, loss_fn_inputs=given))
@@ -146,16 +155,19 @@ def make_data(loss, columns=0, seed=0):
 
 WIDE = {"clip_low_threshold": 0.2, "clip_high_threshold": 1.5}
 LOSSES = [
-    ("cross_entropy", {}, 0),
-    ("cross_entropy", {}, 3),
-    ("importance_sampling", {}, 0),
-    ("importance_sampling", {}, 2),
-    ("ppo", {}, 0),
-    ("ppo", WIDE, 0),
-    ("cispo", {}, 0),
-    ("cispo", WIDE, 0),
-    ("dro", {"beta": 0.05}, 0),
-    ("gspo", WIDE, 0),
+    ("cross_entropy", {}, 0, False),
+    ("cross_entropy", {}, 3, False),
+    ("importance_sampling", {}, 0, False),
+    ("importance_sampling", {}, 2, False),
+    ("ppo", {}, 0, False),
+    ("ppo", WIDE, 0, False),
+    ("cispo", {}, 0, False),
+    ("cispo", WIDE, 0, False),
+    ("dro", {"beta": 0.05}, 0, False),
+    ("gspo", WIDE, 0, False),
+    ("ppo", {}, 0, True),
+    ("cispo", {}, 0, True),
+    ("gspo", {}, 0, True),
 ]
 
 
@@ -165,22 +177,25 @@ def test_each_loss_and_its_gradient_equal_a_float64_reference(server):
     training.optim_step(types.AdamParams(learning_rate=0.02)).result()  # else B is 0 and A has no gradient
     before = training.save_state("before").result().path
     directory = server.saved(training, "begin")
-    for loss, config, columns in LOSSES:
-        data = make_data(loss, columns)
+    for loss, config, columns, thresholds in LOSSES:
+        data = make_data(loss, columns, thresholds=thresholds)
         (in_fp32, _, gradients), (exact, loss_sum, exact_gradients) = (
             computed(loss, config, data, *reference(server, directory, data, dtype))
             for dtype in (torch.float32, torch.float64)
         )
         learner = server.client().create_training_client_from_state(before).result()
+        measured = learner.forward(data, loss, config).result().metrics
         result = learner.forward_backward(data, loss, config).result()
         learner.optim_step(types.AdamParams(**AS_IT_IS)).result()
-        label = (loss, config, columns)
+        label = (loss, config, columns, thresholds)
         ours = [got["logprobs"].to_torch() for got in result.loss_fn_outputs]
         assert_close_as(in_fp32, ours, exact, (label, "logprobs"))
         # What the logprobs' errors, all of one sign, make of the sum.
         slope = sum(row.grad.abs().sum().item() for row in exact)
         allowed = slope * limit_by(in_fp32, exact)
-        assert result.metrics["loss:sum"] == pytest.approx(loss_sum, abs=allowed), label  # holds: reference
+        for metrics in (measured, result.metrics):
+            assert metrics["loss:sum"] == pytest.approx(loss_sum, abs=allowed), label  # holds: reference
+        assert measured.keys() == result.metrics.keys(), label
         old = load_file(directory / "adapter_model.safetensors")
         new = load_file(server.saved(learner, "after") / "adapter_model.safetensors")
         assert old.keys() == exact_gradients.keys()
@@ -299,17 +314,44 @@ def test_openais_client_samples_the_base_model_and_checkpoints(server):
     assert isinstance(text.choices[0].text, str)
     for call, match in [
         (lambda: client.completions.create(model="other", prompt="a"), "no base model 'other'"),
-        (lambda: client.completions.create(model="tiny", prompt="a", stream=True), "stream is not offered"),
         (lambda: client.completions.create(model="tiny", prompt="a", best_of=2), "best_of is not offered"),
         (
             lambda: client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}]),
             "no chat template",
         ),
     ]:
-        with pytest.raises(openai.UnprocessableEntityError, match=match):
+        with pytest.raises(openai.BadRequestError, match=match):
             call()
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-no", max_retries=0).models.list()
+
+
+def test_openais_client_streams_what_is_sampled_whole(server):
+    """Greedy, in slices of 16 tokens, with stop strings that the slices may cut in two."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key)
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0).choices[0]
+    for stop in (None, [whole.text[15:18] or "x"]):
+        asked = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "stop": stop}
+        text = client.completions.create(**asked).choices[0].text
+        chunks = list(client.completions.create(**asked, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text
+        assert stop is None or stop[0] not in text
+
+
+def test_an_answer_is_held_to_a_schema(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0)
+    schema = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["abba", "baab"]}}}
+    asked = {"model": "tiny", "prompt": "abc", "max_tokens": 12, "extra_body": {"response_format": schema}}
+    whole = client.completions.create(**asked, n=4).choices
+    assert {(c.text, c.finish_reason) for c in whole} <= {('"abba"', "stop"), ('"baab"', "stop")}
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+    assert streamed in ('"abba"', '"baab"')
+    fits_no_grammar = {"type": "json_schema", "json_schema": {"name": "no", "schema": {"enum": []}}}
+    with pytest.raises(openai.APIStatusError):
+        client.completions.create(**asked | {"extra_body": {"response_format": fits_no_grammar}})
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=3).choices[0].text is not None
 
 
 def test_a_killed_trainer_comes_back_with_every_model(server):

@@ -104,13 +104,51 @@ class FakeBackend(Backend):
         return [replace(one, tokens=[(seed + i) % VOCABULARY for i in range(length)]) for seed in seeds]
 
 
+class ScriptedBackend(FakeBackend):
+    """Writes one text after any prompt, and ends as vLLM does; a prompt that ends in its beginning goes on."""
+
+    context_length = 4096
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.vocab_size = max(tokenizer.vocabulary.values()) + 1
+        self.asked = []  # params of each request
+        self.num_cancelled = 0
+        self._tokenizer = tokenizer
+        self.write("")
+
+    def write(self, text):
+        self._script = [*self._tokenizer.encode_plain(text), self._tokenizer.eos_id]
+
+    async def sample(self, adapter, prompt, n, params, max_deaths=3):
+        self.asked.append(params)
+        try:
+            await asyncio.sleep(self.delay)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        lengths = range(len(self._script) - 1, 0, -1)
+        start = next((k for k in lengths if list(prompt[-k:]) == self._script[:k]), 0)
+        tokens = self._script[start : start + params.max_new_tokens]
+        stop = StopReason.LENGTH
+        for end in range(1, len(tokens) + 1):
+            text = self._tokenizer.decode(tokens[:end])
+            if tokens[end - 1] in params.stop_token_ids or any(t in text for t in params.stop_texts):
+                tokens, stop = tokens[:end], StopReason.STOP
+                break
+        likeliest = tuple(((token, -0.5),) for token in tokens) if params.num_likeliest else ()
+        logprobs = [-float(start + i) for i in range(len(tokens))]
+        return [Completion(tokens, logprobs, VersionRange(0, 0), stop, likeliest=likeliest)] * n
+
+
 @contextlib.contextmanager
-def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0, database_url=None):
-    """(URL, service) of a server in a thread."""
+def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0, database_url=None, tokenizer=None):
+    """(URL, service) of a server in a thread. tokenizer: for OpenAI's routes."""
     backend = backend or FakeBackend()
     root.mkdir(exist_ok=True)
     database = Database(database_url or url_of(root))
-    service = Service(database, backend, root, (NAME,), (0,), limits)
+    eos = (0,) if tokenizer is None else (tokenizer.eos_id,)
+    service = Service(database, backend, root, (NAME,), eos, limits)
     if keys:
         (root / "api_keys").touch(0o600)
         (root / "api_keys").write_text("\n".join(keys))
@@ -119,6 +157,7 @@ def serving(root, backend=None, limits=Limits(), keys=KEYS, port=0, database_url
         Keys(root / "api_keys") if keys else None,
         Served((NAME,), None, "qwen3", backend.context_length),
         4,
+        tokenizer,
     )
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
 

@@ -65,6 +65,9 @@ def bodies(training):
         "optim_step": {**of_model, "adam_params": adam},
         "save_weights": {**of_model, "path": "name", "ttl_seconds": 4000, "overwrite": True},
         "save_weights_for_sampler": {**of_model, "sampling_session_seq_id": 9, "kind": "inflight"},
+        "save_weights_external": {
+            **of_model, "path": "name", "ttl_seconds": 4000, "age_encryption_recipients": [],
+        },
         "load_weights": {
             "session_id": session, "model_seq_id": 8, "path": f"tinker://{training.model_id}/weights/kept",
             "optimizer": True, "base_model": NAME,
@@ -173,6 +176,9 @@ def test_no_damaged_protobuf_is_a_500(server, data):
                 "a",
                 "%00",
                 "samplers",
+                "downloads",
+                "external_weights",
+                "external_weights_urls",
             ]
         ),
         max_size=6,

@@ -23,7 +23,7 @@ from rl.envs.chat.session import ChatSession, TooLong, Turn
 from rl.errors import ConfigError, RunError
 from rl.http_server import Server
 from rl.interfaces import Tokenizer
-from rl.openai_format import answer, chat_logprobs, choice
+from rl.openai_format import answer, chat_logprobs, choice, event, refusal
 from rl.types import Message
 from rl.waiting import within
 
@@ -105,8 +105,7 @@ class AgentEndpoint:
             body = _checked(await request.body())
             turn = await self._turn(guest, body, is_retry=request.headers.get(_RETRY, "0") != "0")
         except _Refused as error:
-            said = {"message": str(error), "type": "invalid_request_error", "code": error.code or None}
-            return JSONResponse({"error": said}, error.status)
+            return JSONResponse(refusal(error.status, str(error), error.code or None), error.status)
         if not await request.is_disconnected():
             guest.got.add(id(turn))
             guest.messages = [*body["messages"], turn.message]
@@ -177,4 +176,4 @@ def _as_events(made: Mapping[str, Any]) -> str:
         delta = {**whole["message"], **({"tool_calls": calls} if calls else {})}
         choices.append({**{k: v for k, v in whole.items() if k != "message"}, "delta": delta})
     chunk = {**made, "object": "chat.completion.chunk", "choices": choices}
-    return f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    return event(chunk) + event(None)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl.envs.chat.template import ChatTemplate, Schema, for_template
-from rl.envs.chat.tool_calls import ParsedTurn
+from rl.envs.chat.tool_calls import ParsedTurn, as_message
 from rl.interfaces import Sampler
 from rl.sequences import lay_out
 from rl.types import Completion, Message, SamplingParams, Segment, StopReason, VersionRange
@@ -139,25 +139,8 @@ class ChatSession:
             message: Message = {"role": "assistant", "content": text}
             return Turn(before, np.array(given, np.int32), completion, message, ParsedTurn(text))
         parsed = self._template.parse(text)
-        message = _message(parsed, text, len(self.turns))
+        message = as_message(parsed, text, f"call{len(self.turns):03d}")
         return Turn(before, np.array(given, np.int32), completion, message, parsed)
-
-
-def _message(parsed: ParsedTurn, text: str, number: int) -> Message:
-    """As OpenAI's API has it. Where a call cannot be read, the content is all of the text."""
-    message: dict[str, Any] = {"role": "assistant", "content": text if parsed.malformed else parsed.content}
-    if parsed.reasoning and not parsed.malformed:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls and not parsed.malformed:
-        message["tool_calls"] = [
-            {
-                "id": f"call{number:03d}{i:02d}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for i, call in enumerate(parsed.calls)
-        ]
-    return message
 
 
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:

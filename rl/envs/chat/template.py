@@ -49,8 +49,12 @@ class ChatTemplate:
         """A whole conversation, ready for the assistant's turn."""
         return list(self._pickled_prompt(pickle.dumps((messages, tools))))
 
+    def prompt_once(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """As `prompt`, which keeps what it has made for the next time."""
+        return self._tokenizer.encode_plain(self._render(messages, tools))
+
     def _render_pickled(self, conversation: bytes) -> list[int]:
-        return self._tokenizer.encode_plain(self._render(*pickle.loads(conversation)))
+        return self.prompt_once(*pickle.loads(conversation))
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """What follows a sampled turn, after the token that ended it: `messages`, ready for the next turn."""

@@ -38,6 +38,28 @@ class ParsedTurn:
     reasoning: str = ""  # between <think> and </think>
 
 
+def as_message(parsed: ParsedTurn, text: str, id_prefix: str) -> Message:
+    """As OpenAI's API has it. Where a call cannot be read, the content is all of the text.
+
+    id_prefix: of the calls' ids, which end with their numbers.
+    """
+    if parsed.malformed:
+        return {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{id_prefix}{i:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for i, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
 def call_format(template: str) -> CallFormat:
     """Which format a chat template asks for. One that knows no tools gets Hermes', described in words.
 
@@ -109,7 +131,8 @@ def _pythonic(text: str) -> ParsedTurn:
     content = (text[: found.start()] + text[found.end() :]).strip()
     try:
         listed = ast.parse(found[0], mode="eval").body
-        assert isinstance(listed, ast.List)  # what the brackets make
+        if not isinstance(listed, ast.List):  # two lists, of which the second is an index
+            raise ValueError("write one list of calls")
         calls = [_python_call(call) for call in listed.elts]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return ParsedTurn(content, (), (f"the call cannot be read: {error}",))

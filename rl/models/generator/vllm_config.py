@@ -23,4 +23,4 @@ class VLLMConfig:
     shared_directory: str = ""  # an owned directory: with it goes what its ranks keep in shared memory
     max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
     max_adapters: int = 1
-    stop_texts: bool = False  # load the tokenizer, for requests with SamplingParams.stop_texts
+    stop_texts: bool = False  # load the tokenizer, for SamplingParams.stop_texts and json_schema

@@ -17,7 +17,7 @@ from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.config.lora import MaxLoRARanks
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from rl.errors import ConfigError, RunError, one_line
 from rl.interfaces import Transport
@@ -147,9 +147,13 @@ class VLLM:
     def _sampled_with(self) -> set[str]:
         return {r.command.params.adapter for r in self._running.values() if r.command.params.adapter}
 
-    def _finish(self, output: RequestOutput) -> tuple[int, Completion]:
+    def _finish(self, output: RequestOutput) -> tuple[int, Completion | RunError]:
         request = self._running.pop(output.request_id)
         (sample,) = output.outputs
+        if sample.finish_reason == "error":
+            return request.command.id, RunError(
+                "vLLM could not go on with a request; where it asks for JSON, simplify its schema"
+            )
         tokens = list(sample.token_ids)
         logprobs = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
         stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
@@ -287,5 +291,6 @@ def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
         logprobs=params.num_likeliest,  # 0: of the sampled token alone
         prompt_logprobs=params.prompt_likeliest,
         detokenize=bool(params.stop_texts),
+        structured_outputs=StructuredOutputsParams(json=params.json_schema) if params.json_schema else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

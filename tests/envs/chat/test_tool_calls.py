@@ -36,6 +36,7 @@ def test_words_around_calls_are_the_content_and_calls_keep_their_order():
         ("[price(fruit=open('x'))]", "pythonic", "cannot be read"),
         ("[price('pear')]", "pythonic", "argument=value"),
         ("[price(fruit=1", "pythonic", "does not end"),
+        ("[price(x=1)][price(x=2)]", "pythonic", "write one list of calls"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_named_and_not_made(text, written, why):

@@ -1,0 +1,161 @@
+"""Streams are what the whole answer is: the same tokens, the same text, in parts that are final."""
+
+# holds: exact
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.envs.chat.tool_calls import parse_turn
+from rl.tinker.openai_chat import Deltas, Turn
+from rl.tinker.openai_stream import PartialText, cut, interleaved, pieces
+from rl.types import Completion, StopReason, VersionRange
+
+
+def decode(tokens):
+    """A token is a byte; 256 and over are special."""
+    return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+
+def scripted(script, ends_itself):
+    """Samples what the script goes on with; the logprob of a token is minus its place."""
+
+    async def sample(prompt, size, number):
+        start = len(prompt) - 1
+        tokens = script[start : start + size]
+        at_end = ends_itself and start + len(tokens) >= len(script)
+        logprobs = [-float(start + i) for i in range(len(tokens))]
+        stop = StopReason.STOP if at_end else StopReason.LENGTH
+        likeliest = tuple(((token, -1.0),) for token in tokens)
+        return Completion(tokens, logprobs, VersionRange(0, 0), stop, likeliest=likeliest)
+
+    return sample
+
+
+def streamed(script, max_tokens, stops, slice_tokens, ends_itself=True):
+    async def read():
+        sample, text = scripted(script, ends_itself), PartialText(decode, stops)
+        return [piece async for piece in pieces(sample, [0], max_tokens, text, slice_tokens)]
+
+    return asyncio.run(read())
+
+
+WORDS = st.lists(
+    st.sampled_from(["a", "b", "aab", "é", "漢", "👍🏽", "\n", "<e", "nd>", "\ufffd"]), max_size=12
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(WORDS, st.lists(st.sampled_from(["ab", "aaab", "é漢", "<end>", "\n\n", "b"]), max_size=3), st.data())
+def test_a_stream_is_the_whole_answer(words, stops, data):
+    script = [*"".join(words).encode(), 256]
+    max_tokens = data.draw(st.integers(1, len(script) + 2))
+    parts = streamed(script, max_tokens, stops, data.draw(st.integers(1, 9)))
+    # The whole answer, as a generator ends it: at the first token whose text has a stop string.
+    whole = script[:max_tokens]
+    ends = (n for n in range(1, len(whole) + 1) if any(stop in decode(whole[:n]) for stop in stops))
+    at_stop = next(ends, None)
+    whole = whole[:at_stop]
+    assert [token for part in parts for token in part.completion.tokens.tolist()] == whole
+    assert "".join(part.text for part in parts) == cut(decode(whole), stops)
+    assert [-x for part in parts for x in part.completion.logprobs.tolist()] == list(range(len(whole)))
+    assert [t for part in parts for ((t, _),) in part.completion.likeliest] == whole
+    ended = StopReason.STOP if at_stop or whole == script else StopReason.LENGTH
+    assert [part.end for part in parts] == [None] * (len(parts) - 1) + [ended]
+    for part in parts[:-1]:
+        assert part.text.encode().decode() == part.text and len(part.completion.tokens)
+
+
+def test_parts_are_sent_as_soon_as_they_are_final():
+    parts = streamed(list("Hello, wörld <e".encode()), 16, ["<end>"], 4)
+    assert [part.text for part in parts] == ["Hell", "o, w", "örl", "d <e"]
+    held = streamed(list(b"abcabdabc"), 9, ["abcabe"], 3)
+    assert [part.text for part in held] == ["abcabd", "abc"]
+
+
+def test_a_stream_that_ends_early_ends_what_it_reads():
+    ended = []
+
+    async def stream(name, error=None):
+        try:
+            while True:
+                if error:
+                    raise error
+                yield name
+                await asyncio.sleep(0)
+        finally:
+            ended.append(name)
+
+    async def first_of(*streams):
+        merged = interleaved(streams)
+        try:
+            return await anext(merged)
+        finally:
+            await merged.aclose()
+
+    assert asyncio.run(first_of(stream("a"), stream("b")))[1] in ("a", "b")
+    assert sorted(ended) == ["a", "b"]
+    ended.clear()
+    try:
+        asyncio.run(first_of(stream("a", ValueError("no")), stream("b")))
+    except ValueError as error:
+        assert str(error) == "no"
+    else:
+        raise AssertionError("the error of a stream is lost")
+    assert "a" in ended
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+FRAGMENTS = [
+    "a",
+    " ",
+    "\n",
+    "<",
+    "<t",
+    CALL,
+    "<tool_call>",
+    "</tool_call>",
+    f"<tool_call>{CALL}</tool_call>",
+    "{",
+    "[f(x=1)]",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["hermes", "llama3", "pythonic"]),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join),
+    st.sampled_from([None, "", "Hm. ", "<tool_call>"]),
+    st.sampled_from(StopReason),
+    st.data(),
+)
+def test_the_deltas_of_a_turn_are_its_message(written, text, thought, stop, data):
+    """However its text is split, and whatever it calls, thinks, or fails to write."""
+    text = text if thought is None else f"<think>\n{thought}</think>\n{text}"
+    turn = Turn([None], "", lambda whole: parse_turn(whole, written), written)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    deltas, sent, calls = Deltas(turn), {"reasoning_content": "", "content": ""}, []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        delta, reason = deltas.next(text[start:end], None)
+        assert reason is None and "tool_calls" not in delta
+        sent = {name: value + delta.get(name, "") for name, value in sent.items()}
+    delta, reason = deltas.next("", stop)
+    sent = {name: value + delta.get(name, "") for name, value in sent.items()}
+    calls = [call["function"] for call in delta.get("tool_calls", ())]
+    message, whole_reason = turn.message(text, stop)
+    assert reason == whole_reason
+    assert calls == [call["function"] for call in message.get("tool_calls", ())]
+    if turn.read(text, stop) is not None:
+        assert sent["content"] == message["content"]
+        assert sent["reasoning_content"] == message.get("reasoning_content", "")
+    else:  # plain text: nothing of it is lost
+        said = sent["reasoning_content"] + sent["content"]
+        marks = ("<think>", "</think>", " ", "\n")
+        assert without(said, marks) == without(text, marks)
+
+
+def without(text, marks):
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
