@@ -58,15 +58,19 @@ class Sampling:
     async def sample(self, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
         """body: as of asample. directory: of an adapter, as rows name it. Raises UserError."""
         prompt, params = self._read(body)
-        adapter = self._adapter(directory)
-        try:
-            completions = await self._backend.sample(adapter, prompt, body["num_samples"], params)
-        except Exception:
-            self._adapter(directory)  # raises UserError where it was deleted meanwhile
-            raise
+        completions = await self._sample_with(directory, prompt, body["num_samples"], params)
         self.tokens.add(sum(len(completion.tokens) for completion in completions))
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
+
+    async def _sample_with(
+        self, directory: str | None, prompt: Sequence[int], n: int, params: SamplingParams
+    ) -> list[Completion]:
+        try:
+            return await self._backend.sample(self._adapter(directory), prompt, n, params)
+        except Exception:
+            self._adapter(directory)  # raises UserError where it was deleted meanwhile
+            raise
 
     def _adapter(self, directory: str | None) -> Path | None:
         if directory is None:
@@ -87,7 +91,7 @@ class Sampling:
             sampler = self._database.get(samplers, request.target)
             if sampler is None:
                 raise UserError("its sampling session is over; create another")
-            own = partial(self._backend.sample, self._adapter(sampler.directory))
+            own = partial(self._sample_with, sampler.directory)
             scores = self._scores(body, *self._read(body))
             completions, scored = await asyncio.gather(
                 self.sample(sampler.directory, body), scores.compute(own)
