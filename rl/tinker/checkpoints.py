@@ -14,7 +14,7 @@ from rl.paths import sync_tree
 from rl.tinker.backend import Backend, NotFound, UserError
 from rl.tinker.database import Database, checkpoints, models, now, samplers, sessions
 from rl.tinker.encryption import encrypt
-from rl.tinker.paths import EXTERNAL, CheckpointPath, directory_name, new_directory
+from rl.tinker.paths import EXTERNAL, CheckpointPath, new_directory
 from rl.tinker.quotas import Quotas, size_of
 
 MOST_LISTED = 1000
@@ -225,19 +225,18 @@ class Checkpoints:
     def remove_remnants(self) -> None:
         """At the start: directories that no row names.
 
-        Of sessions and models that the database knows, because another database may be this directory's.
+        Of sessions that the database knows, because another database may be this directory's.
         """
         find = self._database.find
-        known = find(models)
+        known = {session.id for session in find(sessions)}
         rows = [*find(checkpoints), *find(samplers)]
-        named = {row.directory for row in rows} | {model.snapshot for model in known}
-        parents = [self._of_samplers(session.id) for session in find(sessions)]
-        for model in known:
-            name = directory_name(model.id)
-            parents += [self._root / "models" / name, *(self._root / "checkpoints" / name).glob("*")]
-        for directory in (path for parent in parents for path in parent.glob("*")):
-            if self._relative(directory) not in named:
-                shutil.rmtree(directory, ignore_errors=True)
+        named = {row.directory for row in rows} | {model.snapshot for model in find(models)}
+        for pattern in ("samplers/*/*", "models/*/*", "checkpoints/*/*/*"):
+            for directory in self._root.glob(pattern):
+                relative = self._relative(directory)
+                session = Path(relative).parts[1].partition("-")[0]  # of a model's id too: directory_name
+                if session in known and relative not in named:
+                    shutil.rmtree(directory, ignore_errors=True)
 
     async def sweep(self) -> bool:
         """A few of those past their time go; whether there are more."""

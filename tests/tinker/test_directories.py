@@ -225,7 +225,7 @@ def test_samplers_keep_what_they_were_created_on(tmp_path, seed):
 
 
 def test_another_directorys_database_removes_nothing(tmp_path):
-    """What is removed as a remnant belongs to a model that the database knows."""
+    """What is removed as a remnant belongs to a session that the database knows."""
     kept = tmp_path / "checkpoints" / "another-train-0" / "weights" / "x"
     kept.mkdir(parents=True)
     world = World(tmp_path, random.Random(0))
@@ -237,6 +237,21 @@ def test_another_directorys_database_removes_nothing(tmp_path):
 
     asyncio.run(main())
     assert kept.is_dir()
+
+
+def test_what_was_left_of_a_copy_to_a_model_that_never_came_is_removed(tmp_path):
+    world = World(tmp_path, random.Random(0))
+
+    async def main():
+        await world.begin()
+        left = tmp_path / "checkpoints" / f"{world.session}-train-9" / "weights" / "x.0123"
+        left.mkdir(parents=True)
+        await world.stop()
+        await world.start()
+        await world.stop()
+        assert not left.exists()
+
+    asyncio.run(main())
 
 
 def test_weights_that_are_deleted_while_a_sample_waits_for_them_are_named(tmp_path):
