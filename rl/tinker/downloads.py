@@ -46,13 +46,23 @@ class Downloads:
         return paths, expires
 
     def file(self, expires: str, signature: str, model: str, checkpoint: str, name: str) -> Path:
-        """Of a URL's parts. Raises HTTPException where it is not signed or has ended, and NotFound."""
-        row = self._checkpoints.external(model, checkpoint)
+        """Of a URL's parts.
+
+        Raises NotFound where this server did not sign it or the file is gone, which look alike to whoever
+        guesses, and HTTPException where it has ended.
+        """
+        gone = NotFound("there is no such download; ask for the checkpoint's URLs again")
+        try:
+            row = self._checkpoints.external(model, checkpoint)
+        except (NotFound, UserError) as error:
+            raise gone from error
         ends = int(expires) if expires.isdecimal() and len(expires) < 20 else 0
-        if not hmac.compare_digest(signature.encode(), self._sign(row, name, ends).encode()) or ends < now():
-            raise HTTPException(403, "the URL is not signed by this server, or has ended; ask for another")
+        if not hmac.compare_digest(signature.encode(), self._sign(row, name, ends).encode()):
+            raise gone
+        if ends < now():
+            raise HTTPException(403, "this URL has ended; ask for the checkpoint's URLs again")
         if name not in self._files(row):
-            raise NotFound(f"there is no file {name[:200]}")
+            raise gone
         return self._root / row.directory / name
 
     def _files(self, checkpoint: Row) -> list[str]:
