@@ -75,7 +75,7 @@ def make_app(
     async def unavailable(request: Request, error: Exception) -> Response:
         """Clients ask again at once."""
         await asyncio.sleep(_REST_SECONDS)
-        return _error(request, 503, str(error)[:_MAX_FIELD], category="server")
+        return _error(request, 503, str(error)[:_MAX_FIELD])
 
     app.add_exception_handler(Unavailable, unavailable)
     app.add_exception_handler(UserError, refuse(422))

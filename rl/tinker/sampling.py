@@ -80,7 +80,6 @@ class Sampling:
         """What waited, or ran, when the server ended."""
         body = json.loads(self._queue.body(request))
         prompt, params = self._read(body)
-<<<<<<< HEAD
         self.submit(request, Load(body["num_samples"], len(prompt), params.max_new_tokens))
 
     async def sample(self, tenant: str, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
@@ -99,14 +98,10 @@ class Sampling:
             completions = await sample(prompt, body["num_samples"], params)
         else:
             completions = await place.sample(sample, prompt, params)
-=======
-        completions = await self._sample_with(directory, prompt, body["num_samples"], params)
->>>>>>> c0a62b4858c08296db8e7dc341d660a0d0d08669
         self.tokens.add(sum(len(completion.tokens) for completion in completions))
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
 
-<<<<<<< HEAD
     def _with(self, directory: str | None, max_deaths: int) -> Sample:
         """With the adapter in a directory, as rows name it. Raises UserError where it is gone."""
         adapter = self._adapter(directory)
@@ -119,16 +114,6 @@ class Sampling:
                 raise
 
         return sample
-=======
-    async def _sample_with(
-        self, directory: str | None, prompt: Sequence[int], n: int, params: SamplingParams
-    ) -> list[Completion]:
-        try:
-            return await self._backend.sample(self._adapter(directory), prompt, n, params)
-        except Exception:
-            self._adapter(directory)  # raises UserError where it was deleted meanwhile
-            raise
->>>>>>> c0a62b4858c08296db8e7dc341d660a0d0d08669
 
     def _adapter(self, directory: str | None) -> Path | None:
         if directory is None:
@@ -150,22 +135,8 @@ class Sampling:
 
     async def _answer(self, request: Row, place: Place) -> None:
         try:
-<<<<<<< HEAD
             await place.wait()
             written = await self._attempt(request, place)
-=======
-            body = json.loads(request.body)
-            sampler = self._database.get(samplers, request.target)
-            if sampler is None:
-                raise UserError("its sampling session is over; create another")
-            own = partial(self._sample_with, sampler.directory)
-            scores = self._scores(body, *self._read(body))
-            completions, scored = await asyncio.gather(
-                self.sample(sampler.directory, body), scores.compute(own)
-            )
-            top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
-            written = wire.write_samples(completions, top, of_prompt, scored)
->>>>>>> c0a62b4858c08296db8e7dc341d660a0d0d08669
             self._queue.done(request, written, wire.PROTOBUF)
         except UserError as error:
             self._queue.failed(request, str(error), "user", refused=True)

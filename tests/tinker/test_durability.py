@@ -57,17 +57,17 @@ def test_files_then_rows_then_what_they_replace(tmp_path, monkeypatch, kind, dat
             old = await write(1)
             log = Log(service.database, monkeypatch)
             new = await write(11)
-            written = new if kind == "snapshot" else new.parent / "x.partial"
-            places = [log.first(f"sync {written}/adapter_config.json"), log.first(f"sync {written.parent}")]
+            places = [log.first(f"sync {new}/adapter_config.json"), log.first(f"sync {new.parent}")]
             if kind == "snapshot":
                 if database_kind == "sqlite":
                     places.append(log.first("PRAGMA synchronous=FULL"))
                 places.append(log.first("UPDATE models SET snapshot"))
                 places.append(log.first("UPDATE requests SET body", places[-1]))
                 places.append(log.first("COMMIT", places[-1]))
-                places.append(log.first(f"remove {old}"))
             else:
                 places.append(log.first("INSERT INTO checkpoints"))
+                places.append(log.first("COMMIT", places[-1]))
+            places.append(log.first(f"remove {old}"))
             assert places == sorted(places), log
 
     asyncio.run(main())

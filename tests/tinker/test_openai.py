@@ -364,7 +364,7 @@ def test_an_error_in_a_stream_is_its_last_event(url, backend, monkeypatch):
 
     sample = backend.sample
 
-    async def fails_later(adapter, prompt, n, params):
+    async def fails_later(adapter, prompt, n, params, max_deaths):
         if len(backend.asked) == 2:
             raise RunError("the generator is gone")
         return await sample(adapter, prompt, n, params)
