@@ -218,7 +218,7 @@ def main() -> None:
                 print(" | ".join(rows[-1]), flush=True)
     notes = NOTES.format(**vars(options))
     if options.write:
-        command = f"python -m benchmarks.tinker_database --clients {options.clients} --write"
+        command = f"python -m benchmarks.tinker_database --clients {options.clients} --seconds {options.seconds:g} --write"
         write_table(OUT, "The Tinker server on a full database", command, rows, notes)
 
 

@@ -25,7 +25,11 @@ SAMPLE = {
 
 
 def on_disk(root):
-    return sum(file.stat().st_size for file in root.rglob("adapter_config.json"))
+    while True:
+        try:
+            return sum(file.stat().st_size for file in root.rglob("adapter_config.json"))
+        except FileNotFoundError:  # a snapshot goes meanwhile
+            continue
 
 
 def in_rows(database):
