@@ -14,6 +14,7 @@ from rl.tinker.checkpoints import MOST_LISTED
 from rl.tinker.database import now
 from rl.tinker.paths import KINDS
 from rl.tinker.service import Service
+from rl.tinker.settings import check_ttl
 
 _MOST = 2**63 - 1
 
@@ -99,8 +100,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.put(f"{one}/ttl")
     async def set_ttl(id: str, kind: str, name: str, body: _Ttl, request: Request) -> Response:
-        if body.ttl_seconds is not None and not 0 < body.ttl_seconds < _MOST:
-            raise UserError("ttl_seconds has to be over 0")
+        check_ttl(body.ttl_seconds)
         expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
         checkpoints.change(checkpoints.own(tenant(request), id, kind, name), expires=expires)
         return Response(status_code=204)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from rl.tinker.limits import Limits
 from rl.tinker.requests import TooMany
 from rl.tinker.sampling_queue import Load, Part, SamplingQueue
 from rl.types import Completion, SamplingParams
@@ -65,11 +66,11 @@ class Place:
 class SampleScheduler:
     """All requests for samples, of every route: see SamplingQueue for whose turn it is."""
 
-    def __init__(self, capacity: int, shared: int, max_waiting: int, max_waiting_samples: int):
-        """capacity, shared: see SamplingQueue. max_waiting, max_waiting_samples: of one tenant."""
+    def __init__(self, capacity: int, shared: int, limits: Limits):
+        """capacity, shared: see SamplingQueue."""
         self._queue = SamplingQueue(capacity, shared)
-        self._max_waiting = max_waiting
-        self._max_waiting_samples = max_waiting_samples
+        self._max_waiting = limits.max_waiting
+        self._max_waiting_samples = limits.max_waiting_samples
         self._places: Counter[str] = Counter()
         self._samples: Counter[str] = Counter()
 

@@ -21,13 +21,10 @@ from rl.tinker.requests import COMPUTES, Requests
 from rl.tinker.retention import Retention
 from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
-from rl.tinker.settings import check_adam
+from rl.tinker.settings import check_adam, check_fits, check_ttl, read_lora
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
 from rl.waiting import beside
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Service:
@@ -54,29 +51,17 @@ class Service:
         self.quotas = Quotas(database, root, limits)
         self.queue = Requests(database, limits.max_waiting, self.quotas)
         self.checkpoints = Checkpoints(database, backend, root, self.quotas)
-        self._blame = blame = Blame(limits.max_deaths)
+        self._blame = Blame(limits.max_deaths)
         self.training = Training(
-            database,
-            self.queue,
-            backend,
-            root,
-            self.checkpoints.save,
-            limits.snapshot_every,
-            limits.max_models,
-            blame,
+            database, self.queue, backend, root, self.checkpoints.save, limits, self._blame
         )
-        self._scheduler = SampleScheduler(
-            capacity, shared_samples, limits.max_waiting, limits.max_waiting_samples
+        self._scheduler = SampleScheduler(capacity, shared_samples, limits)
+        self.sampling = Sampling(
+            database, self.queue, backend, root, eos_ids, limits, self._scheduler, self._blame
         )
-        self.sampling = Sampling(database, self.queue, backend, root, eos_ids, limits, self._scheduler, blame)
+        is_loaded = self.training.loaded.__contains__
         self.retention = Retention(
-            database,
-            self.queue,
-            self.checkpoints,
-            self.quotas,
-            self.training.loaded.__contains__,
-            root,
-            limits,
+            database, self.queue, self.checkpoints, self.quotas, is_loaded, root, limits
         )
         self._database = database
 
@@ -124,15 +109,7 @@ class Service:
         """body: lora_config, user_metadata. Returns the id of the request."""
         self.session(tenant, session)
         self._check_base(base_model)
-        config = body.get("lora_config") or {"rank": 32}
-        if not 1 <= config["rank"] <= self.limits.max_rank:
-            raise UserError(f"a LoRA rank of {config['rank']}; this server takes 1 to {self.limits.max_rank}")
-        targets = _ATTENTION * config.get("train_attn", True) + _MLP * config.get("train_mlp", True)
-        if not targets:
-            raise UserError("nothing would learn: set train_attn or train_mlp (train_unembed is not offered)")
-        seed = config.get("seed")
-        seed = secrets.randbits(31) if seed is None else (seed + 2**63) % 2**64 - 2**63
-        lora = LoRA(config["rank"], 32.0, targets)
+        lora, seed = read_lora(body.get("lora_config"), self.limits.max_rank)
         return self._begin_model(tenant, session, number, lora, seed, None, False, body)
 
     def create_model_from(
@@ -174,7 +151,7 @@ class Service:
     ) -> str:
         """Of this tenant's, or published ones: to a model of the session, which is made if there is none."""
         self.session(tenant, session)
-        self._check_ttl(ttl_seconds)
+        check_ttl(ttl_seconds)
         source, id = self.checkpoints.loadable(tenant, path), f"{session}:train:{number}"
         copy = await self.checkpoints.copy(source, tenant, id, ttl_seconds)
         if self._database.get(models, id) is None:
@@ -225,7 +202,7 @@ class Service:
     def load_weights(self, tenant: str, model: str, seq_id: int, path: str, optimizer: bool) -> str:
         checkpoint = self.checkpoints.loadable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
-        self._check_shape(checkpoint, self.model(tenant, model))
+        check_fits(checkpoint, self.model(tenant, model))
         body = {"path": path, "directory": checkpoint.directory, "optimizer": optimizer}
         return self.submit(tenant, "load_weights", model, seq_id, json.dumps(body).encode())
 
@@ -243,12 +220,8 @@ class Service:
         """kind: one of those that `Checkpoints.save` carries out."""
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
-        self._check_ttl(body.get("ttl_seconds"))
+        check_ttl(body.get("ttl_seconds"))
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
-
-    def _check_ttl(self, seconds: int | None) -> None:
-        if seconds is not None and not 0 < seconds < 2**63:
-            raise UserError("ttl_seconds has to be over 0")
 
     def _check_base(self, name: str) -> None:
         if name not in self.model_names:
@@ -259,16 +232,6 @@ class Service:
             raise UserError(
                 f"{checkpoint.path} has weights for sampling alone; load it without its optimizer"
             )
-
-    def _check_shape(self, checkpoint: Row, model: Row) -> None:
-        own, saved = LoRA.from_record(model.lora), LoRA.from_record(checkpoint.lora)
-        if own.rank != saved.rank:
-            differs = f"has rank {saved.rank} and the model rank {own.rank}"
-        elif set(own.targets) != set(saved.targets):
-            differs = f"trains {sorted(saved.targets)} and the model {sorted(own.targets)}"
-        else:
-            return
-        raise UserError(f"{checkpoint.path} {differs}; load it into a new model")
 
     # ---- sampling
 

@@ -1,12 +1,54 @@
 """Bounds of the numbers that clients set, with a message for each."""
 
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from rl.tinker.backend import UserError
+from sqlalchemy.engine import Row
 
+from rl.tinker.backend import UserError
+from rl.types import LoRA
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_ALPHA = 32.0  # not in requests
 _MAX_TEMPERATURE = 100
+
+
+def read_lora(config: Mapping[str, Any] | None, max_rank: int) -> tuple[LoRA, int]:
+    """config: Tinker's LoraConfig. The adapter and its seed, any int64. Raises UserError."""
+    config = config or {"rank": 32}
+    rank = config["rank"]
+    if not 1 <= rank <= max_rank:
+        raise UserError(f"a LoRA rank of {rank}; this server takes 1 to {max_rank}")
+    targets = _ATTENTION * config.get("train_attn", True) + _MLP * config.get("train_mlp", True)
+    if not targets:
+        raise UserError("nothing would learn: set train_attn or train_mlp (train_unembed is not offered)")
+    seed = config.get("seed")
+    return LoRA(rank, _ALPHA, targets), secrets.randbits(31) if seed is None else _as_int64(seed)
+
+
+def _as_int64(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def check_ttl(seconds: int | None) -> None:
+    """Raises UserError."""
+    if seconds is not None and not 0 < seconds < 2**63:
+        raise UserError("ttl_seconds has to be over 0")
+
+
+def check_fits(checkpoint: Row, model: Row) -> None:
+    """Raises UserError where the checkpoint's adapter is of another rank, or of other layers."""
+    own, saved = LoRA.from_record(model.lora), LoRA.from_record(checkpoint.lora)
+    if own.rank != saved.rank:
+        differs = f"has rank {saved.rank} and the model rank {own.rank}"
+    elif set(own.targets) != set(saved.targets):
+        differs = f"trains {sorted(saved.targets)} and the model {sorted(own.targets)}"
+    else:
+        return
+    raise UserError(f"{checkpoint.path} {differs}; load it into a new model")
 
 
 def check_adam(adam: Mapping[str, float]) -> None:

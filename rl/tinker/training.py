@@ -31,6 +31,7 @@ from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
 from rl.tinker.database import Database, models, requests
+from rl.tinker.limits import Limits
 from rl.tinker.paths import directory_name, new_directory
 from rl.tinker.quotas import size_of
 from rl.tinker.rate import Rate
@@ -60,22 +61,18 @@ class Training:
         backend: Backend,
         root: Path,
         save: Callable[[Row, Row, Mapping[str, Any]], Any],
-        snapshot_every: int,
-        max_models: int,
+        limits: Limits,
         blame: Blame,
     ):
-        """save(request, model, body): carries out a request that writes a checkpoint; returns its result.
-
-        max_models: in the engine at a time.
-        """
+        """save(request, model, body): carries out a request that writes a checkpoint; returns its result."""
         self._blame = blame
         self._database = database
         self._queue = queue
         self._backend = backend
         self._root = root
         self._save = save
-        self._snapshot_every = snapshot_every
-        self._max_models = max_models
+        self._snapshot_every = limits.snapshot_every
+        self._max_models = limits.max_models
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # the one used longest ago first
         self._waiting = TrainingQueue()
         self._arrived = asyncio.Event()
