@@ -17,6 +17,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,10 +89,19 @@ class Training:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            request, began = self._waiting.take(), time.monotonic()
+            began = time.monotonic()
+            if idle := self._waiting.idle_for():
+                tenant, seconds = idle
+                self._arrived.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._arrived.wait()
+                self._waiting.charge_idle(tenant, time.monotonic() - began)
+                continue
+            request = self._waiting.take()
             await self._answer(request)
             await self._queue.written()
-            self._waiting.charge(request.tenant, time.monotonic() - began)
+            self._waiting.end(request.tenant, time.monotonic() - began)
 
     async def _answer(self, request: Row) -> None:
         try:
