@@ -8,7 +8,6 @@ from sqlalchemy.engine import Row
 
 from rl.tinker.shares import Shares
 
-
 _PATIENCE_SECONDS = 1.0
 _LEAD_SECONDS = 1.0
 

@@ -142,9 +142,16 @@ class Victim(threading.Thread):
 def steps_in(server, training, seconds, attack=None):
     """Steps a second of a victim; beside an attack, what that was told."""
     victim = Victim(server, training)
-    told = set()
+    told, failures = set(), []
     over = threading.Event()
-    thread = threading.Thread(target=attack, args=(server, over, told), daemon=True) if attack else None
+
+    def run():
+        try:
+            attack(server, over, told)
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, daemon=True) if attack else None
     if thread:
         thread.start()
         time.sleep(3)
@@ -157,6 +164,7 @@ def steps_in(server, training, seconds, attack=None):
     victim.finish()
     if thread:
         thread.join(60)
+    assert not failures, failures
     return num_steps / took, told
 
 
@@ -224,7 +232,7 @@ def slow_training(server, over, told):
 def many_samples(server, over, told):
     """Point 18: as many requests of 256 samples as are taken, and on OpenAI's route."""
     client = server.client("attacker")
-    sampler = client.create_sampling_client(base_model=NAME)
+    sampler = client.create_sampling_client(base_model=NAME).result()
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]}
     params = {"max_tokens": 60, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": []}
     with attacker_http(server) as http:
@@ -264,7 +272,18 @@ ATTACKS = {
 
 
 def test_a_tenant_beside_one_that_attacks_keeps_a_third_of_its_throughput(tmp_path):
-    flags = ("--deadlines.train", 4, "--limits.max_tenant_models", 200, "--limits.max_disk_gib", 0.2)
+    flags = (
+        "--deadlines.train",
+        4,
+        "--limits.max_waiting_samples",
+        2000,
+        "--limits.max_deaths",
+        2,
+        "--limits.max_tenant_models",
+        200,
+        "--limits.max_disk_gib",
+        0.2,
+    )
     server = Server(tmp_path, *flags).start()
     try:
         training = server.training("victim", seed=1)
