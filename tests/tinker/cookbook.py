@@ -31,7 +31,7 @@ _CHAT = f"chat_sl.train {_CONFIG} dataset=no_robots batch_size=8 max_length=64 l
 _STREAM = "stream_minibatch_config.groups_per_batch=4 stream_minibatch_config.num_minibatches=2"
 _DPO = f"preference.dpo.train {_CONFIG} dataset=hhh batch_size=4 max_length=64 max_steps=2"
 _LOOP = f"rl_loop {_MODEL} batch_size=4 group_size=4 max_tokens=32 max_steps=2"
-_MULTI = f"{_CONFIG} group_size=4 batch_size=2 max_tokens=8 eval_every=0 max_steps=2"
+_MULTI = f"{_CONFIG} group_size=2 batch_size=2 max_tokens=8 eval_every=0 max_steps=2"
 _BASIC = f"model_name={MODEL} lora_rank=8 max_steps=2 eval_every=0"
 _GSM8K = f"{_BASIC} max_tokens=8 dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder"
 _GSM8K += " dataset_builder.batch_size=4 dataset_builder.group_size=4"
@@ -45,7 +45,7 @@ _DISTILL = (
 _RLHF = f"preference.rlhf.rlhf_pipeline base_model={MODEL} short_name=smollm2 lora_rank=8 batch_size=4"
 _RLHF += " max_length=64 rl_max_tokens=8 rl_group_size=2 eval_every=0 save_every=0 max_steps=2"
 _RUBRIC = f"rubric.train {_CONFIG} grader_llm_name={MODEL} grader_renderer_name=qwen3_instruct lora_rank=8"
-_RUBRIC += " train_jsonl_path=rubric.jsonl test_jsonl_path=rubric.jsonl groups_per_batch=2 train_group_size=2"
+_RUBRIC += " train_jsonl_path=rubric.jsonl test_jsonl_path=rubric.jsonl groups_per_batch=1 train_group_size=2"
 _RUBRIC += " max_tokens=8 loss_fn=importance_sampling eval_every=0 save_every=0 max_steps=2"
 _TALK = f"base_model={MODEL} max_tokens=16"
 KILLED = "chat_sl, killed after its first checkpoint"
@@ -107,11 +107,7 @@ def rubric(i: int) -> dict:
 FILES = {  # name -> lines
     "rubric.jsonl": [json.dumps(rubric(i)) for i in range(8)],
     "distilled.jsonl": [json.dumps({"messages": chat(f"Guten Tag {i}", "de")}) for i in range(16)],
-    "tinker_cookbook/example_data/multilingual.txt": [
-        "Good morning to you.",
-        "Guten Morgen.",
-        "Buenos dias.",
-    ],
+    "tinker_cookbook/example_data/multilingual.txt": ["Guten Morgen."],
 }
 
 
