@@ -13,7 +13,7 @@ help:
 	@echo "make test        set up, then run the tests;  make test-all adds the slow ones"
 	@echo "make smollm2     set up, then train SmolLM2-135M on reasoning-gym"
 	@echo "make chaos       kill processes of runs at random moments, 50 times: half an hour"
-	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: ten minutes"
+	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: a quarter of an hour"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
 	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers, OpenEnv"
 	@echo "make test-pythons  run the unit tests under each Python from 3.11 to 3.13 that is there"
