@@ -21,7 +21,6 @@ from tests.integration.runs import ROOT, start
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name whose renderer the cookbook knows: ChatML
 TEACHER = "Qwen/Qwen3.6-35B-A3B"  # written in prompt_distillation.create_data
-EVALUATED = "Qwen/Qwen3.5-9B"  # written in eval.custom_evaluators
 CONTEXT_LENGTH = 4096  # prompt_distillation.create_data and rubric ask for 1,000 and 2,048 tokens
 _MODEL = f"model_name={MODEL} lora_rank=8"
 _CONFIG = f"model_name={MODEL} renderer_name=qwen3_instruct behavior_if_log_dir_exists=resume"
@@ -69,14 +68,12 @@ RUNS = {  # name -> what follows `python -m tinker_cookbook.`
     "rubric": f"recipes.{_RUBRIC}",
     "rlhf_pipeline": f"recipes.{_RLHF}",
     "chat": f"chat_app.tinker_chat_cli {_TALK}",
-    "eval": "eval.custom_evaluators",
     "dpo": f"recipes.{_DPO}",
 }
-WITHOUT_LOG_PATH = ("prompt_distillation, data", "rlhf_pipeline", "chat", "eval")  # they have no such setting
+WITHOUT_LOG_PATH = ("prompt_distillation, data", "rlhf_pipeline", "chat")  # they have no such setting
 INPUTS = {"chat": "What is 2+2?\nn\nName a colour.\nquit\n"}  # name -> what is typed
 PRINTED = {  # name -> what a good run prints besides: these end with 0 after an error
     "chat": r"(?s)Assistant: (?!Error).+Assistant: (?!Error).+Goodbye",
-    "eval": r"'accuracy': \d",
 }
 LONGEST = 900
 
@@ -126,7 +123,7 @@ def prepare(directory: Path, model_dir: Path) -> None:
     for name, lines in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text("\n".join(lines) + "\n")
-    for name in (MODEL, TEACHER, EVALUATED):
+    for name in (MODEL, TEACHER):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).symlink_to(model_dir.resolve())
 
@@ -136,7 +133,7 @@ def serving(model_dir: Path, directory: Path):
     """(URL, key) of `rl serve` with this model."""
     log = directory / "server.txt"
     flags = ("--port", "0", "--context_length", CONTEXT_LENGTH, "--directory", directory / "server")
-    flags += ("--names", MODEL, TEACHER, EVALUATED)
+    flags += ("--names", MODEL, TEACHER)
     process = start("serve", model_dir, *flags, stdout=log.open("w"), stderr=subprocess.STDOUT)
     try:
         while not (found := re.search(r"at (http://\S+);", log.read_text())):
