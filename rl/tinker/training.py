@@ -134,19 +134,18 @@ class Training:
         if request.kind in COMPUTES:
             self._blame.check(request.tenant)
         self._queue.begin(request)
-        for attempt in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             try:
                 return await self._execute(request)
-            except ModelsLost as death:
+            except ModelsLost as error:
                 self._loaded.clear()
                 if request.kind in COMPUTES:
                     self._blame.add(request.tenant)
-                if attempt + 1 == _ATTEMPTS:
-                    raise RunError(
-                        f"the training engine died {_ATTEMPTS} times while this {request.kind} ran, so it is "
-                        f"not tried again; the model's gradient is gone: {death}"
-                    ) from death
-        raise AssertionError
+                death = error
+        raise RunError(
+            f"the training engine died {_ATTEMPTS} times while this {request.kind} ran, so it is not tried "
+            f"again; the model's gradient is gone: {death}"
+        ) from death
 
     async def _unload(self, request: Row) -> None:
         """Whatever has become of its model in the engine: it comes back as its requests say that it is."""
