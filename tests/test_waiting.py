@@ -289,6 +289,7 @@ NO_PROCESS = {
     "rl/processes.py",
     "rl/observability/writer.py",  # a disk or a server, by the clock
     "rl/tinker/requests.py",  # how long a client waits before it asks again
+    "rl/tinker/training.py",  # for a client that may send its next request
     "rl/waiting.py",
 }
 

@@ -205,6 +205,12 @@ class Requests:
         waiting = _HEADS.where(requests.c.state == "waiting").order_by(requests.c.number)
         return list(self._database.rows(waiting))
 
+    def last_number(self, target: str) -> int:
+        """Of its newest request that has ended; 0: none has."""
+        ended = requests.c.target == target, requests.c.state != "waiting"
+        newest = select(requests.c.number).where(*ended).order_by(requests.c.number.desc()).limit(1)
+        return next((row.number for row in self._database.rows(newest)), 0)
+
     def to_repeat(self, model: Row, before: int) -> list[Row]:
         """What makes the model of its snapshot, up to the request with this number; without bodies.
 

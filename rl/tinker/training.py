@@ -31,7 +31,7 @@ from rl.tinker import losses, wire
 from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
-from rl.tinker.database import Database, models, requests
+from rl.tinker.database import Database, models
 from rl.tinker.limits import Limits
 from rl.tinker.paths import directory_name, new_directory
 from rl.tinker.quotas import size_of
@@ -265,15 +265,9 @@ class Training:
         model = self._database.get(models, model_id)
         assert model is not None
         if state.num_steps and not state.has_gradient:
-            await self._snapshot(model, self._last_number(model_id), state)
+            await self._snapshot(model, self._queue.last_number(model_id), state)
         del self._loaded[model_id]
         await self._backend.remove(model_id)
-
-    def _last_number(self, model_id: str) -> int:
-        """Of the newest request that the model in the engine has had."""
-        ended = (requests.c.target == model_id, requests.c.state != "waiting")
-        found = self._database.find(requests, *ended, order=requests.c.number.desc(), limit=1)
-        return found[0].number if found else 0
 
     async def _snapshot(self, model: Row, number: int, state: _Loaded) -> None:
         """After the request with this number, when there is no gradient."""
