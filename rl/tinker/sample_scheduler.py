@@ -46,7 +46,10 @@ class Place:
     async def _run(
         self, part: Part, sample: Sample, prompt: Sequence[int], params: SamplingParams
     ) -> list[Completion]:
-        completions = await sample(prompt, part.count, replace(params, seed=params.seed + part.first))
+        own = replace(params, seed=params.seed + part.first)
+        if part.first:  # the prompt is the same, and the first sample has its scores
+            own = replace(own, prompt_likeliest=None)
+        completions = await sample(prompt, part.count, own)
         lengths = [len(completion.tokens) for completion in completions]
         self._scheduler.end(part, sum(lengths) / len(lengths))
         return completions

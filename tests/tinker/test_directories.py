@@ -18,19 +18,13 @@ from rl.tinker.database import Database, checkpoints, models, samplers
 from rl.tinker.limits import Limits
 from rl.tinker.service import Service
 from rl.types import SamplingParams
+from tests.tinker import lives
 from tests.tinker.fakes import NAME, FakeBackend
 from tests.tinker.test_protocol import request_body
 from tests.tinker.test_restart import Dead, MortalDatabase
 
 ME = "me"
-ADAM = {
-    "learning_rate": 0.5,
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "grad_clip_norm": 0.0,
-    "beta1": 0.9,
-    "beta2": 0.9,
-}
+ADAM = lives.ADAM | {"learning_rate": 0.5}
 NAMES = ("x", "x.partial", "y")  # a name may look like anything that the server calls its own
 KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}
 

@@ -24,6 +24,7 @@ from rl.errors import RunError  # noqa: E402
 from rl.tinker.database import Database  # noqa: E402
 from rl.tinker.limits import Limits  # noqa: E402
 from rl.tinker.service import Service  # noqa: E402
+from tests.tinker import lives  # noqa: E402
 from tests.tinker.databases import url_of  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
 from tests.tinker.test_protocol import ADAM, client, datum, request_body, value_of  # noqa: E402
@@ -240,19 +241,11 @@ async def train_once(root, database, backend, acknowledged):
         session, model = acknowledged["session"], f"{acknowledged['session']}:train:0"
         lora = {"lora_config": {"rank": 4, "seed": 0}}
         await answered(service.create_model(tenant, session, 0, NAME, lora))
-        adam = {
-            "learning_rate": 0.1,
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "grad_clip_norm": 0.0,
-            "beta1": 0.9,
-            "beta2": 0.9,
-        }
         for step in range(acknowledged.get("steps", 0), STEPS):
             for part in (1, 2):
                 body = request_body(model, 10 * step + part)
                 await answered(service.submit(tenant, "forward_backward", model, 10 * step + part, body))
-            await answered(service.optim_step(tenant, model, 10 * step + 3, adam))
+            await answered(service.optim_step(tenant, model, 10 * step + 3, lives.ADAM))
             acknowledged["steps"] = step + 1
         row = await answered(service.submit(tenant, "forward_backward", model, 999, request_body(model, 999)))
         output = deserialize_forward_backward_output(row.result)
