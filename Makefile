@@ -85,11 +85,11 @@ smollm2: tasks
 	$(BIN)/rl train smollm2
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" --durations 10
+	$(BIN)/python -m pytest -n 2 -m "not slow" --durations 10
 
 test-all: tasks environments $(VENV)/.cookbook
 	$(BIN)/rl fetch smollm2
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --durations 30
 	$(BIN)/python -m tests.pythons
 
 # Each Python but that of $(VENV) gets an environment of its own, as .venv-3.12.

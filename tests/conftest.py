@@ -1,14 +1,21 @@
-"""Which devices tests use: devices.py."""
+"""Which devices tests use: devices.py. Which tests run side by side, and how long each may take."""
 
+import os
 import signal
 
 import hypothesis
+import pytest
+import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from rl.cluster.environment import prepare_environment
+from rl.cluster.machine import num_cores
 from tests.devices import hide_too_few
 
 prepare_environment()  # as `rl` does: processes that tests start wait for work as those of a run do
 hide_too_few()
+if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    torch.set_num_threads(max(1, num_cores() // num_workers))
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # in a shell's background: runs of tests would ignore it, too
@@ -17,3 +24,39 @@ if (
 # The same examples in every run, and nothing left behind.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+# Tests that start engines, generators, whole runs or servers: each takes every core, so they run one after the other.
+PROCESSES = (
+    "tests/chaos/",
+    "tests/integration/",
+    "tests/models/test_checkpoint.py",
+    "tests/models/test_conformance.py",
+    "tests/models/test_fake_device.py",
+    "tests/models/test_generator.py",
+    "tests/models/test_generator_adapters.py",
+    "tests/models/test_value_head.py",
+    "tests/test_examples.py",
+    "tests/tinker/test_cookbook.py",
+)
+SECONDS, PROCESSES_SECONDS, SLOW_SECONDS = 120, 300, 900  # of each test, its fixtures included
+
+
+class SideBySide(LoadScopeScheduling):
+    """With `pytest -n 2` one worker runs the tests with processes while the other takes file after file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "processes" if nodeid.startswith(PROCESSES) else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SideBySide:
+    config.option.loadscopereorder = False  # the group of the tests with processes is among the first
+    return SideBySide(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test's own limit stands; the others get theirs."""
+    for item in items:
+        if item.get_closest_marker("timeout"):
+            continue
+        seconds = PROCESSES_SECONDS if item.nodeid.startswith(PROCESSES) else SECONDS
+        item.add_marker(pytest.mark.timeout(SLOW_SECONDS if item.get_closest_marker("slow") else seconds))

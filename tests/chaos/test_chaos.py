@@ -2,9 +2,12 @@
 
 import signal
 
+import pytest
+
 from tests.chaos.chaos import CONTROLLER, SECONDS, SETTINGS, Victim, differences, undisturbed
 
 
+@pytest.mark.timeout(600)
 def test_a_run_whose_processes_are_killed_one_after_the_other_is_the_same_run(tmp_path):
     """Both generators at once, a trainer rank, the controller; two trainer ranks, two generators, synchronous."""
     setting = SETTINGS[1]

@@ -10,7 +10,6 @@ import os
 import pickle
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -1029,7 +1028,6 @@ def _files_for_output() -> Iterator[tuple[Path, Path]]:
 def outcome(arguments: Arguments) -> Outcome:
     """Of `rl` in this process."""
     code: object = "none"
-    signal.setitimer(signal.ITIMER_REAL, 20)
     with _files_for_output() as (out, err), mock.patch.object(sys, "argv", ["rl", *arguments]):
         try:
             cli.main()
@@ -1037,17 +1035,11 @@ def outcome(arguments: Arguments) -> Outcome:
             code = exit.code
         except BaseException as error:
             code = repr(error)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         return Outcome(code, out.read_text(), err.read_text().splitlines())
 
 
 def build(row: Row, place: Place) -> Arguments:
     return shlex.split(row.arguments) if isinstance(row.arguments, str) else row.arguments(place)
-
-
-def _too_slow(*_: object) -> None:
-    raise KeyboardInterrupt("too slow")
 
 
 def _not_refused(*_: object) -> None:
@@ -1062,7 +1054,6 @@ def without_network_or_new_files() -> Iterator[None]:
     import rl.controller.run
     import rl.fetch
 
-    before = signal.signal(signal.SIGALRM, _too_slow)
     with (
         mock.patch.object(hub, "HF_HUB_OFFLINE", True),
         mock.patch.object(sys, "dont_write_bytecode", True),
@@ -1070,7 +1061,6 @@ def without_network_or_new_files() -> Iterator[None]:
         mock.patch.object(rl.fetch, "_download", _not_refused),
     ):
         yield
-    signal.signal(signal.SIGALRM, before)
 
 
 def what_is_there(directory: Path) -> set[str]:
@@ -1084,6 +1074,7 @@ def shared(tmp_path_factory):
         yield make_shared(tmp_path_factory.mktemp("shared"))
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "row", [pytest.param(r, id=f"{s}: {r.name}") for s, rows in TABLE.items() for r in rows]
 )

@@ -4,6 +4,8 @@ import pytest
 
 from tests.models.conformance import CASES, differences, limits, run
 
+pytestmark = pytest.mark.timeout(900)  # of the first: one set of engines computes every case
+
 # Layouts that combine what others have, and settings that do not depend on the layout.
 IN_MAKE_TEST_ALL = [
     case
