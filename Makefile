@@ -90,7 +90,7 @@ test: setup
 test-all: tasks environments $(VENV)/.cookbook
 	$(BIN)/rl fetch smollm2
 	$(BIN)/python -m pytest -n 2 --durations 30
-	$(BIN)/python -m tests.pythons
+	$(BIN)/python -m tests.pythons --others
 
 # Each Python but that of $(VENV) gets an environment of its own, as .venv-3.12.
 test-pythons: setup

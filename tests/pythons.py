@@ -1,8 +1,11 @@
 """Run the unit tests under each Python that the project works with: `make test-pythons`.
 
+`--others` leaves out the Python of this environment, for `make test-all`, which has run its tests.
+
 Unit tests are the quick tests of every folder but those that start runs or compute with whole models.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -32,6 +35,9 @@ def summary(ran: list[str]) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--others", action="store_true", help="leave out the Python of this environment")
+    options = parser.parse_args()
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     environments = {own: Path(sys.prefix)}
     for version in VERSIONS:
@@ -43,8 +49,20 @@ def main() -> int:
                 return 1
     failed = []
     for version, folder in sorted(environments.items()):
+        if options.others and version == own:
+            continue
         print(f"unit tests under Python {version}", flush=True)
-        command = [str(folder / "bin/python"), "-m", "pytest", "-q", "-m", "not slow", *unit_tests()]
+        command = [
+            str(folder / "bin/python"),
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "-q",
+            "-m",
+            "not slow",
+            *unit_tests(),
+        ]
         if subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode:
             failed.append(version)
     print(summary(sorted(environments)))

@@ -16,18 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.chaos import SECONDS, SETTINGS, STOPPED_SECONDS, Victim, differences, undisturbed
+from tests.chaos.chaos import SECONDS, SETTINGS, STOPPED_SECONDS, Victim, differences
 from tests.integration.runs import pid_of
 
 pytestmark = pytest.mark.slow
 SETTING = SETTINGS[1]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    found = undisturbed(SETTING, tmp_path_factory.mktemp("whole"))
-    assert found.survived, found.output[-3000:]
-    return found
 
 
 def is_the_same_run(victim, whole):

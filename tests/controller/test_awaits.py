@@ -199,10 +199,11 @@ class _Loop(VirtualLoop):
 @dataclass
 class Outcome:
     """`error`: what ended the run; None: it came to its end. `turns`: await -> the loop's turn that saw it
-    first, after what the scenario has happen."""
+    first, after what the scenario has happen; `before`: the turns in which that happened."""
 
     world: World
     turns: dict[Await, int]
+    before: list[int]
     error: BaseException | None
     seconds: float
     happened: bool
@@ -213,18 +214,21 @@ def happen(
 ) -> Outcome:
     """Run it. at: when a task first waits there, after what the scenario has happen itself.
 
-    hint: of the same run without the event: turns before are not looked at, which takes most of the time.
+    hint: of the same run without the event: only turns near those of its events are looked at, since a look
+    takes longer than a turn.
     """
-    world, turns, turn = scenario.world(directory), {}, 0
+    world, turns, before, turn = scenario.world(directory), {}, [], 0
     happened, was_before = not what, False
-    begin = hint.turns[at] - 3 if hint and at and not scenario.before else 0
+    begin = hint.turns[at] - 3 if hint and at else 0
 
     def look() -> None:
         nonlocal happened, was_before, turn
         turn += 1
         assert loop.time() < 3 * _LIMIT, "it waits for ever: only heartbeats go on"
         task = tasks[0] if tasks else None
-        if task is None or task.done() or turn < begin or (happened and at is not None and not pending):
+        if task is None or task.done() or (happened and at is not None and not pending):
+            return
+        if hint and turn != hint.before[len(before)] if pending else turn < begin:
             return
         places = waiting(loop)
         if not pending:
@@ -234,10 +238,11 @@ def happen(
             part, first, times = pending[0]
             is_before = any(part in place.code for place in places)
             if is_before and not was_before:
-                pending[0] = part, first, times - 1
+                pending[0] = part, first, 0 if hint else times - 1
             was_before = is_before
             if pending[0][2] == 0:
                 pending.pop(0)
+                before.append(turn)
                 was_before = False
                 _do(world, first, task)
         elif not happened and at in places:
@@ -260,7 +265,7 @@ def happen(
             error = ending
         seconds = loop.time()
         loop.at_turn = lambda: None
-    return Outcome(world, turns, error, seconds, happened and not pending)
+    return Outcome(world, turns, before, error, seconds, happened and not pending)
 
 
 ROLES = ("trainer", "critic", "reference", "generator", "reward")
@@ -273,8 +278,10 @@ _LIMIT = 1.5 * sum(vars(SYNC.deadlines).values())
 def check(scenario: Scenario, at: Await, what: str, directory, undisturbed: Outcome) -> None:
     """Raises AssertionError where the run does not end as it should."""
     outcome = happen(scenario, directory, at, what, undisturbed)
-    if not outcome.happened:  # the turns were others
-        shutil.rmtree(directory)
+    for _ in range(5):
+        if outcome.happened:
+            break
+        shutil.rmtree(directory)  # threads made the turns others
         outcome = happen(scenario, directory, at, what)
     assert outcome.happened, "it happened at no turn"
     assert outcome.seconds < undisturbed.seconds + _LIMIT

@@ -6,7 +6,9 @@ Every call to a process waits; processes die, hang and come back as a test wants
 import asyncio
 import math
 import random
+import tempfile
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -33,6 +35,7 @@ from rl.controller.specs import trainer_config
 from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.verifier import score_of
 from rl.models.generator.commands import Progress
+from rl.models.sources import ModelSource
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo
@@ -180,6 +183,13 @@ class Recorder(QuietRecorder):
                 del lines[number]
 
 
+@cache
+def _tokenizer(model: ModelSource) -> HFTokenizer:
+    """Of each model one, as it takes a third of a short run's time to make."""
+    with tempfile.TemporaryDirectory() as directory:
+        return HFTokenizer(model.materialize(Path(directory)))
+
+
 @dataclass
 class World:
     """`kill` and `hang` take a role: trainer, critic, reference, generator, reward."""
@@ -298,7 +308,7 @@ class World:
 
     async def _run(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        tokenizer = HFTokenizer(self.config.model.materialize(self.run_dir))
+        tokenizer = _tokenizer(self.config.model)
         actors, revival = self.actors()
         async with beside(actors.generators.run(), actors.rewards.run()):
             await together((revival.start(), actors.generators.started(), actors.rewards.started()))
