@@ -14,7 +14,13 @@ NUM_PROMPTS = 24
 
 
 class Sampler:
+    """`asked`: what reached the generators, (number of samples, SamplingParams) of each call."""
+
+    def __init__(self):
+        self.asked = []
+
     async def sample(self, prompt, n, params):
+        self.asked.append((n, params))
         await asyncio.sleep(0)
         return [Completion([97], [-1.0], VersionRange(0, 0), StopReason.STOP)] * n
 
@@ -62,3 +68,19 @@ def test_nothing_stays_of_a_prompt_that_has_started(seed):
         assert set(kept(rollouts)) == {NUM_PROMPTS, NUM_PROMPTS + 1, NUM_PROMPTS + 2}
 
     asyncio.run(main())
+
+
+def test_training_samples_at_temperature_1_and_evaluation_is_greedy():
+    """Losses take the generator's logprobs for those of the policy itself, at temperature 1."""
+    env, sampler = SortLetters(num_eval=8), Sampler()
+    rollouts = Rollouts(env, Spelled(), score, 2, 0, max_tokens=99)
+    asyncio.run(rollouts.train_group(0, sampler))
+    ((num_samples, params),) = sampler.asked
+    assert (num_samples, params.temperature, params.max_new_tokens) == (2, 1.0, env.max_new_tokens)
+    assert Spelled().eos_id in params.stop_token_ids
+    sampler.asked.clear()
+    asyncio.run(rollouts.evaluate(sampler))
+    assert [(n, p.temperature) for n, p in sampler.asked] == [(1, 0.0)] * 8
+    sampler.asked.clear()
+    asyncio.run(rollouts.evaluate(sampler, size=3, temperature=0.7))
+    assert [(n, p.temperature) for n, p in sampler.asked] == [(3, 0.7)] * 8

@@ -42,7 +42,10 @@ class SharedVersions(threading.Thread):
 
 
 def rl(*arguments, timeout=400):
-    """A run to its end. However often it publishes, shared memory holds three versions of a name at most."""
+    """A run to its end, with `versions_seen`: the names of what it published in shared memory.
+
+    However often it publishes, shared memory holds three versions of a name at most.
+    """
     process = start(*arguments, stderr=subprocess.PIPE)
     versions = SharedVersions(process.pid)
     try:
@@ -52,7 +55,9 @@ def rl(*arguments, timeout=400):
         if process.poll() is None:
             process.kill()
     assert versions.most <= MAX_VERSIONS, versions.most
-    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+    done = subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+    done.versions_seen = versions.seen
+    return done
 
 
 def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT):

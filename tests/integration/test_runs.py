@@ -18,7 +18,16 @@ from rl.envs.base import derive_seed
 from rl.models.checkpoint_dir import is_complete
 from rl.observability.rollout_log import read_whole_rollouts
 from tests.devices import limit, needs
-from tests.integration.runs import ROOT, pid_of, read_metrics, rl, shared_leftovers, start, wait_for_line
+from tests.integration.runs import (
+    MAX_VERSIONS,
+    ROOT,
+    pid_of,
+    read_metrics,
+    rl,
+    shared_leftovers,
+    start,
+    wait_for_line,
+)
 
 pytestmark = needs(2)
 
@@ -28,6 +37,7 @@ def fsdp_run(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("fsdp") / "run"
     done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", run_dir)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.versions_seen) > MAX_VERSIONS  # more than there may be at once: the bound is watched
     return run_dir, done.stdout
 
 

@@ -3,7 +3,7 @@
 The device is "meta" under FakeTensorMode, as strict as a GPU: what computes with a host's tensor, or reads a device's
 tensor as numpy, raises. FSDP knows no such device and is left out: what it does with devices is torch's own. Run as
 `python -m tests.models.fake_device JOB`, a JSON file: copies of rl/, each with one change, and the engines to try there; for
-each it prints what was raised, or nothing.
+each it prints what was raised, "" for nothing, and whether that is a complaint of a tensor's device.
 """
 
 import importlib
@@ -173,6 +173,18 @@ def _verbs(kind, model_dir, device) -> None:
         engine.reset_optimizer(adapter)
 
 
+def names_a_device(error: BaseException) -> bool:
+    """Whether tensors were on the wrong device: torch or numpy says so, or an assertion of this file does.
+
+    An engine may raise an error of its own from it.
+    """
+    if isinstance(error, AssertionError):
+        return traceback.extract_tb(error.__traceback__)[-1].filename == __file__
+    if isinstance(error, RuntimeError | TypeError) and "device" in str(error):
+        return True
+    return error.__cause__ is not None and names_a_device(error.__cause__)
+
+
 def main(job: dict) -> None:
     for path, kinds in job["copies"].items():
         read, write = os.pipe()
@@ -182,14 +194,15 @@ def main(job: dict) -> None:
             sys.path.insert(0, path)
             try:
                 exercise(job["model"], kinds)
-                message = ""
+                message, of_device = "", False
             except BaseException as error:
                 message = "".join(traceback.format_exception(error))[-1500:] or repr(error)
-            os.write(write, message.encode()[-4000:])
+                of_device = names_a_device(error)
+            os.write(write, json.dumps({"copy": path, "raised": message, "of_device": of_device}).encode())
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as answers:
-            print(json.dumps({"copy": path, "raised": answers.read()}), flush=True)
+            print(answers.read(), flush=True)
         os.waitpid(pid, 0)
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tinker.fakes import KEYS, NAME, serving
-from tests.tinker.test_protocol import client, datum, post_bytes, request_body, value_of
+from tests.tinker.test_protocol import ADAM, client, datum, post_bytes, request_body, value_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIELDS = ["type", "tokens", "rank", "seed", "path", "chunks"]
@@ -33,6 +33,15 @@ def server(tmp_path_factory, database_kind):
     with serving(tmp_path_factory.mktemp("fuzz") / "server") as (url, _):
         training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()
         yield url, training
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bystander(server):
+    """A model of the same tenant, which no fuzzed body names, and what its weights are after a step."""
+    training = client(server[0]).create_lora_training_client(base_model=NAME, rank=8, seed=7).result()
+    training.forward_backward([datum()], "cross_entropy").result()
+    training.optim_step(ADAM).result()
+    return training, value_of(training)
 
 
 def bodies(training):
@@ -194,9 +203,12 @@ def test_no_path_is_a_500(server, method, path):
     assert answer.status_code < 500, (method, path, answer.text)
 
 
-def test_the_model_is_what_it_was(server):
-    """After all that: nothing but its own optim_steps, of which none had a gradient."""
-    url, _ = server
-    training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=5).result()
+def test_another_model_is_what_it_was(server, bystander):
+    training, before = bystander
     training.forward_backward([datum()], "cross_entropy").result()
+    assert value_of(training) == before != 7
+
+
+def test_a_new_model_is_served(server):
+    training = client(server[0]).create_lora_training_client(base_model=NAME, rank=8, seed=5).result()
     assert value_of(training) == 5
