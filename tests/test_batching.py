@@ -82,6 +82,14 @@ def test_a_sequence_over_the_limit_says_what_to_change():
         pack([sample(9)], max_tokens=8)
 
 
+@pytest.mark.parametrize(("num_shared", "is_worth"), [(3, False), (4, True)])
+def test_prefixes_are_shared_from_a_tenth_of_the_tokens_on(num_shared, is_worth):
+    """Of 40. Rows with branches have slower attention."""
+    samples = [supervised_sample([], [1] * num_shared + [last] * (20 - num_shared)) for last in (2, 3)]
+    batch = pack(samples, max_tokens=100, share_prefixes=True)
+    assert batch.num_unshared_tokens - batch.num_tokens == num_shared * is_worth
+
+
 def test_rows_take_no_memory_before_they_are_computed():
     """128 million tokens, which would be 7 GB of rows."""
     tokens, ones = np.broadcast_to(np.int32(7), 2_000_000), np.broadcast_to(np.float32(1), 2_000_000)

@@ -112,5 +112,5 @@ def test_eight_times_the_samples_take_at_most_ten_times_the_work(few, num_ranks)
         lambda: pack(samples[:few], num_ranks=num_ranks, max_tokens=32),
         lambda: pack(samples, num_ranks=num_ranks, max_tokens=32),
     )
-    work()  # what is done once
+    operations(work)  # what is done once; and Python 3.12 does not count all the first time
     assert operations(more_work, limit=10 * operations(work)) > 0

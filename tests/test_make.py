@@ -103,8 +103,12 @@ def test_a_cpu_that_would_get_torch_for_cuda_needs_more_space(tmp_path, monkeypa
     assert check.install_problem("venv", "cpu") == "" and asked == ["cpu", "cpu"]
 
 
+# What a make that started the tests hands down: `make test PYTHON=python3.12` would choose here too.
+OF_A_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "VENV", "DEVICE")
+
+
 def make(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in env.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    env = {name: value for name, value in env.items() if name not in OF_A_MAKE}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 

@@ -131,6 +131,37 @@ def test_one_that_dies_over_and_over_is_given_up_and_at_last_the_run_hears_of_it
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("max_deaths", [1, 2])
+def test_work_that_so_many_died_of_is_not_tried_again(max_deaths):
+    async def main():
+        async with running(World(3)) as world:
+            asked = []
+
+            async def deadly(process):
+                asked.append(process.number)
+                raise ProcessDied(f"process {process.number} died in work")
+
+            with pytest.raises(ProcessDied, match="died in work"):
+                await asyncio.wait_for(
+                    world.pool.ask(lambda replica: replica.ask(deadly), max_deaths=max_deaths), 1
+                )
+            assert len(asked) == max_deaths
+
+    asyncio.run(main())
+
+
+def test_an_idle_one_that_dies_is_noticed_within_two_seconds(monkeypatch):
+    """Without work nobody but its heartbeat looks at it."""
+    monkeypatch.undo()  # the heartbeats of a run
+
+    async def main():
+        async with running(World(1)) as world:
+            world.processes[0].dead = True
+            await asyncio.wait_for(world.changed.wait_for(lambda: len(world.processes) == 2), 2.5)
+
+    asyncio.run(main())
+
+
 def test_one_that_cannot_even_start_ends_the_run():
     async def main():
         with pytest.raises(RunError, match="process 1 died in start; it did not even start"):

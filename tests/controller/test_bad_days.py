@@ -1,6 +1,7 @@
 """What a machine does to a run on a bad day, and what the run says then."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -119,6 +120,31 @@ def test_a_signal_of_a_scheduler_ends_with_its_own_code_and_says_how_to_go_on(tm
     finally:
         signal.signal(number, before)
     assert raised.value.args == (number,)  # rl.cli exits with 128 + number
+
+
+def test_a_second_signal_ends_what_the_first_one_waits_for(tmp_path, monkeypatch):
+    """A third ends nothing more: what is left is the end of processes."""
+    waited_for = []
+
+    async def slow_to_end(recipe, config, run_dir, in_place, is_named):
+        for part in ("the step", "its checkpoint", "the processes"):
+            waited_for.append(part)
+            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0 if part == "the processes" else 30)
+                waited_for.append("to its end")
+        await asyncio.sleep(0)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(run_module, "run_recipe", slow_to_end)
+    monkeypatch.setattr(run_module, "_SAME_SIGNAL_SECONDS", 0.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert waited_for == ["the step", "its checkpoint", "the processes", "to its end"]
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):

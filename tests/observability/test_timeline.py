@@ -22,6 +22,15 @@ def test_the_union_of_intervals():
     assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
 
 
+def test_a_clock_that_is_set_back_makes_no_span_negative(monkeypatch):
+    """The system's clock may be set while a run lasts."""
+    monkeypatch.setattr("time.time", iter(range(10**6, 0, -1)).__next__)
+    timeline = Timeline()
+    with timeline.span("trainer", "forward_backward"):
+        pass
+    assert 0 <= timeline.total_seconds < 60
+
+
 def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controller():
     clock = Clock()
     timeline = Timeline(clock=clock)
