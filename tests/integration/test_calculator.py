@@ -11,9 +11,9 @@ from tests.integration.runs import read_metrics, rl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rewards", ["episode", "turns"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("seed", "rewards"), [(0, "episode"), (1, "turns"), (2, "episode")])
 def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
+    """Three seeds and both ways of rewards, in half of the recipe's steps: the curve is flat from the 20th on."""
     done = rl(
         "train",
         "calculator",
@@ -21,6 +21,8 @@ def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
         seed,
         "--env.rewards",
         rewards,
+        "--steps",
+        20,
         "--run_dir",
         tmp_path / "run",
         timeout=1200,
