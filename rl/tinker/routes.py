@@ -234,7 +234,7 @@ def add_routes(
         cursor = min(max(0, body.prev_cursor), 2**62)
         ended = await service.queue.ended_after(id, cursor, seconds)
         completions = [
-            {"state": "finished", "request_id": row.id, "response_payload_uncompressed_size": len(row.result)}
+            {"state": "finished", "request_id": row.id, "response_payload_uncompressed_size": row.size}
             if row.state == "done"
             else {"state": "failed", "request_id": row.id}
             for _, row in ended

@@ -359,3 +359,21 @@ def test_bodies_wait_in_the_database_alone(tmp_path):
             assert service.database.count(requests, requests.c.body.is_not(None)) >= 3
 
     asyncio.run(main())
+
+
+def test_who_polls_holds_no_body_and_a_list_of_ends_holds_no_result(tmp_path):
+    """A tenant may poll for one request of 64 MiB many times at once, and list a thousand large results."""
+
+    async def main():
+        async with living(tmp_path / "a", backend=Hanging()) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            waiting = await service.queue.wait(submit(service, model, 1), ME, 0.01)
+            assert waiting.state == "waiting"
+            assert not hasattr(waiting, "body") and not hasattr(waiting, "result")
+            ((_, ended),) = await service.queue.ended_after(model, 0, 0)
+            assert ended.size > 0 and not hasattr(ended, "body") and not hasattr(ended, "result")
+            answer = await service.queue.wait(ended.id, ME, 0)
+            assert len(answer.result) == ended.size and not hasattr(answer, "body")
+
+    asyncio.run(main())
