@@ -57,7 +57,8 @@ def add_routes(
     app: FastAPI, service: Service, served: Served, read_body: Callable[[Request], Awaitable[bytes]]
 ) -> None:
     api = APIRouter(prefix="/api/v1")
-    wire_limits = WireLimits(service.limits.max_request_tokens, service.limits.max_targets)
+    limits = service.limits
+    wire_limits = WireLimits(limits.max_request_tokens, limits.max_targets, limits.max_request_sequences)
 
     def tenant(request: Request) -> str:
         return request.state.tenant
