@@ -60,10 +60,15 @@ class Sampling:
 
     def check(self, tenant: str, body: Mapping[str, Any]) -> Load:
         """body: of asample. Raises UserError, and TooMany."""
+        load = self._load(body)
+        self._blame.check(tenant)
+        self._scheduler.check(tenant, load.num_samples)
+        return load
+
+    def _load(self, body: Mapping[str, Any]) -> Load:
+        """Raises UserError."""
         prompt, params = self._read(body)
         num_scores = self._scores(body, prompt, params).num_calls
-        self._blame.check(tenant)
-        self._scheduler.check(tenant, body["num_samples"])
         return Load(body["num_samples"], len(prompt) + num_scores, params.max_new_tokens)
 
     def submit(self, request: Row, load: Load) -> None:
@@ -78,9 +83,10 @@ class Sampling:
 
     def resume(self, request: Row) -> None:
         """What waited, or ran, when the server ended."""
-        body = json.loads(self._queue.body(request))
-        prompt, params = self._read(body)
-        self.submit(request, Load(body["num_samples"], len(prompt), params.max_new_tokens))
+        try:
+            self.submit(request, self._load(json.loads(self._queue.body(request))))
+        except UserError as error:  # this server's model or limits are others
+            self._queue.failed(request, str(error), "user", refused=True)
 
     async def sample(self, tenant: str, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
         """body: as of asample. directory: of an adapter, as rows name it. Raises UserError, and TooMany."""
@@ -232,8 +238,6 @@ class Sampling:
         if not stop:
             return (), ()
         texts = tuple(s for s in stop if isinstance(s, str))
-        if any(not text for text in texts):
-            raise UserError("an empty stop string would end every sample at once; leave it out")
         return (*self._eos_ids, *(s for s in stop if isinstance(s, int))), texts
 
 
