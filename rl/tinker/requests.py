@@ -169,7 +169,7 @@ class Requests:
             await asyncio.wait({self._writing})
 
     async def wait(self, id: str, tenant: str, seconds: float) -> Row | None:
-        """Its row with the result; without, where it still waits after so long; None where this tenant has none.
+        """Its row with the result, or without where it still waits after so long; None where there is none.
 
         Nothing that is large is held meanwhile: a tenant may poll for one request many times at once.
         """
@@ -187,7 +187,8 @@ class Requests:
     async def ended_after(self, target: str, cursor: int, seconds: float) -> list[tuple[int, Row]]:
         """Those of a model or sampler that ended after the cursor, each with its own, oldest first.
 
-        Rows: id, state, finished, and `size`, the result's bytes. Waits for the first, but no longer than so many seconds.
+        Rows: id, state, finished, and `size`, the result's bytes. Waits for the first, but no longer than
+        so many seconds.
         """
         found = self._ended_after(target, cursor)
         if not found and seconds > 0:

@@ -21,7 +21,7 @@ from rl.tinker.requests import COMPUTES, Requests
 from rl.tinker.retention import Retention
 from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
-from rl.tinker.settings import check_adam, check_fits, check_ttl, read_lora
+from rl.tinker.settings import check_adam, check_fits, check_metadata, check_ttl, read_lora
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
 from rl.waiting import beside
@@ -83,6 +83,7 @@ class Service:
 
     def create_session(self, tenant: str, display_name: str | None, user_metadata: Any) -> str:
         id = secrets.token_hex(16)
+        check_metadata(user_metadata, display_name)
         self.quotas.check_count(sessions, tenant)
         self._database.insert(
             sessions, id=id, tenant=tenant, created=now(), seen=now(), display_name=display_name,
@@ -128,6 +129,7 @@ class Service:
         optimizer: bool, body: Mapping[str, Any],
     ) -> str:  # fmt: skip
         id = f"{session}:train:{number}"
+        check_metadata(body.get("user_metadata"))
         there = self._database.get(models, id)
         if there is None:
             self._insert_model(id, session, tenant, asdict(lora), seed, source, optimizer, body)
@@ -221,6 +223,7 @@ class Service:
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         check_ttl(body.get("ttl_seconds"))
+        check_metadata(body.get("user_metadata"))
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
 
     def _check_base(self, name: str) -> None:
