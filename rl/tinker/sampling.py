@@ -88,6 +88,13 @@ class Sampling:
         except UserError as error:  # this server's model or limits are others
             self._queue.failed(request, str(error), "user", refused=True)
 
+    async def stop(self) -> None:
+        """The server ends in good order: what waits or runs goes on at the next start."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def sample(self, tenant: str, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
         """body: as of asample. directory: of an adapter, as rows name it. Raises UserError, and TooMany."""
         place = self._scheduler.enter(tenant, self.check(tenant, body))

@@ -59,10 +59,8 @@ class Service:
         self.sampling = Sampling(
             database, self.queue, backend, root, eos_ids, limits, self._scheduler, self._blame
         )
-        is_loaded = self.training.loaded.__contains__
-        self.retention = Retention(
-            database, self.queue, self.checkpoints, self.quotas, is_loaded, root, limits
-        )
+        is_used = self.training.loaded.__contains__
+        self.retention = Retention(database, self.queue, self.checkpoints, self.quotas, is_used, root, limits)
         self._database = database
 
     async def run(self) -> None:
@@ -76,7 +74,8 @@ class Service:
         try:
             async with beside(self.training.run(), self._scheduler.run(), self.retention.run()):
                 await asyncio.Event().wait()
-        finally:
+        finally:  # before the generators end, which would fail what they sample
+            await self.sampling.stop()
             self.queue.stop()
 
     # ---- sessions
