@@ -95,7 +95,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.delete(one)
     async def delete(id: str, kind: str, name: str, request: Request) -> Response:
-        checkpoints.delete(checkpoints.own(tenant(request), id, kind, name))
+        await checkpoints.delete(checkpoints.own(tenant(request), id, kind, name))
         return Response(status_code=204)
 
     @api.put(f"{one}/ttl")

@@ -4,6 +4,8 @@
 
 import asyncio
 import math
+import shutil
+import threading
 
 import pytest
 from sqlalchemy import event
@@ -284,3 +286,58 @@ def test_every_question_has_an_index(tmp_path):
 
     asyncio.run(main())
     assert len(plans) > 60 and scanned == []
+
+
+def test_a_checkpoint_saved_again_while_a_sweep_removes_others_stays(tmp_path, monkeypatch):
+    """The sweep knows the expired one of that name; the new one is another."""
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            for seq_id, name in enumerate(("first", "latest"), 1):
+                await save(service, "save_weights", model, seq_id, path=name)
+            for i, row in enumerate(service.checkpoints.list(ME)[::-1]):
+                service.checkpoints.change(row, expires=1.0 + i)
+
+            remove, is_saved = service.checkpoints._remove, False
+
+            async def slowly(checkpoint):
+                nonlocal is_saved
+                if not is_saved:
+                    is_saved = True
+                    await save(service, "save_weights", model, 3, path="latest")
+                await remove(checkpoint)
+
+            monkeypatch.setattr(service.checkpoints, "_remove", slowly)
+            await service.checkpoints.sweep()
+            (kept,) = service.checkpoints.list(ME)
+            assert kept.name == "latest" and (tmp_path / "server" / kept.directory).is_dir()
+            on_disk = service.database.find(requests), service.database.find(models)
+            used = kept.num_bytes + sum(row.num_bytes for row in on_disk[0])
+            assert service.quotas.used(ME) == used + sum(row.snapshot_bytes or 0 for row in on_disk[1])
+
+    asyncio.run(main())
+
+
+def test_no_directory_is_removed_in_the_event_loop(tmp_path, monkeypatch):
+    """It may hold gigabytes: deleted, overwritten, and expired checkpoints."""
+    rmtree, on_loop = shutil.rmtree, []
+
+    def watched(*args, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            on_loop.append(args)
+        rmtree(*args, **kwargs)
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            monkeypatch.setattr(shutil, "rmtree", watched)
+            await save(service, "save_weights", model, 1, path="a")
+            await save(service, "save_weights", model, 2, path="a", overwrite=True)
+            await save(service, "save_weights", model, 3, path="b", ttl_seconds=1)
+            await service.checkpoints.delete(service.checkpoints.list(ME)[1])
+            service.checkpoints.change(service.checkpoints.list(ME)[0], expires=1.0)
+            await service.checkpoints.sweep()
+            assert not list((tmp_path / "server").glob("checkpoints/*/*/*")) and not on_loop
+
+    asyncio.run(main())
