@@ -377,3 +377,47 @@ def test_who_polls_holds_no_body_and_a_list_of_ends_holds_no_result(tmp_path):
             assert len(answer.result) == ended.size and not hasattr(answer, "body")
 
     asyncio.run(main())
+
+
+def test_a_tenant_with_many_models_sends_its_own_out_of_the_engine(tmp_path):
+    """Else each request of another would wait for a model of the first to be saved, and its own to be loaded."""
+
+    async def main():
+        async with living(tmp_path / "a", Limits(max_models=2)) as service:
+            backend = service.backend
+            session, other = (service.create_session(tenant, None, None) for tenant in (ME, OTHER))
+            theirs = await make_model(service, other, tenant=OTHER)
+            mine = [await make_model(service, session, i) for i in range(3)]
+            begun = len(backend.log)
+            for seq_id in range(1, 7, 2):
+                for model in mine:
+                    await train(service, model, seq_id)
+                await train(service, theirs, seq_id, OTHER)
+            assert all(model != theirs for verb, model in backend.log[begun:] if verb in ("remove", "load"))
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_be_saved_makes_room_for_another_tenants(tmp_path):
+    """The disk is full: nothing of it is lost, since its requests are kept."""
+
+    class Full(FakeBackend):
+        full = False
+
+        async def save(self, model, directory, optimizer):
+            if self.full:
+                raise OSError("no space left on device")
+            await super().save(model, directory, optimizer)
+
+    async def main():
+        async with living(tmp_path / "a", Limits(max_models=1), Full()) as service:
+            session, other = (service.create_session(tenant, None, None) for tenant in (ME, OTHER))
+            mine = await make_model(service, session)
+            await train(service, mine, 1)
+            service.backend.full = True
+            theirs = await make_model(service, other, tenant=OTHER)
+            await train(service, theirs, 1, OTHER)
+            service.backend.full = False
+            assert await value_of(service, mine, 9) == pytest.approx(0.3)
+
+    asyncio.run(main())
