@@ -254,7 +254,7 @@ class Training:
         await self._backend.remove(model_id)
 
     async def _try_snapshot(self, model: Row, number: int, state: LoadedModel) -> None:
-        """As `_snapshot`. A failure costs nobody a request, and nothing is lost: its requests are all there."""
+        """As `_snapshot`. A failure costs nobody a request, and nothing is lost: its requests are kept."""
         try:
             await self._snapshot(model, number, state)
         except (ModelsLost, Unavailable):
