@@ -100,7 +100,7 @@ class Sampling:
         place = self._scheduler.enter(tenant, self.check(tenant, body))
         try:
             await place.wait()
-            return await self._sample(place, self._with(directory, _DEATHS), body)
+            return await self._sample(place, self._with(tenant, directory, _DEATHS), body)
         finally:
             place.leave()
 
@@ -115,13 +115,17 @@ class Sampling:
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
 
-    def _with(self, directory: str | None, max_deaths: int) -> Sample:
-        """With the adapter in a directory, as rows name it. Raises UserError where it is gone."""
+    def _with(self, tenant: str, directory: str | None, max_deaths: int) -> Sample:
+        """With the adapter in a directory, as rows name it. Raises UserError where it is gone.
+
+        A tenant shares its cached prefixes with no other, who could tell from them what was asked.
+        """
         adapter = self._adapter(directory)
 
         async def sample(prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+            own = replace(params, cache_group=tenant)
             try:
-                return await self._backend.sample(adapter, prompt, n, params, max_deaths)
+                return await self._backend.sample(adapter, prompt, n, own, max_deaths)
             except Exception:
                 self._adapter(directory)  # it was deleted meanwhile
                 raise
@@ -186,7 +190,7 @@ class Sampling:
         body, sampler = await self._database.patiently(partial(self._begin, request))
         if sampler is None:
             raise UserError("its sampling session is over; create another")
-        sample = self._with(sampler.directory, 1 if place is None else _DEATHS)
+        sample = self._with(request.tenant, sampler.directory, 1 if place is None else _DEATHS)
         scores = self._scores(body, *self._read(body))
         completions, scored = await asyncio.gather(self._sample(place, sample, body), scores.compute(sample))
         top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0

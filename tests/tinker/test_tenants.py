@@ -19,6 +19,7 @@ from tests.tinker.databases import url_of
 from tests.tinker.fakes import NAME, FakeBackend
 from tests.tinker.lives import ADAM, ME, answered, living, make_model, train, value_of
 from tests.tinker.test_protocol import request_body
+from tests.tinker.test_quotas import SAMPLE
 
 OTHER = "other"
 KILLS, FAILS, BREAKS = 17, 18, 19  # tokens of data that do this to the engine, or to its model
@@ -421,3 +422,28 @@ def test_a_model_that_cannot_be_saved_makes_room_for_another_tenants(tmp_path):
             assert await value_of(service, mine, 9) == pytest.approx(0.3)
 
     asyncio.run(main())
+
+
+def test_tenants_share_no_cached_prefix_on_any_route(tmp_path):
+    """`prompt_cache_hit_tokens`, and the time, would tell one what another has asked."""
+
+    class Noting(FakeBackend):
+        async def sample(self, adapter, prompt, n, params, max_deaths=3):
+            groups.append(params.cache_group)
+            return await super().sample(adapter, prompt, n, params, max_deaths)
+
+    groups = []
+
+    async def main():
+        async with living(tmp_path / "a", backend=Noting()) as service:
+            for tenant in (ME, OTHER):
+                sampler = service.create_sampler(
+                    tenant, service.create_session(tenant, None, None), 0, NAME, None
+                )
+                asked = SAMPLE | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
+                scored = asked | {"prompt_alt_tokens_k": 1}
+                await answered(service, service.sample(tenant, sampler, 1, scored), tenant)
+                await service.sample_now(tenant, NAME, asked)
+
+    asyncio.run(main())
+    assert groups == [ME] * 3 + [OTHER] * 3
