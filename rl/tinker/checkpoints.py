@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, select
 from sqlalchemy.engine import Row
 
 from rl.paths import sync_tree
@@ -187,10 +187,18 @@ class Checkpoints:
     def count(self, tenant: str) -> int:
         return self._database.count(checkpoints, *_live(tenant))
 
-    def newest(self, model: Row, kind: str) -> Row | None:
-        where = *_live(model.tenant), checkpoints.c.model == model.id, checkpoints.c.kind == kind
-        rows = self._database.find(checkpoints, *where, order=checkpoints.c.created.desc(), limit=1)
-        return rows[0] if rows else None
+    def newest(self, tenant: str, models: Sequence[str]) -> dict[tuple[str, str], Row]:
+        """(model, kind) -> the newest of the tenant's."""
+        c, where = checkpoints.c, (*_live(tenant), checkpoints.c.model.in_(models))
+        last = (
+            select(c.model, c.kind, func.max(c.created).label("created"))
+            .where(*where)
+            .group_by(c.model, c.kind)
+            .subquery()
+        )
+        same = [c[name] == last.c[name] for name in ("model", "kind", "created")]
+        rows = self._database.rows(select(checkpoints).join(last, and_(*same)).where(*where))
+        return {(row.model, row.kind): row for row in rows}
 
     def change(self, checkpoint: Row, **values: Any) -> None:
         self._database.update(checkpoints, checkpoints.c.path == checkpoint.path, **values)

@@ -7,14 +7,17 @@ import math
 import shutil
 import threading
 
+import httpx
 import pytest
 from sqlalchemy import event
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
+from rl.tinker.app import make_app
 from rl.tinker.backend import NotFound
 from rl.tinker.database import Database, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
+from rl.tinker.routes import Served
 from tests.tinker.databases import url_of
 from tests.tinker.lives import LORA, ME, NAME, answered, living, make_model, save, train, value_of
 from tests.tinker.test_restart import Dead, MortalDatabase
@@ -339,5 +342,37 @@ def test_no_directory_is_removed_in_the_event_loop(tmp_path, monkeypatch):
             service.checkpoints.change(service.checkpoints.list(ME)[0], expires=1.0)
             await service.checkpoints.sweep()
             assert not list((tmp_path / "server").glob("checkpoints/*/*/*")) and not on_loop
+
+    asyncio.run(main())
+
+
+def test_a_page_of_training_runs_takes_as_many_statements_as_one(tmp_path):
+    """A page of a thousand models held the event loop up for three statements each."""
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            app = make_app(service, None, Served((NAME,), None, "qwen3", 64))
+            transport = httpx.ASGITransport(app)
+            http = httpx.AsyncClient(transport=transport, base_url="http://server/api/v1")
+            session = service.create_session("local", None, None)
+            made = [await make_model(service, session, i, "local") for i in range(4)]
+            for seq_id, name in ((1, "old"), (2, "new")):
+                await save(service, "save_weights", made[1], seq_id, "local", path=name)
+            await save(service, "save_weights_for_sampler", made[1], 3, "local", path="sampler")
+            statements, counts = Statements(service.database), []
+            for limit in (1, 4):
+                before = statements.count
+                answer = await http.get("/training_runs", params={"limit": limit})
+                counts.append(statements.count - before)
+            assert counts[0] == counts[1]
+            last = {
+                run["training_run_id"]: [
+                    run[name] and run[name]["checkpoint_id"]
+                    for name in ("last_checkpoint", "last_sampler_checkpoint")
+                ]
+                for run in answer.json()["training_runs"]
+            }
+            none = [None, None]
+            assert last == dict.fromkeys(made, none) | {made[1]: ["weights/new", "sampler_weights/sampler"]}
 
     asyncio.run(main())
