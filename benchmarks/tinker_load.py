@@ -1,9 +1,9 @@
 """Many clients of a real Tinker server at once: errors, fairness, and memory over time.
 
 `python -m benchmarks.tinker_load MODEL_DIR [--clients 32] [--models 8] [--minutes 5]
-[--database postgres] [--write]` starts `rl serve`. Clients
-share models; each sends forward_backward and asks for samples from its model, and begins again when it has both. One
-client of each model also calls optim_step.
+[--database sqlite postgres URL] [--write]` starts `rl serve` with each database in turn. `postgres` is a server of its own,
+with the settings that it comes with. Clients share models; each sends forward_backward and asks for samples from its
+model, and begins again when it has both. One client of each model also calls optim_step.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -26,10 +26,11 @@ from benchmarks.runs import write_table
 from tests.tinker.postgres import postgres
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_load.md"
+KINDS = ("sqlite", "postgres")
 SEQUENCE, NEW_TOKENS, NUM_SAMPLES = 32, 16, 4
 NOTES = f"""forward_backward: one datum of {SEQUENCE} tokens; samples: {NUM_SAMPLES} of {NEW_TOKENS} tokens from a snapshot of the model's adapter. Models belong to
 two tenants in turn. Fairness: the fewest of a kind that a client got done, over the most; a client that trains also waits for its optim_steps. Memory: of each process, a line
-fitted through what it held every five seconds, without the first fifth of the time."""
+fitted through what it held every five seconds, without the first fifth of the time. The databases take turns, on a machine that also does other work."""
 
 
 class Client:
@@ -174,52 +175,63 @@ def names_of(directory: Path, pids: list[str]) -> dict[str, str]:
     return found
 
 
+@contextmanager
+def database_url(database: str):
+    """What `rl serve --database` takes: empty for SQLite in the server's directory."""
+    if database == "postgres":
+        with postgres(settings=()) as server:
+            yield server.url("load")
+    else:
+        yield "" if database == "sqlite" else database
+
+
+def measure(database: str, options: argparse.Namespace) -> tuple[list[list[str]], str]:
+    """Rows of the table, one a kind of request; and what the server's processes held, in words."""
+    with tempfile.TemporaryDirectory() as root, database_url(database) as of_server:
+        serve = serving(options.model_dir, Path(root), options.models, database=of_server)
+        with serve as (url, pid):
+            sizes = (options.clients, options.models, 60 * options.minutes)
+            clients, memory = asyncio.run(drive(url, ["tml-first", "tml-second"], "base", *sizes, pid))
+            roles = names_of(Path(root), list(memory)) | {str(pid): "server"}
+    name = database if database in KINDS else "URL"
+    rows = []
+    for kind in clients[0].seconds:
+        each = [client.seconds[kind] for client in clients if client.seconds[kind]]
+        counts, spent = [len(own) for own in each], np.concatenate(each)
+        cells = [f"{np.percentile(spent, share):.1f}" for share in (50, 99, 100)]
+        rows.append([name, kind, str(sum(counts)), f"{min(counts) / max(counts):.2f}", *cells])
+    grown, count = [], Counter(roles.values())
+    for process, samples in memory.items():
+        late = np.array(samples[len(samples) // 5 :])
+        slope = np.polyfit(late[:, 0] / 60, late[:, 1], 1)[0]
+        role = roles[process] if count[roles[process]] == 1 else f"{roles[process]} ({process})"
+        grown.append(f"{role} {late[-1, 1]:.0f} MiB, {slope:+.1f} a minute")
+    return rows, f"{name}: {'; '.join(grown)}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model_dir")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--models", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--database", default="sqlite", choices=["sqlite", "postgres"])
+    parser.add_argument("--minutes", type=float, default=5, help="with each database")
+    parser.add_argument("--database", nargs="+", default=["sqlite"], help=f"{', '.join(KINDS)}, or a URL")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        directory = Path(root)
-        with (
-            postgres(settings=()) if options.database == "postgres" else nullcontext() as server,
-            serving(
-                options.model_dir, directory, options.models, database=server.url("load") if server else ""
-            ) as (url, pid),
-        ):
-            keys = ["tml-first", "tml-second"]
-            seconds = 60 * options.minutes
-            sizes = (options.clients, options.models, seconds)
-            clients, memory = asyncio.run(drive(url, keys, "base", *sizes, pid))
-            roles = names_of(directory, list(memory)) | {str(pid): "server"}
-    rows = [["request", "done", "fairness between clients", "seconds: median", "99 of 100", "longest"]]
-    for kind in clients[0].seconds:
-        each = [client.seconds[kind] for client in clients if client.seconds[kind]]
-        counts, spent = [len(own) for own in each], np.concatenate(each)
-        cells = [f"{np.percentile(spent, share):.1f}" for share in (50, 99, 100)]
-        rows.append([kind, str(sum(counts)), f"{min(counts) / max(counts):.2f}", *cells])
-    grown, count = [], Counter(roles.values())
-    for process, samples in memory.items():
-        late = np.array(samples[len(samples) // 5 :])
-        slope = np.polyfit(late[:, 0] / 60, late[:, 1], 1)[0]
-        name = roles[process] if count[roles[process]] == 1 else f"{roles[process]} ({process})"
-        grown.append(f"{name} {late[-1, 1]:.0f} MiB, {slope:+.1f} a minute")
-    notes = f"No request failed. {NOTES}\n\n" + "; ".join(grown) + "."
-    title = f"{options.clients} clients, {options.models} models, {options.minutes:g} minutes"
+    header = ["database", "request", "done", "fairness between clients", "seconds: median", "99 of 100"]
+    rows, memories = [[*header, "longest"]], []
+    for database in options.database:
+        measured, memory = measure(database, options)
+        rows += measured
+        memories.append(memory)
+        print(*map(" | ".join, measured), memory, sep="\n", flush=True)
+    notes = "\n\n".join((f"No request failed. {NOTES}", *memories))
     if options.write:
-        out = OUT
+        title = f"{options.clients} clients, {options.models} models, {options.minutes:g} minutes"
         command = f"python -m benchmarks.tinker_load {options.model_dir} --clients {options.clients} "
-        command += f"--models {options.models} --minutes {options.minutes:g} "
-        if options.database == "postgres":
-            out, title = OUT.with_name("tinker_load_postgres.md"), f"{title}, PostgreSQL"
-            command += "--database postgres "
-        write_table(out, title, f"{command}--write", rows, notes)
-    else:
-        print(title, *map(" | ".join, rows), notes, sep="\n")
+        command += f"--models {options.models} --minutes {options.minutes:g} --database "
+        command += " ".join(database if database in KINDS else "URL" for database in options.database)
+        write_table(OUT, title, f"{command} --write", rows, notes)
 
 
 if __name__ == "__main__":

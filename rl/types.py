@@ -86,6 +86,7 @@ class SamplingParams:
     ignore_eos: bool = False  # of the model's generation_config.json: stop at stop_token_ids alone
     num_likeliest: int = 0  # of each sampled token's position: the likeliest tokens to return
     prompt_likeliest: int | None = None  # of each prompt token's; None: not even the prompt's own logprobs
+    cache_group: str = ""  # requests of one group alone share what the prefix cache holds
 
 
 Likeliest = tuple[tuple[int, float], ...]

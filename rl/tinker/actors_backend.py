@@ -35,7 +35,7 @@ class ActorsBackend(Backend):
     async def forward_backward(
         self, model: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], forward_only: bool
     ) -> Learned:
-        samples, trainer = to_samples(data, loss), self._actors.trainer
+        samples, trainer = await asyncio.to_thread(to_samples, data, loss), self._actors.trainer
         objective = make_loss(loss, config)
         if forward_only:
             computed = await self._train(lambda: trainer.forward_samples(samples, model))

@@ -1,5 +1,6 @@
 """The routes of training runs and their checkpoints."""
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,17 +36,21 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.get("/training_runs")
     async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Any:
-        runs = [_run(row) for row in service.list_models(tenant(request), *page(limit, offset))]
+        runs = _runs(tenant(request), service.list_models(tenant(request), *page(limit, offset)))
         total = service.count_models(tenant(request))
         return {"training_runs": runs, "cursor": _cursor(limit, offset, total)}
 
     @api.get("/training_runs/{id}")
     async def training_run(id: str, request: Request) -> Any:
-        return _run(service.model(tenant(request), id))
+        (run,) = _runs(tenant(request), [service.model(tenant(request), id)])
+        return run
 
-    def _run(row: Row) -> Any:
-        newest = {kind: checkpoints.newest(row, kind) for kind in KINDS}
-        last = {kind: checkpoint and _checkpoint(checkpoint) for kind, checkpoint in newest.items()}
+    def _runs(tenant: str, rows: Sequence[Row]) -> list[Any]:
+        newest = checkpoints.newest(tenant, [row.id for row in rows])
+        return [_run(row, {kind: newest.get((row.id, kind)) for kind in KINDS}) for row in rows]
+
+    def _run(row: Row, newest: Mapping[str, Row | None]) -> Any:
+        last = {kind: None if there is None else _checkpoint(there) for kind, there in newest.items()}
         return {
             "training_run_id": row.id,
             "base_model": base_model,
@@ -95,7 +100,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.delete(one)
     async def delete(id: str, kind: str, name: str, request: Request) -> Response:
-        checkpoints.delete(checkpoints.own(tenant(request), id, kind, name))
+        await checkpoints.delete(checkpoints.own(tenant(request), id, kind, name))
         return Response(status_code=204)
 
     @api.put(f"{one}/ttl")

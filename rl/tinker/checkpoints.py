@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, select
 from sqlalchemy.engine import Row
 
 from rl.paths import sync_tree
@@ -64,10 +64,10 @@ class Checkpoints:
         with new_directory(path.parent(self._root), path.name) as directory:
             await self._write(model, directory, kind == "weights", recipients, old_bytes)
         # From here on a row may name the directory, also where the database's answer is lost.
-        self._put(path, directory, model.tenant, request.id, model.lora, body)
+        await self._put(path, directory, model.tenant, request.id, model.lora, body)
         return {"path": str(path), "type": request.kind}
 
-    def _put(
+    async def _put(
         self, path: CheckpointPath, directory: Path, tenant: str, request: str, lora: Any,
         body: Mapping[str, Any],
     ) -> None:  # fmt: skip
@@ -86,7 +86,7 @@ class Checkpoints:
         )  # fmt: skip
         self._quotas.add(tenant, num_bytes - (0 if before is None else before.num_bytes))
         if before is not None:
-            shutil.rmtree(self._root / before.directory, ignore_errors=True)
+            await self._remove(before)
 
     async def copy(self, source: Row, tenant: str, model: str, ttl_seconds: int | None) -> CheckpointPath:
         """A checkpoint of this tenant's own, under a model's id. The same once more is the same copy."""
@@ -104,7 +104,7 @@ class Checkpoints:
                 except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
                     raise NotFound(f"there is no checkpoint {source.path}") from error
                 await asyncio.to_thread(sync_tree, directory)
-            self._put(path, directory, tenant, f"copy of {source.path}", source.lora, copied)
+            await self._put(path, directory, tenant, f"copy of {source.path}", source.lora, copied)
         return path
 
     async def _save_for_session(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,18 +187,34 @@ class Checkpoints:
     def count(self, tenant: str) -> int:
         return self._database.count(checkpoints, *_live(tenant))
 
-    def newest(self, model: Row, kind: str) -> Row | None:
-        where = *_live(model.tenant), checkpoints.c.model == model.id, checkpoints.c.kind == kind
-        rows = self._database.find(checkpoints, *where, order=checkpoints.c.created.desc(), limit=1)
-        return rows[0] if rows else None
+    def newest(self, tenant: str, models: Sequence[str]) -> dict[tuple[str, str], Row]:
+        """(model, kind) -> the newest of the tenant's."""
+        c, where = checkpoints.c, (*_live(tenant), checkpoints.c.model.in_(models))
+        last = (
+            select(c.model, c.kind, func.max(c.created).label("created"))
+            .where(*where)
+            .group_by(c.model, c.kind)
+            .subquery()
+        )
+        same = [c[name] == last.c[name] for name in ("model", "kind", "created")]
+        rows = self._database.rows(select(checkpoints).join(last, and_(*same)).where(*where))
+        return {(row.model, row.kind): row for row in rows}
 
     def change(self, checkpoint: Row, **values: Any) -> None:
         self._database.update(checkpoints, checkpoints.c.path == checkpoint.path, **values)
 
-    def delete(self, checkpoint: Row) -> None:
+    async def delete(self, checkpoint: Row) -> None:
+        """Nothing where another has been saved under its name since the row was read."""
+        current = self._database.get(checkpoints, checkpoint.path)
+        if current is None or current.directory != checkpoint.directory:
+            return
         self._database.delete(checkpoints, checkpoints.c.path == checkpoint.path)
         self._quotas.add(checkpoint.tenant, -checkpoint.num_bytes)
-        shutil.rmtree(self._root / checkpoint.directory, ignore_errors=True)
+        await self._remove(checkpoint)
+
+    async def _remove(self, checkpoint: Row) -> None:
+        """Its directory, which may hold gigabytes: beside the event loop."""
+        await asyncio.to_thread(shutil.rmtree, self._root / checkpoint.directory, ignore_errors=True)
 
     async def drop_samplers(self, sessions: Sequence[Row]) -> None:
         """Of sessions that are over, with the weights that were written for them alone."""
@@ -244,9 +260,7 @@ class Checkpoints:
             checkpoints, checkpoints.c.expires < now(), order=checkpoints.c.expires, limit=_PIECE
         )
         for row in rows:
-            self._database.delete(checkpoints, checkpoints.c.path == row.path)
-            self._quotas.add(row.tenant, -row.num_bytes)
-            await asyncio.to_thread(shutil.rmtree, self._root / row.directory, ignore_errors=True)
+            await self.delete(row)
         return len(rows) == _PIECE
 
 

@@ -4,6 +4,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ from rl.tinker.backend import UserError
 T = TypeVar("T")
 _CONNECT_SECONDS = 5
 _STATEMENT_SECONDS = 10
+_ANSWER_SECONDS = _STATEMENT_SECONDS + 1.0  # where the server does not keep to that
+_AT_ONCE_SECONDS = 1.0  # for a new connection, which a server that works makes in milliseconds
 _POSTGRES = {
     "connect_timeout": _CONNECT_SECONDS,
     "tcp_user_timeout": 1000 * _STATEMENT_SECONDS,  # a network that takes nothing any more
@@ -37,6 +40,7 @@ _POSTGRES = {
     "options": f"-c statement_timeout={_STATEMENT_SECONDS}s -c lock_timeout=5s -c tcp_keepalives_idle=10 "
     "-c tcp_keepalives_interval=2 -c tcp_keepalives_count=3",
 }
+_REST_SECONDS = 0.5  # between two attempts to connect
 _LOCK = 724002
 _BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "BEGIN"}
 
@@ -60,6 +64,8 @@ class Connection:
         """Raises ConfigError where there is no such database."""
         self._connection: sqlalchemy.Connection | None = None
         self._rest_until = 0.0
+        self._connecting: Future[sqlalchemy.Connection] | None = None
+        self._thread = ThreadPoolExecutor(1, "database")
         try:
             self._engine = _engine(_read(url))
             until = time.monotonic() + _CONNECT_SECONDS  # so long PostgreSQL may need to miss a dead server
@@ -82,9 +88,30 @@ class Connection:
         connection = self._engine.connect()
         if self.dialect != "postgresql":
             return connection
+        self._bound(connection, _ANSWER_SECONDS)
         if not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar():
             connection.close()
             raise _InUse("the database is in use by another server")
+        return connection
+
+    def _bound(self, connection: sqlalchemy.Connection, seconds: float | None) -> None:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.answer_seconds = seconds
+
+    def _connect_again(self) -> sqlalchemy.Connection:
+        """Made beside the event loop, which waits for it once, and shortly. Until then raises Unavailable."""
+        if self._connecting is None:
+            if time.monotonic() < self._rest_until:
+                raise Unavailable("the database cannot be reached; the same may work in a minute")
+            self._connecting = self._thread.submit(self._connect)
+            wait({self._connecting}, 0.0 if self._rest_until else _AT_ONCE_SECONDS)
+            self._rest_until = time.monotonic() + _REST_SECONDS
+        if not self._connecting.done():
+            raise Unavailable("the database does not answer; the same may work in a minute")
+        made, self._connecting = self._connecting, None
+        connection = made.result()
+        self._rest_until = 0.0
         return connection
 
     @property
@@ -127,34 +154,31 @@ class Connection:
         is_postgres = self.dialect == "postgresql"
         try:
             if is_postgres:
+                self._bound(connection, None)
                 connection.exec_driver_sql("SET statement_timeout = '1h'")
             self.transact(connection, lambda: work(connection))
             if is_postgres:
                 milliseconds = int(1000 * _STATEMENT_SECONDS)
                 connection.exec_driver_sql(f"SET statement_timeout = {milliseconds}")
+                self._bound(connection, _ANSWER_SECONDS)
         except SQLAlchemyError as error:
             raise ConfigError(f"the database cannot be used ({one_line(error)}); give another URL") from error
 
     def _twice(self, work: Callable[[sqlalchemy.Connection], T]) -> T:
         """Once more on a new connection where the old one is lost.
 
-        While no connection can be made, the process pauses for as little as a third of its time.
+        A server that does not answer holds the process up once, for `_ANSWER_SECONDS`.
         """
-        if time.monotonic() < self._rest_until:
-            raise Unavailable("the database cannot be reached; the same may work in a minute")
         again = False
         while True:
-            began = time.monotonic()
             try:
                 if self._connection is None:
-                    self._connection = self._connect()
+                    self._connection = self._connect_again()
                 return work(self._connection)
             except (OperationalError, InterfaceError, InternalError, _InUse) as error:
                 if _is_ours(error):
                     raise
-                if self._connection is None or isinstance(error, _InUse):
-                    self._rest_until = time.monotonic() + max(0.5, 2 * (time.monotonic() - began))
-                elif error.connection_invalidated:
+                if self._connection is not None and getattr(error, "connection_invalidated", False):
                     self._forget()
                     if not again:
                         again = True
@@ -182,6 +206,7 @@ class Connection:
 
     def close(self) -> None:
         self._forget()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
 
@@ -208,7 +233,15 @@ def _engine(url: URL) -> Engine:
     )
     if is_sqlite:
         event.listen(engine, "connect", _set_up_sqlite)
+    else:
+        event.listen(engine, "do_connect", _connect_bounded)
     return engine
+
+
+def _connect_bounded(_dialect: Any, _record: Any, args: Sequence[Any], settings: Mapping[str, Any]) -> Any:
+    from rl.tinker.bounded_postgres import BoundedConnection  # needs the extra `postgres`
+
+    return BoundedConnection.connect(*args, **settings)
 
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:

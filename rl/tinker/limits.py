@@ -34,6 +34,9 @@ class Limits:
     max_request_tokens: PositiveInt = 2**21
     """Targets of one forward_backward: the sum of N * K."""
 
+    max_request_sequences: PositiveInt = 2**17
+    """Of one forward_backward: the sum of K, since each column of targets is trained on as a sequence."""
+
     max_deaths: PositiveInt = 6
     """Of engines, within an hour, while they worked for one tenant; then it has to wait."""
 

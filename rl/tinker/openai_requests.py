@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import UserError
 from rl.tinker.openai_chat import ChatMessage, Choice, Tool
+from rl.tinker.settings import check_stops
 
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _NEUTRAL = {
@@ -78,8 +79,7 @@ class SamplingRequest(BaseModel):
             )
         if self.limit is not None and self.limit < 1:
             raise UserError(f"max_tokens={self.limit}; it has to be at least 1")
-        if not all(self.stops):
-            raise UserError("an empty stop string would end every answer at once; leave it out")
+        check_stops(self.stops)
 
 
 class ChatRequest(SamplingRequest):

@@ -29,6 +29,10 @@ _MOST_ENDED = 1000
 _PIECE = 50  # rows that are deleted in one turn
 _REST_SECONDS = 1.0
 _HEADS = select(*(column for column in requests.c if column.name not in ("body", "result")))
+_ANSWERS = select(*(column for column in requests.c if column.name != "body"))
+_SIZES = select(
+    requests.c.id, requests.c.state, requests.c.finished, func.length(requests.c.result).label("size")
+)
 Category = Literal["user", "server", "unknown"]
 _log = logging.getLogger(__name__)
 
@@ -165,8 +169,11 @@ class Requests:
             await asyncio.wait({self._writing})
 
     async def wait(self, id: str, tenant: str, seconds: float) -> Row | None:
-        """Its row once it has ended, or is still waiting after so long; None where this tenant has none."""
-        row = self._database.get(requests, id, "id")
+        """Its row with the result, or without where it still waits after so long; None where there is none.
+
+        Nothing that is large is held meanwhile: a tenant may poll for one request many times at once.
+        """
+        row = self._head(id)
         if row is None or row.tenant != tenant:
             return None
         if row.state == "waiting":
@@ -175,13 +182,13 @@ class Requests:
                 await asyncio.wait_for(event.wait(), seconds)
             except TimeoutError:
                 return row
-            row = self._database.get(requests, id, "id")
-        return row
+        return next(iter(self._database.rows(_ANSWERS.where(requests.c.id == id))), None)
 
     async def ended_after(self, target: str, cursor: int, seconds: float) -> list[tuple[int, Row]]:
         """Those of a model or sampler that ended after the cursor, each with its own, oldest first.
 
-        Waits for the first, but no longer than so many seconds.
+        Rows: id, state, finished, and `size`, the result's bytes. Waits for the first, but no longer than
+        so many seconds.
         """
         found = self._ended_after(target, cursor)
         if not found and seconds > 0:
@@ -197,7 +204,7 @@ class Requests:
             requests.c.state != "waiting",
             requests.c.finished > (cursor + 0.5) / _CURSOR_PER_SECOND,
         )
-        rows = self._database.find(requests, *where, order=requests.c.finished, limit=_MOST_ENDED)
+        rows = self._database.rows(_SIZES.where(*where).order_by(requests.c.finished).limit(_MOST_ENDED))
         return [(round(row.finished * _CURSOR_PER_SECOND), row) for row in rows]
 
     def unfinished(self) -> list[Row]:

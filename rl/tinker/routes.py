@@ -57,7 +57,8 @@ def add_routes(
     app: FastAPI, service: Service, served: Served, read_body: Callable[[Request], Awaitable[bytes]]
 ) -> None:
     api = APIRouter(prefix="/api/v1")
-    wire_limits = WireLimits(service.limits.max_request_tokens, service.limits.max_targets)
+    limits = service.limits
+    wire_limits = WireLimits(limits.max_request_tokens, limits.max_targets, limits.max_request_sequences)
 
     def tenant(request: Request) -> str:
         return request.state.tenant
@@ -234,7 +235,7 @@ def add_routes(
         cursor = min(max(0, body.prev_cursor), 2**62)
         ended = await service.queue.ended_after(id, cursor, seconds)
         completions = [
-            {"state": "finished", "request_id": row.id, "response_payload_uncompressed_size": len(row.result)}
+            {"state": "finished", "request_id": row.id, "response_payload_uncompressed_size": row.size}
             if row.state == "done"
             else {"state": "failed", "request_id": row.id}
             for _, row in ended

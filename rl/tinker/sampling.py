@@ -60,10 +60,15 @@ class Sampling:
 
     def check(self, tenant: str, body: Mapping[str, Any]) -> Load:
         """body: of asample. Raises UserError, and TooMany."""
+        load = self._load(body)
+        self._blame.check(tenant)
+        self._scheduler.check(tenant, load.num_samples)
+        return load
+
+    def _load(self, body: Mapping[str, Any]) -> Load:
+        """Raises UserError."""
         prompt, params = self._read(body)
         num_scores = self._scores(body, prompt, params).num_calls
-        self._blame.check(tenant)
-        self._scheduler.check(tenant, body["num_samples"])
         return Load(body["num_samples"], len(prompt) + num_scores, params.max_new_tokens)
 
     def submit(self, request: Row, load: Load) -> None:
@@ -78,16 +83,24 @@ class Sampling:
 
     def resume(self, request: Row) -> None:
         """What waited, or ran, when the server ended."""
-        body = json.loads(self._queue.body(request))
-        prompt, params = self._read(body)
-        self.submit(request, Load(body["num_samples"], len(prompt), params.max_new_tokens))
+        try:
+            self.submit(request, self._load(json.loads(self._queue.body(request))))
+        except UserError as error:  # this server's model or limits are others
+            self._queue.failed(request, str(error), "user", refused=True)
+
+    async def stop(self) -> None:
+        """The server ends in good order: what waits or runs goes on at the next start."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sample(self, tenant: str, directory: str | None, body: Mapping[str, Any]) -> list[Completion]:
         """body: as of asample. directory: of an adapter, as rows name it. Raises UserError, and TooMany."""
         place = self._scheduler.enter(tenant, self.check(tenant, body))
         try:
             await place.wait()
-            return await self._sample(place, self._with(directory, _DEATHS), body)
+            return await self._sample(place, self._with(tenant, directory, _DEATHS), body)
         finally:
             place.leave()
 
@@ -102,13 +115,17 @@ class Sampling:
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
 
-    def _with(self, directory: str | None, max_deaths: int) -> Sample:
-        """With the adapter in a directory, as rows name it. Raises UserError where it is gone."""
+    def _with(self, tenant: str, directory: str | None, max_deaths: int) -> Sample:
+        """With the adapter in a directory, as rows name it. Raises UserError where it is gone.
+
+        A tenant shares its cached prefixes with no other, who could tell from them what was asked.
+        """
         adapter = self._adapter(directory)
 
         async def sample(prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+            own = replace(params, cache_group=tenant)
             try:
-                return await self._backend.sample(adapter, prompt, n, params, max_deaths)
+                return await self._backend.sample(adapter, prompt, n, own, max_deaths)
             except Exception:
                 self._adapter(directory)  # it was deleted meanwhile
                 raise
@@ -173,7 +190,7 @@ class Sampling:
         body, sampler = await self._database.patiently(partial(self._begin, request))
         if sampler is None:
             raise UserError("its sampling session is over; create another")
-        sample = self._with(sampler.directory, 1 if place is None else _DEATHS)
+        sample = self._with(request.tenant, sampler.directory, 1 if place is None else _DEATHS)
         scores = self._scores(body, *self._read(body))
         completions, scored = await asyncio.gather(self._sample(place, sample, body), scores.compute(sample))
         top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
@@ -232,8 +249,6 @@ class Sampling:
         if not stop:
             return (), ()
         texts = tuple(s for s in stop if isinstance(s, str))
-        if any(not text for text in texts):
-            raise UserError("an empty stop string would end every sample at once; leave it out")
         return (*self._eos_ids, *(s for s in stop if isinstance(s, int))), texts
 
 

@@ -21,7 +21,7 @@ from rl.tinker.requests import COMPUTES, Requests
 from rl.tinker.retention import Retention
 from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
-from rl.tinker.settings import check_adam, check_fits, check_ttl, read_lora
+from rl.tinker.settings import check_adam, check_fits, check_metadata, check_ttl, read_lora
 from rl.tinker.training import Training
 from rl.types import Completion, LoRA, OptimParams
 from rl.waiting import beside
@@ -59,10 +59,8 @@ class Service:
         self.sampling = Sampling(
             database, self.queue, backend, root, eos_ids, limits, self._scheduler, self._blame
         )
-        is_loaded = self.training.loaded.__contains__
-        self.retention = Retention(
-            database, self.queue, self.checkpoints, self.quotas, is_loaded, root, limits
-        )
+        is_used = self.training.loaded.__contains__
+        self.retention = Retention(database, self.queue, self.checkpoints, self.quotas, is_used, root, limits)
         self._database = database
 
     async def run(self) -> None:
@@ -76,13 +74,15 @@ class Service:
         try:
             async with beside(self.training.run(), self._scheduler.run(), self.retention.run()):
                 await asyncio.Event().wait()
-        finally:
+        finally:  # before the generators end, which would fail what they sample
+            await self.sampling.stop()
             self.queue.stop()
 
     # ---- sessions
 
     def create_session(self, tenant: str, display_name: str | None, user_metadata: Any) -> str:
         id = secrets.token_hex(16)
+        check_metadata(user_metadata, display_name)
         self.quotas.check_count(sessions, tenant)
         self._database.insert(
             sessions, id=id, tenant=tenant, created=now(), seen=now(), display_name=display_name,
@@ -128,6 +128,7 @@ class Service:
         optimizer: bool, body: Mapping[str, Any],
     ) -> str:  # fmt: skip
         id = f"{session}:train:{number}"
+        check_metadata(body.get("user_metadata"))
         there = self._database.get(models, id)
         if there is None:
             self._insert_model(id, session, tenant, asdict(lora), seed, source, optimizer, body)
@@ -221,6 +222,7 @@ class Service:
         if body.get("path"):
             CheckpointPath.make(model, "weights", body["path"])
         check_ttl(body.get("ttl_seconds"))
+        check_metadata(body.get("user_metadata"))
         return self.submit(tenant, kind, model, seq_id, json.dumps(dict(body)).encode())
 
     def _check_base(self, name: str) -> None:

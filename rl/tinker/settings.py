@@ -1,8 +1,9 @@
 """Bounds of the numbers that clients set, with a message for each."""
 
+import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy.engine import Row
@@ -14,6 +15,10 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _ALPHA = 32.0  # not in requests
 _MAX_TEMPERATURE = 100
+_MAX_METADATA_CHARACTERS = 1 << 14
+_MAX_STOPS = 64  # generators look for each of them after each token
+_MAX_STOP_CHARACTERS = 256
+_MAX_STOP_TOKENS = 1024
 
 
 def read_lora(config: Mapping[str, Any] | None, max_rank: int) -> tuple[LoRA, int]:
@@ -37,6 +42,13 @@ def check_ttl(seconds: int | None) -> None:
     """Raises UserError."""
     if seconds is not None and not 0 < seconds < 2**63:
         raise UserError("ttl_seconds has to be over 0")
+
+
+def check_metadata(metadata: Any, display_name: str | None = None) -> None:
+    """What a client says of its session, model or checkpoint: rows hold it. Raises UserError."""
+    size = len(json.dumps(metadata)) + len(display_name or "")
+    if size > _MAX_METADATA_CHARACTERS:
+        raise UserError(f"user_metadata of {size} characters of JSON; it may have {_MAX_METADATA_CHARACTERS}")
 
 
 def check_fits(checkpoint: Row, model: Row) -> None:
@@ -73,7 +85,23 @@ def check_sampling(params: Mapping[str, Any], vocab_size: int) -> None:
     max_tokens = params.get("max_tokens")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens}; it has to be at least 1")
-    stops = params.get("stop")
-    for stop in stops if isinstance(stops, list) else []:
-        if isinstance(stop, int) and not 0 <= stop < vocab_size:
-            raise UserError(f"the stop token {stop} is outside the vocabulary of {vocab_size}")
+    stops = params.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    check_stops([stop for stop in stops if isinstance(stop, str)])
+    tokens = [stop for stop in stops if isinstance(stop, int)]
+    if len(tokens) > _MAX_STOP_TOKENS:
+        raise UserError(f"{len(tokens)} stop tokens; at most {_MAX_STOP_TOKENS} are offered")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"the stop token {token} is outside the vocabulary of {vocab_size}")
+
+
+def check_stops(texts: Sequence[str]) -> None:
+    """Stop strings. Raises UserError."""
+    if not all(texts):
+        raise UserError("an empty stop string would end every sample at once; leave it out")
+    if len(texts) > _MAX_STOPS:
+        raise UserError(f"{len(texts)} stop strings; at most {_MAX_STOPS} are offered")
+    longest = max(map(len, texts), default=0)
+    if longest > _MAX_STOP_CHARACTERS:
+        raise UserError(f"a stop string of {longest} characters; it may have {_MAX_STOP_CHARACTERS}")

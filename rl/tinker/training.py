@@ -18,7 +18,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
 from rl.tinker.database import Database, models
 from rl.tinker.limits import Limits
+from rl.tinker.loaded_models import LoadedModel, next_to_leave
 from rl.tinker.paths import directory_name, new_directory
 from rl.tinker.quotas import size_of
 from rl.tinker.rate import Rate
@@ -42,14 +42,6 @@ from rl.types import LoRA, OptimParams
 
 _ATTEMPTS = 2
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Loaded:
-    """A model in the engine."""
-
-    has_gradient: bool = False
-    num_steps: int = 0  # since its snapshot
 
 
 class Training:
@@ -74,7 +66,7 @@ class Training:
         self._save = save
         self._snapshot_every = limits.snapshot_every
         self._max_models = limits.max_models
-        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # the one used longest ago first
+        self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # the one used longest ago first
         self._waiting = TrainingQueue()
         self._arrived = asyncio.Event()
         self.done = Rate()
@@ -178,15 +170,11 @@ class Training:
         if not loaded and state.num_steps < self._snapshot_every:
             return
         try:
-            await self._snapshot(model, request.number, state)
+            await self._try_snapshot(model, request.number, state)
         except ModelsLost:
             self._loaded.clear()
-        except Unavailable:
-            raise
-        except (RunError, OSError):  # its requests are all still there
-            _log.exception("no snapshot of %s", model.id)
 
-    async def _apply(self, model: Row, request: Row, state: _Loaded) -> tuple[Any, str]:
+    async def _apply(self, model: Row, request: Row, state: LoadedModel) -> tuple[Any, str]:
         """A forward, or one that changes the model: for the first time, or once more."""
         if request.kind in ("forward", "forward_backward"):
             asked = wire.read_forward_backward(self._queue.body(request))
@@ -214,10 +202,10 @@ class Training:
         state.has_gradient = False
         return {"path": body["path"], "model_id": model.id, "type": "load_weights"}, JSON
 
-    async def _bring(self, model: Row, before: int) -> _Loaded:
+    async def _bring(self, model: Row, before: int) -> LoadedModel:
         """The model is in the engine, as it was before the request with this number."""
         if model.id not in self._loaded:
-            await self._make_room()
+            await self._make_room(model.tenant)
             await self._load(model)
             try:
                 self._loaded[model.id] = await self._do_again(model, before)
@@ -237,9 +225,9 @@ class Training:
         else:
             await self._backend.create(model.id, LoRA.from_record(model.lora), model.seed)
 
-    async def _do_again(self, model: Row, before: int) -> _Loaded:
+    async def _do_again(self, model: Row, before: int) -> LoadedModel:
         """Its requests since the snapshot. Raises RunError where one that worked now fails."""
-        state = _Loaded()
+        state = LoadedModel(model.tenant)
         for request in self._queue.to_repeat(model, before):
             try:
                 await self._apply(model, request, state)
@@ -252,24 +240,29 @@ class Training:
                 ) from error
         return state
 
-    async def _make_room(self) -> None:
-        """The model that was used longest ago leaves; one with a gradient only where all have one.
-
-        What it has learned since its snapshot is done once more when it comes back.
-        """
+    async def _make_room(self, tenant: str) -> None:
+        """For a model of the tenant. What another has learned since its snapshot is done again later."""
         if len(self._loaded) < self._max_models:
             return
-        idle = (id for id, state in self._loaded.items() if not state.has_gradient)
-        model_id = next(idle, None) or next(iter(self._loaded))
+        model_id = next_to_leave(self._loaded, tenant)
         state = self._loaded[model_id]
         model = self._database.get(models, model_id)
         assert model is not None
         if state.num_steps and not state.has_gradient:
-            await self._snapshot(model, self._queue.last_number(model_id), state)
+            await self._try_snapshot(model, self._queue.last_number(model_id), state)
         del self._loaded[model_id]
         await self._backend.remove(model_id)
 
-    async def _snapshot(self, model: Row, number: int, state: _Loaded) -> None:
+    async def _try_snapshot(self, model: Row, number: int, state: LoadedModel) -> None:
+        """As `_snapshot`. A failure costs nobody a request, and nothing is lost: its requests are kept."""
+        try:
+            await self._snapshot(model, number, state)
+        except (ModelsLost, Unavailable):
+            raise
+        except Exception:  # a full disk
+            _log.exception("no snapshot of %s", model.id)
+
+    async def _snapshot(self, model: Row, number: int, state: LoadedModel) -> None:
         """After the request with this number, when there is no gradient."""
         before = self._database.get(models, model.id)
         assert before is not None

@@ -25,13 +25,15 @@ class WireLimits:
     """Targets: the sum of N * K."""
     max_targets: int = 128
     """K."""
+    max_sequences: int = 2**17
+    """The sum of K."""
 
     def check(self, message: Any) -> None:
         """Raises UserError, by the shapes alone: a sparse tensor is not made dense for it."""
-        total = 0
+        total = num_sequences = 0
         for i, datum in enumerate(message.data):
             num_tokens = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
-            largest = num_tokens
+            largest, most_columns = num_tokens, 1
             for name, tensor in datum.loss_fn_inputs.items():
                 shape = list(tensor.shape)
                 if len(shape) > 2 or any(size < 0 for size in shape):
@@ -47,8 +49,14 @@ class WireLimits:
                         f"datum {i}: {name} has {shape[0]} rows for {num_tokens} input tokens; make them "
                         f"equal"
                     )
-                largest = max(largest, num_tokens * columns)
+                largest, most_columns = max(largest, num_tokens * columns), max(most_columns, columns)
             total += largest
+            num_sequences += most_columns
+            if num_sequences > self.max_sequences:
+                raise UserError(
+                    f"this request has over {self.max_sequences} columns of targets, which is "
+                    f"limits.max_request_sequences; send less at once: gradients accumulate until optim_step"
+                )
             if total > self.max_tokens:
                 raise UserError(
                     f"this request has over {self.max_tokens} targets, which is limits.max_request_tokens; "

@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -132,3 +133,9 @@ def test_samples_that_are_given_up_end_and_what_comes_next_is_served():
 
     fake = run(main)
     assert not fake.left
+
+
+def test_requests_of_one_group_alone_share_cached_prefixes():
+    alone, grouped = (Admit(0, (1, 2), replace(PARAMS, cache_group=group)) for group in ("", "me"))
+    assert alone.vllm_prompt() == {"prompt_token_ids": [1, 2]}
+    assert grouped.vllm_prompt() == {"prompt_token_ids": [1, 2], "cache_salt": "me"}

@@ -67,10 +67,22 @@ class Postgres:
 
     def kill(self) -> None:
         """All of its processes, as where the machine loses power."""
+        self._signal(signal.SIGKILL)
+        self._process.wait(60)
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """It is there, and answers nothing."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
         parent = psutil.Process(self._process.pid)
         for process in (parent, *parent.children()):
-            process.kill()
-        self._process.wait(60)
+            process.send_signal(number)
 
     def _admin(self):
         import psycopg

@@ -165,7 +165,7 @@ class World:
 
         async def act():
             with contextlib.suppress(NotFound):  # it was deleted, and the server killed right after
-                self.service.checkpoints.delete(self.service.checkpoints.readable(ME, path))
+                await self.service.checkpoints.delete(self.service.checkpoints.readable(ME, path))
 
         await self.lives(act)
         del self.checkpoints[path]

@@ -295,3 +295,24 @@ def test_clients_sit_out_a_database_that_is_killed_and_started_again(tmp_path, o
             server.start()
         working.join(100)
         assert value == [pytest.approx(40 * 0.3)]
+
+
+def test_a_database_that_is_there_and_does_not_answer_holds_the_server_up_once(
+    tmp_path, of_postgres, monkeypatch
+):
+    """Later calls are told at once; when it goes on, what it was sent is there once."""
+    monkeypatch.setattr(connection, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "_AT_ONCE_SECONDS", 0.1)
+    row = {"tenant": ME, "created": 1.0, "seen": 1.0}
+    with contextlib.closing(Database(url_of(tmp_path))) as database:
+        with postgres.shared().stopped():
+            with pytest.raises(Unavailable, match="does not answer"):
+                database.insert(sessions, id="a", **row)
+            connecting = database._connection._connecting
+            for _ in range(5):
+                with pytest.raises(Unavailable, match="does not answer"):
+                    database.find(sessions)
+            assert database._connection._connecting is connecting and not connecting.done()
+
+        rows = asyncio.run(insist(lambda: database.find(sessions)))
+        assert [row.id for row in rows] == ["a"]  # who is answered 503 looks before it asks again

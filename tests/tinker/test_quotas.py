@@ -84,7 +84,7 @@ class Tenant:
 
     async def delete(self):
         for row in self.service.checkpoints.list(ME)[:1]:
-            self.service.checkpoints.delete(row)
+            await self.service.checkpoints.delete(row)
 
     async def copy(self):
         for row in self.service.checkpoints.list(ME)[:1]:
@@ -155,7 +155,7 @@ def test_what_would_be_too_much_is_refused_with_numbers_and_a_remedy(tmp_path):
         async with living(root, Limits(max_disk_gib=(used + 2000) / 2**30)) as service:
             await train(service, model, 9)
             (kept,) = service.database.find(checkpoints)
-            service.checkpoints.delete(kept)
+            await service.checkpoints.delete(kept)
             await save(service, "save_weights", model, 11, path="kept")
 
     asyncio.run(main())

@@ -21,13 +21,15 @@ tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 from tinker.proto.response_conv import deserialize_forward_backward_output  # noqa: E402
 
 from rl.errors import RunError  # noqa: E402
-from rl.tinker.database import Database  # noqa: E402
+from rl.tinker.database import Database, requests  # noqa: E402
 from rl.tinker.limits import Limits  # noqa: E402
 from rl.tinker.service import Service  # noqa: E402
 from tests.tinker import lives  # noqa: E402
 from tests.tinker.databases import url_of  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
+from tests.tinker.lives import ME  # noqa: E402
 from tests.tinker.test_protocol import ADAM, client, datum, request_body, value_of  # noqa: E402
+from tests.tinker.test_quotas import SAMPLE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SERVER = """
@@ -302,3 +304,32 @@ def test_a_servers_directory_may_be_moved(tmp_path, database_kind):
         assert len(sampling.sample(prompt, 1, params).result().sequences) == 1
         sdk.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
     assert not list((tmp_path / "there").rglob("kept.*"))
+
+
+def test_a_server_that_ends_in_good_order_fails_no_sample(tmp_path):
+    """The generators end while requests run, and others wait for their turns."""
+
+    class Ends(FakeBackend):
+        async def sample(self, *args, **kwargs):
+            await self.end.wait()
+            raise RunError("the generators have ended")
+
+    async def main():
+        backend = Ends()
+        backend.end = asyncio.Event()
+        database = Database(url_of(tmp_path))
+        service = Service(database, backend, tmp_path, (NAME,), (0,), capacity=1, shared_samples=1)
+        working = asyncio.create_task(service.run())
+        await asyncio.sleep(0)
+        sampler = service.create_sampler(ME, service.create_session(ME, None, None), 0, NAME, None)
+        ids = [service.sample(ME, sampler, i, SAMPLE) for i in (1, 2)]
+        await asyncio.sleep(0.01)
+        working.cancel()
+        await asyncio.wait({working})
+        backend.end.set()
+        await asyncio.sleep(0.01)
+        rows = [database.get(requests, id, "id") for id in ids]
+        assert [(row.state, row.deaths) for row in rows] == [("waiting", 0)] * 2
+        database.close()
+
+    asyncio.run(main())

@@ -4,15 +4,20 @@
 
 import asyncio
 import math
+import shutil
+import threading
 
+import httpx
 import pytest
 from sqlalchemy import event
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
+from rl.tinker.app import make_app
 from rl.tinker.backend import NotFound
 from rl.tinker.database import Database, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
+from rl.tinker.routes import Served
 from tests.tinker.databases import url_of
 from tests.tinker.lives import LORA, ME, NAME, answered, living, make_model, save, train, value_of
 from tests.tinker.test_restart import Dead, MortalDatabase
@@ -284,3 +289,90 @@ def test_every_question_has_an_index(tmp_path):
 
     asyncio.run(main())
     assert len(plans) > 60 and scanned == []
+
+
+def test_a_checkpoint_saved_again_while_a_sweep_removes_others_stays(tmp_path, monkeypatch):
+    """The sweep knows the expired one of that name; the new one is another."""
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            for seq_id, name in enumerate(("first", "latest"), 1):
+                await save(service, "save_weights", model, seq_id, path=name)
+            for i, row in enumerate(service.checkpoints.list(ME)[::-1]):
+                service.checkpoints.change(row, expires=1.0 + i)
+
+            remove, is_saved = service.checkpoints._remove, False
+
+            async def slowly(checkpoint):
+                nonlocal is_saved
+                if not is_saved:
+                    is_saved = True
+                    await save(service, "save_weights", model, 3, path="latest")
+                await remove(checkpoint)
+
+            monkeypatch.setattr(service.checkpoints, "_remove", slowly)
+            await service.checkpoints.sweep()
+            (kept,) = service.checkpoints.list(ME)
+            assert kept.name == "latest" and (tmp_path / "server" / kept.directory).is_dir()
+            on_disk = service.database.find(requests), service.database.find(models)
+            used = kept.num_bytes + sum(row.num_bytes for row in on_disk[0])
+            assert service.quotas.used(ME) == used + sum(row.snapshot_bytes or 0 for row in on_disk[1])
+
+    asyncio.run(main())
+
+
+def test_no_directory_is_removed_in_the_event_loop(tmp_path, monkeypatch):
+    """It may hold gigabytes: deleted, overwritten, and expired checkpoints."""
+    rmtree, on_loop = shutil.rmtree, []
+
+    def watched(*args, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            on_loop.append(args)
+        rmtree(*args, **kwargs)
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            monkeypatch.setattr(shutil, "rmtree", watched)
+            await save(service, "save_weights", model, 1, path="a")
+            await save(service, "save_weights", model, 2, path="a", overwrite=True)
+            await save(service, "save_weights", model, 3, path="b", ttl_seconds=1)
+            await service.checkpoints.delete(service.checkpoints.list(ME)[1])
+            service.checkpoints.change(service.checkpoints.list(ME)[0], expires=1.0)
+            await service.checkpoints.sweep()
+            assert not list((tmp_path / "server").glob("checkpoints/*/*/*")) and not on_loop
+
+    asyncio.run(main())
+
+
+def test_a_page_of_training_runs_takes_as_many_statements_as_one(tmp_path):
+    """A page of a thousand models held the event loop up for three statements each."""
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            app = make_app(service, None, Served((NAME,), None, "qwen3", 64))
+            transport = httpx.ASGITransport(app)
+            http = httpx.AsyncClient(transport=transport, base_url="http://server/api/v1")
+            session = service.create_session("local", None, None)
+            made = [await make_model(service, session, i, "local") for i in range(4)]
+            for seq_id, name in ((1, "old"), (2, "new")):
+                await save(service, "save_weights", made[1], seq_id, "local", path=name)
+            await save(service, "save_weights_for_sampler", made[1], 3, "local", path="sampler")
+            statements, counts = Statements(service.database), []
+            for limit in (1, 4):
+                before = statements.count
+                answer = await http.get("/training_runs", params={"limit": limit})
+                counts.append(statements.count - before)
+            assert counts[0] == counts[1]
+            last = {
+                run["training_run_id"]: [
+                    run[name] and run[name]["checkpoint_id"]
+                    for name in ("last_checkpoint", "last_sampler_checkpoint")
+                ]
+                for run in answer.json()["training_runs"]
+            }
+            none = [None, None]
+            assert last == dict.fromkeys(made, none) | {made[1]: ["weights/new", "sampler_weights/sampler"]}
+
+    asyncio.run(main())

@@ -19,6 +19,7 @@ from tests.tinker.databases import url_of
 from tests.tinker.fakes import NAME, FakeBackend
 from tests.tinker.lives import ADAM, ME, answered, living, make_model, train, value_of
 from tests.tinker.test_protocol import request_body
+from tests.tinker.test_quotas import SAMPLE
 
 OTHER = "other"
 KILLS, FAILS, BREAKS = 17, 18, 19  # tokens of data that do this to the engine, or to its model
@@ -359,3 +360,90 @@ def test_bodies_wait_in_the_database_alone(tmp_path):
             assert service.database.count(requests, requests.c.body.is_not(None)) >= 3
 
     asyncio.run(main())
+
+
+def test_who_polls_holds_no_body_and_a_list_of_ends_holds_no_result(tmp_path):
+    """A tenant may poll for one request of 64 MiB many times at once, and list a thousand large results."""
+
+    async def main():
+        async with living(tmp_path / "a", backend=Hanging()) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            waiting = await service.queue.wait(submit(service, model, 1), ME, 0.01)
+            assert waiting.state == "waiting"
+            assert not hasattr(waiting, "body") and not hasattr(waiting, "result")
+            ((_, ended),) = await service.queue.ended_after(model, 0, 0)
+            assert ended.size > 0 and not hasattr(ended, "body") and not hasattr(ended, "result")
+            answer = await service.queue.wait(ended.id, ME, 0)
+            assert len(answer.result) == ended.size and not hasattr(answer, "body")
+
+    asyncio.run(main())
+
+
+def test_a_tenant_with_many_models_sends_its_own_out_of_the_engine(tmp_path):
+    """Else each request of another would wait for a model of the first to be saved, and its own to be loaded."""
+
+    async def main():
+        async with living(tmp_path / "a", Limits(max_models=2)) as service:
+            backend = service.backend
+            session, other = (service.create_session(tenant, None, None) for tenant in (ME, OTHER))
+            theirs = await make_model(service, other, tenant=OTHER)
+            mine = [await make_model(service, session, i) for i in range(3)]
+            begun = len(backend.log)
+            for seq_id in range(1, 7, 2):
+                for model in mine:
+                    await train(service, model, seq_id)
+                await train(service, theirs, seq_id, OTHER)
+            assert all(model != theirs for verb, model in backend.log[begun:] if verb in ("remove", "load"))
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_be_saved_makes_room_for_another_tenants(tmp_path):
+    """The disk is full: nothing of it is lost, since its requests are kept."""
+
+    class Full(FakeBackend):
+        full = False
+
+        async def save(self, model, directory, optimizer):
+            if self.full:
+                raise OSError("no space left on device")
+            await super().save(model, directory, optimizer)
+
+    async def main():
+        async with living(tmp_path / "a", Limits(max_models=1), Full()) as service:
+            session, other = (service.create_session(tenant, None, None) for tenant in (ME, OTHER))
+            mine = await make_model(service, session)
+            await train(service, mine, 1)
+            service.backend.full = True
+            theirs = await make_model(service, other, tenant=OTHER)
+            await train(service, theirs, 1, OTHER)
+            service.backend.full = False
+            assert await value_of(service, mine, 9) == pytest.approx(0.3)
+
+    asyncio.run(main())
+
+
+def test_tenants_share_no_cached_prefix_on_any_route(tmp_path):
+    """`prompt_cache_hit_tokens`, and the time, would tell one what another has asked."""
+
+    class Noting(FakeBackend):
+        async def sample(self, adapter, prompt, n, params, max_deaths=3):
+            groups.append(params.cache_group)
+            return await super().sample(adapter, prompt, n, params, max_deaths)
+
+    groups = []
+
+    async def main():
+        async with living(tmp_path / "a", backend=Noting()) as service:
+            for tenant in (ME, OTHER):
+                sampler = service.create_sampler(
+                    tenant, service.create_session(tenant, None, None), 0, NAME, None
+                )
+                asked = SAMPLE | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
+                scored = asked | {"prompt_alt_tokens_k": 1}
+                await answered(service, service.sample(tenant, sampler, 1, scored), tenant)
+                await service.sample_now(tenant, NAME, asked)
+
+    asyncio.run(main())
+    assert groups == [ME] * 3 + [OTHER] * 3

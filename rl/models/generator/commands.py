@@ -5,7 +5,7 @@ Plain data, for every rank alike.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rl.types import Completion, SamplingParams
 from rl.weight_sync.manifest import Manifest
@@ -18,6 +18,11 @@ class Admit:
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
+
+    def vllm_prompt(self) -> dict[str, Any]:
+        """As vLLM's add_request takes it. The salt goes into the keys of all cached blocks."""
+        salt = {"cache_salt": self.params.cache_group} if self.params.cache_group else {}
+        return {"prompt_token_ids": list(self.prompt), **salt}
 
 
 @dataclass(frozen=True, slots=True)

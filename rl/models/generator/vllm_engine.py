@@ -135,7 +135,7 @@ class VLLM:
         try:
             vllm_id = self._engine.add_request(
                 str(command.id),
-                {"prompt_token_ids": list(command.prompt)},
+                command.vllm_prompt(),
                 _vllm_params(params),
                 lora_request=self._adapters[adapter] if adapter else None,
             )
