@@ -11,6 +11,7 @@ import httpx
 from annotated_types import Ge, Le
 
 from rl.bounds import PositiveFloat, PositiveInt
+from rl.errors import Unavailable
 from rl.types import Message
 
 _GRADE = re.compile(r"-?\d+(?:\.\d+)?")
@@ -22,7 +23,13 @@ OWN_URL, OWN_KEY = "RL_JUDGE_URL", "RL_JUDGE_API_KEY"
 
 
 class JudgeFailed(Exception):
-    """It gave no grade: the sample is not trained on."""
+    """It gave no verdict."""
+
+
+class JudgeUnreachable(JudgeFailed, Unavailable):
+    """It did not answer: the sample is dropped."""
+
+    cause = "judge"
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class Judge:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
         url = self.base_url or os.environ.get(OWN_URL, "")
         if not url:
-            raise JudgeFailed("there is no judge: set its base_url, or the run's judge.model")
+            raise JudgeUnreachable("there is no judge: set its base_url, or the run's judge.model")
         key = os.environ.get(self.api_key_variable if self.base_url else OWN_KEY, "none")
         headers = {"Authorization": f"Bearer {key}"}
         deadline, failure = time.monotonic() + self.seconds, "no time"
@@ -96,4 +103,4 @@ class Judge:
             except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
                 failure = f"{type(error).__name__} {error}"
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
-        raise JudgeFailed(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")
+        raise JudgeUnreachable(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rl.envs.chat.session import ChatSession, TooLong, Turn
-from rl.errors import ConfigError, RunError
+from rl.envs.chat.session import ChatSession, NoTurnsLeft, TooLong, Turn, Unwritable
+from rl.errors import RunError
 from rl.http_server import Server
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice, event, refusal
@@ -124,9 +124,6 @@ class AgentEndpoint:
         asked = json.dumps([body["messages"], body.get("tools")], sort_keys=True)
         task = guest.answers.get(asked) if is_retry else None
         if task is None:
-            if not guest.session.num_turns_left:
-                guest.session.was_refused = True
-                raise _Refused(400, "the episode's turns are used up (env.max_turns)", "turns_used_up")
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             sampling = guest.session.complete(body["messages"], body.get("tools") or (), limit)
             task = guest.answers[asked] = asyncio.create_task(sampling)
@@ -134,7 +131,9 @@ class AgentEndpoint:
             return await asyncio.shield(task)
         except TooLong as error:
             raise _Refused(400, str(error), "context_length_exceeded") from None
-        except (ConfigError, RunError) as error:
+        except NoTurnsLeft as error:
+            raise _Refused(400, str(error), "turns_used_up") from None
+        except (Unwritable, RunError) as error:
             raise _Refused(400, str(error)) from None
 
     def _written(self, turn: Turn, body: Mapping[str, Any]) -> dict[str, Any]:

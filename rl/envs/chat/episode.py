@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.envs.chat.messages import wrong_with
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
-from rl.errors import one_line
+from rl.errors import BadReturn, Unavailable, message_of, one_line
 from rl.types import Message, Problem, Score, StopReason
 
 
@@ -87,11 +88,7 @@ class EndedEpisode:
     turn_tokens: Sequence[Sequence[int]]
 
 
-class BadStep(Exception):
-    """The environment's code returned what it must not."""
-
-
-class ServerLost(Exception):
+class ServerLost(Unavailable):
     """Raise it in a tool, step() or start() where a server that the episode needs is gone.
 
     The sample is dropped, with this as its reason; what else a tool raises is told to the policy.
@@ -111,7 +108,7 @@ class EpisodeRunner:
     def begin(self) -> Opening:
         """The first messages."""
         env, episode = self._env, self.episode
-        episode.messages += env.opening(episode.problem)
+        episode.messages += _messages(env.opening(episode.problem), "opening") or []
         episode.messages += _messages(self._run(env.start(episode)), "start") or []
         return Opening(list(episode.messages), [tool.schema for tool in self._tools.values()])
 
@@ -170,10 +167,10 @@ class EpisodeRunner:
             if name not in self._tools:
                 raise BadArguments(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
             content, failed = _as_text(self._run(self._tools[name].run(arguments, self.episode))), False
-        except ServerLost:
+        except Unavailable:
             raise
         except Exception as error:  # the policy is told, as a user would be
-            what = str(error) if isinstance(error, BadArguments) else one_line(error)
+            what = message_of(error) if isinstance(error, BadArguments) else one_line(error)
             content, failed = f"Error: {what}", True
         counts["tool_errors"] += failed
         limit = self._env.max_result_chars
@@ -206,6 +203,8 @@ def _messages(said: object, who: str) -> list[Message] | None:
         return None
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
-    if isinstance(said, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in said):
-        return [{"given": True, **m} if m["role"] == "assistant" else dict(m) for m in said]
-    raise BadStep(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")
+    if not isinstance(said, Sequence):
+        raise BadReturn(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")
+    if wrong := next(filter(None, map(wrong_with, said)), ""):
+        raise BadReturn(f"{who}() returned {said!r:.60}: {wrong}")
+    return [{"given": True, **m} if m["role"] == "assistant" else dict(m) for m in said]

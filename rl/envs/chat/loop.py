@@ -1,6 +1,7 @@
 """The turn loop: the policy and an environment take turns until one of them ends the episode.
 
-Whatever fails costs its own sample: it becomes a rollout whose Score has the cause.
+Whatever fails costs its own sample: it becomes a rollout whose Score has the cause. rl/causes.py says what
+comes of each; before the policy's first turn nothing is its failure.
 """
 
 import asyncio
@@ -11,9 +12,10 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
+from rl.causes import is_policys
 from rl.envs.base import RolloutContext, derive_seed
 from rl.envs.chat.episode import EndedEpisode
-from rl.envs.chat.session import ChatSession, TooLong, Turn
+from rl.envs.chat.session import ChatSession, TooLong, Turn, Unwritable
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.verifier import check_parts
 from rl.errors import EpisodeFailed, EpisodeLost
@@ -117,6 +119,8 @@ class _Walk:
                 score = await self._talk(process)
         except TooLong as error:
             score = Score(0.0, str(error), cause="too_long")
+        except Unwritable as error:
+            score = Score(0.0, str(error), cause="template")
         except TimeoutError:
             what = f"the episode took over {seconds:g} s (env.episode_seconds)"
             score = Score(0.0, what, cause="timeout")
@@ -154,6 +158,9 @@ class _Walk:
         session = self._session
         branches = session.branches or ((Segment.given([]),),)
         turns = session.turns
+        score = check_parts(score, [len(turn.completion.tokens) for turn in turns])
+        if not turns and is_policys(score.cause):
+            score = replace(score, cause="start")
         return Rollout(
             problem=self._problem,
             segments=branches[0],
@@ -162,7 +169,7 @@ class _Walk:
             versions=session.versions,
             forks=branches[1:],
             messages=tuple(self._messages),
-            score=check_parts(score, [len(turn.completion.tokens) for turn in turns]),
+            score=score,
             counts={"turns": len(turns), "tool_calls": 0, **self._counts},
             seconds=time.monotonic() - self._began,
         )

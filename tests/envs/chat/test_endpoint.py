@@ -78,7 +78,7 @@ def test_an_agent_of_the_official_client_is_trained_on_what_it_made_the_policy_s
 
 def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer):
     rollout, _ = play(tokenizer, Agent(), "fails", [])
-    assert rollout.score.cause == "raised" and "no agent" in rollout.score.error
+    assert rollout.score.cause == "start" and "no agent" in rollout.score.error
     rollout, _ = play(tokenizer, Agent(), "too many", [CALL] * 4)
     assert rollout.score.cause == "raised" and "env.max_turns" in rollout.score.error
 
