@@ -8,7 +8,7 @@ def wrong_with(message: object) -> str:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return "a message is an object with a role"
     content = message.get("content")
-    if not (content is None or isinstance(content, str) or isinstance(content, list)):
+    if not isinstance(content, str | list | None):
         return "the content of a message is a text, or a list of parts"
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str) or not _is_text(part):
