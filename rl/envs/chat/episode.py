@@ -49,11 +49,10 @@ class Episode:
     """LENGTH where a budget cut the episode off: tokens of a turn, turns, or tokens in all."""
     turn_tokens: list[Sequence[int]] = field(default_factory=list)
     """The tokens that were sampled in each turn; of an agent's, at the end."""
-
-    @property
-    def answers(self) -> list[str]:
-        """The policy's turns; one that only calls tools is empty."""
-        return [str(m["content"]) for m in self.messages if m["role"] == "assistant" and not m.get("given")]
+    answers: list[str] = field(default_factory=list)
+    """The policy's turns as text, one for each of turn_tokens; one that only calls tools is empty."""
+    num_opening: int = 0
+    """How many of the messages stood there before the policy's first turn."""
 
     @property
     def response(self) -> str:
@@ -86,6 +85,7 @@ class EndedEpisode:
     messages: Sequence[Message]
     stop: StopReason
     turn_tokens: Sequence[Sequence[int]]
+    answers: Sequence[str]
 
 
 class ServerLost(Unavailable):
@@ -110,6 +110,7 @@ class EpisodeRunner:
         env, episode = self._env, self.episode
         episode.messages += _messages(env.opening(episode.problem), "opening") or []
         episode.messages += _messages(self._run(env.start(episode)), "start") or []
+        episode.num_opening = len(episode.messages)
         return Opening(list(episode.messages), [tool.schema for tool in self._tools.values()])
 
     def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
@@ -119,6 +120,7 @@ class EpisodeRunner:
         """
         self.episode.messages.append(message)
         self.episode.turn_tokens.append(tokens)
+        self.episode.answers.append(str(message["content"]))
         counts: Counter[str] = Counter()
         if malformed:
             counts["malformed_calls"] = len(malformed)
@@ -144,18 +146,27 @@ class EpisodeRunner:
         stop: StopReason = StopReason.STOP,
         said: Sequence[Message] = (),
         turn_tokens: Sequence[Sequence[int]] = (),
+        answers: Sequence[str] = (),
     ) -> Any:
-        """What the environment's reward_episode returns. said, turn_tokens: what no `step` was told of."""
+        """What the environment's reward_episode returns. said and what follows: what no `step` was told of."""
         self.episode.stop = stop
         self.episode.messages += said
         self.episode.turn_tokens += turn_tokens
+        self.episode.answers += answers
         return self._run(self._env.reward_episode(self.episode))
 
     def reward_group(self, members: Sequence[EndedEpisode]) -> Any:
         """What the environment's reward_group returns."""
         problem, rng = self.episode.problem, self.episode.rng
         episodes = [
-            Episode(problem, rng, list(m.messages), stop=m.stop, turn_tokens=list(m.turn_tokens))
+            Episode(
+                problem,
+                rng,
+                list(m.messages),
+                stop=m.stop,
+                turn_tokens=list(m.turn_tokens),
+                answers=list(m.answers),
+            )
             for m in members
         ]
         return self._run(self._env.reward_group(episodes))
@@ -207,4 +218,4 @@ def _messages(said: object, who: str) -> list[Message] | None:
         raise BadReturn(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")
     if wrong := next(filter(None, map(wrong_with, said)), ""):
         raise BadReturn(f"{who}() returned {said!r:.60}: {wrong}")
-    return [{"given": True, **m} if m["role"] == "assistant" else dict(m) for m in said]
+    return [dict(message) for message in said]

@@ -25,6 +25,7 @@ from rl.envs.failures import described, failure_of
 from rl.envs.pipes import receive, send
 from rl.envs.verifier import score_of
 from rl.errors import BadReturn, EpisodeFailed
+from rl.observability.plain import plain
 from rl.processes import end_with_parent, mark_descendants
 from rl.types import Score
 
@@ -67,7 +68,7 @@ def perform(runner: EpisodeRunner, verb: str, arguments: tuple) -> Any:
 
 def _score(runner: EpisodeRunner, *end: Any) -> Score:
     score = score_of(runner.reward(*end))
-    return replace(score, notes=dict(runner.episode.notes)) if runner.episode.notes else score
+    return replace(score, notes=plain(runner.episode.notes)) if runner.episode.notes else score
 
 
 def _score_group(runner: EpisodeRunner, members: Sequence[EndedEpisode]) -> list[Score]:

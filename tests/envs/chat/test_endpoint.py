@@ -163,7 +163,10 @@ def fields_of_clients():
         if isinstance(node, ast.ClassDef) and node.name == "ChatCompletionRequest":
             fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
             names |= {name for name in fields if not name.startswith("_")}
-    return sorted(names | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "best_of", "an_unknown_one"})
+    return sorted(
+        names
+        | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "best_of", "an_unknown_one"}
+    )
 
 
 def test_every_field_of_openais_and_vllms_requests_is_read_or_refused_by_its_name():
