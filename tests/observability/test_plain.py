@@ -56,4 +56,5 @@ def test_a_rollouts_record_is_json_whatever_its_notes_are(notes):
 def test_what_is_json_stays_as_it_is():
     value = {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}
     assert plain(value) == value
+    assert plain(2**20_000) == "<int>" and plain(CIRCLE) == plain(CIRCLE)
     assert plain({(1, 2): np.float32(0.5), "n": np.arange(2)}) == {"(1, 2)": 0.5, "n": [0, 1]}

@@ -148,7 +148,7 @@ class EpisodeRunner:
         turn_tokens: Sequence[Sequence[int]] = (),
         answers: Sequence[str] = (),
     ) -> Any:
-        """What the environment's reward_episode returns. said and what follows: what no `step` was told of."""
+        """What reward_episode() returned. said and what follows it: what no `step` was told of."""
         self.episode.stop = stop
         self.episode.messages += said
         self.episode.turn_tokens += turn_tokens

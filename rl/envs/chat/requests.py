@@ -1,7 +1,7 @@
 """Requests of agents for a turn of the policy: which fields of OpenAI's and vLLM's API are accepted.
 
-A field that is not listed here is refused by its name, for it would do nothing, or sample another policy than the
-one that learns.
+A field that is not listed here is refused by its name, for it would do nothing, or sample another policy than
+the one that learns.
 """
 
 import json
