@@ -28,10 +28,7 @@ _SUBJECTS = (
     "a cat",
 )
 _TONES = ("cheerful", "sad", "formal", "short", "surprising", "calm")
-_RUBRIC = (
-    "You grade sentences. Grade from 0 to 10 how well the answer does what the question asks. "
-    "Reply with the number alone."
-)
+_RUBRIC = "You grade sentences. Grade from 0 to 10 how well the answer does what the question asks."
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,23 @@ class EpisodeLost(Exception):
     """The process of an episode is gone, for no fault of the episode: it may begin again."""
 
 
+class Unavailable(Exception):
+    """What the environment needs is gone, for no fault of the policy's: the sample is dropped.
+
+    Derive from it, with a `cause` of the infrastructure's in rl/causes.py.
+    """
+
+    cause = "server"
+
+
+class BadReturn(Exception):
+    """The environment's code returned what it must not."""
+
+    cause = "type"
+
+
 class EpisodeFailed(Exception):
-    """An environment's code failed: it costs this sample. `cause`: one word, for metrics."""
+    """An episode came to no reward. `cause`: a name of rl/causes.py, which says what comes of the sample."""
 
     def __init__(self, message: str, cause: str):
         super().__init__(message, cause)  # both, for pickling
@@ -50,9 +65,12 @@ class NotFinite(RunError):
 
 
 def message_of(error: BaseException) -> str:
-    """The error's own message on one line; empty where it has none, or its __str__ fails."""
+    """The error's own message on one line; empty where it has none, or its __str__ fails.
+
+    Halves of surrogate pairs, which no log can hold, are escaped.
+    """
     try:
-        return " ".join(str(error).split())
+        return " ".join(str(error).encode(errors="backslashreplace").decode().split())
     except Exception:
         return ""
 

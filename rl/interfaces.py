@@ -75,9 +75,16 @@ class EpisodeProcess(Protocol):
         ...
 
     async def score(
-        self, stop: StopReason, said: Sequence[Message], turn_tokens: Sequence[Sequence[int]]
+        self,
+        stop: StopReason,
+        said: Sequence[Message],
+        turn_tokens: Sequence[Sequence[int]],
+        answers: Sequence[str],
     ) -> Score:
-        """Of an episode that something else has ended. said, turn_tokens: what no `step` was told of."""
+        """Of an episode that something else has ended.
+
+        said: messages that no `step` was told of. turn_tokens, answers: the policy's turns among them.
+        """
         ...
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> Sequence[Score]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl.bounds import NonNegativeFloat, NonNegativeInt
+from rl.causes import is_policys
 from rl.rewards import all_equal, is_success
 from rl.sequences import Sample as Sample
 from rl.sequences import Segment as Segment
@@ -167,15 +168,23 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a verifier says. `error`: why it could not, where the reward function, or the episode, failed."""
+    """What a verifier says. `error`: why the reward function, or the episode, failed.
+
+    Whether one that failed is scored 0 or dropped follows from its cause (rl/causes.py).
+    """
 
     reward: float  # in all
     error: str | None = None
     parts: Rewards = Rewards()  # how it is spread over the rollout; empty for one reward at the end
     components: Mapping[str, float] = field(default_factory=dict)  # what it is the sum of, by name
     notes: Mapping[str, Any] = field(default_factory=dict)  # what the episode wrote down for people: JSON
-    cause: str = ""  # of an error, in a word, for metrics: raised, timeout, crashed, type, too_long, ...
+    cause: str = ""  # of an error: a name of rl/causes.py
     verdict: bool | None = None  # the environment's own; None: a reward of 1 is success
+
+    @property
+    def is_dropped(self) -> bool:
+        """No sample to learn from: the episode failed for a reason that the policy cannot bring about."""
+        return self.error is not None and not is_policys(self.cause)
 
     @property
     def correct(self) -> bool:
@@ -194,7 +203,7 @@ class Group:
     @property
     def has_signal(self) -> bool:
         """Whether its rewards differ."""
-        return not all_equal([score.reward for score in self.scores if score.error is None])
+        return not all_equal([score.reward for score in self.scores if not score.is_dropped])
 
     @property
     def oldest_version(self) -> PolicyVersion:

@@ -1,14 +1,17 @@
 """JudgeServer: a run's own judge, generators whose weights stay, as an OpenAI-compatible URL on loopback."""
 
 import asyncio
+import json
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict, ValidationError
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,6 +32,40 @@ _MODEL = "judge"
 _MAX_DEATHS = 3  # of one request
 
 
+class _Described(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+    form: dict[str, Any] = Field(alias="schema")
+
+
+class _Format(BaseModel):
+    """OpenAI's response_format, by which a reply is held to a JSON schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_schema"]
+    json_schema: _Described | None = None
+
+    @property
+    def schema_text(self) -> str:
+        """As generators take it; empty where any text will do."""
+        return json.dumps(self.json_schema.form) if self.json_schema else ""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "_Format":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give json_schema where the type is json_schema, and only there")
+        if self.json_schema is not None:
+            try:
+                Draft202012Validator.check_schema(self.json_schema.form)
+            except SchemaError as error:
+                raise ValueError(f"json_schema.schema is no JSON schema: {error.message:.200}") from error
+        return self
+
+
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -41,6 +78,7 @@ class _Asked(BaseModel):
     seed: int = 0
     n: Annotated[int, Ge(1), Le(64)] = 1
     user: str = ""
+    response_format: _Format | None = None
 
 
 class JudgeServer:
@@ -95,6 +133,7 @@ class JudgeServer:
             top_p=asked.top_p,
             seed=asked.seed % 2**31,
             stop_token_ids=(self._tokenizer.eos_id,),
+            json_schema=asked.response_format.schema_text if asked.response_format else "",
         )
         try:
             completions = await self._sample(prompt, asked.n, params)

@@ -191,9 +191,13 @@ class RemoteEpisode:
         await self._verb("act", base_url, api_key)
 
     async def score(
-        self, stop: StopReason, said: Sequence[Message], turn_tokens: Sequence[Sequence[int]]
+        self,
+        stop: StopReason,
+        said: Sequence[Message],
+        turn_tokens: Sequence[Sequence[int]],
+        answers: Sequence[str],
     ) -> Score:
-        return await self._verb("score", stop, said, turn_tokens)
+        return await self._verb("score", stop, said, turn_tokens, answers)
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         return await self._verb("score_group", members)

@@ -155,7 +155,7 @@ class RolloutBuffer:
         self.ends["filtered"] += len(filtered)
         for prompt in chosen:
             del self._finished[prompt.index]
-            failed = all(score.error is not None for score in prompt.group.scores)
+            failed = all(score.is_dropped for score in prompt.group.scores)
             self.ends["failed" if failed else "trained on"] += 1
         self._num_taken += len(chosen)
         self._in_step += [*chosen, *filtered]

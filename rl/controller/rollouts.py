@@ -90,11 +90,15 @@ class _Prepared:
         return prompt
 
 
-def check_rewards(groups: Sequence[Group]) -> None:
-    """Raises RunError where every reward failed: nothing can be learnt from such a task."""
-    causes = [score.error for group in groups for score in group.scores]
-    if all(causes):
+def check_rewards(groups: Sequence[Group], has_trained: bool = False) -> None:
+    """Raises RunError where every reward failed: nothing can be learnt from such a task.
+
+    has_trained: the task has given rewards before, so that a failure that the policy can bring about is the
+    policy's, and does not end the run.
+    """
+    scores = [score for group in groups for score in group.scores]
+    if all(score.is_dropped if has_trained else score.error for score in scores):
         raise RunError(
-            f"all {len(causes)} rewards failed, the first: {causes[0]}; see logs/reward-0.log of the run, "
-            f"and its rollouts.jsonl"
+            f"all {len(scores)} rewards failed, the first: {scores[0].error}; see logs/reward-0.log of the "
+            f"run, and its rollouts.jsonl"
         )

@@ -142,4 +142,5 @@ def judge_config(config: RunConfig, directory: Path | None = None) -> VLLMConfig
         kv_cache_gib=judge.kv_cache_gib,
         cuda_graphs=config.generator.cuda_graphs == "on",
         tensor_parallel=judge.tensor_parallel,
+        stop_texts=True,  # its verdicts are held to a JSON schema
     )

@@ -143,7 +143,7 @@ class RunStages:
                 raise await self._give_up(step, failure) from failure
             batch = batch.joined(await self._next_part(buffer, step, inputs))
         if config.algorithm.reads_rewards:
-            check_rewards(batch.sampled)
+            check_rewards(batch.sampled, has_trained=step > 1)
         return batch
 
     async def _next_part(self, buffer: RolloutBuffer, step: int, inputs: Scorers) -> TrainingBatch:
@@ -241,7 +241,7 @@ class RunStages:
             await generators.wait_served(version)
             groups = await self._rollouts.evaluate(sampler)
         if self._config.algorithm.reads_rewards:
-            check_rewards(groups)
+            check_rewards(groups, has_trained=step > 0)
         metrics = eval_metrics(groups) | {"eval/version": version}
         self._recorder.evaluation(step, metrics, groups, pause=self._only_evaluating)
         self._only_evaluating = False

@@ -137,10 +137,10 @@ def _with_advantages(
 
 
 def _usable(group: Group, algorithm: Algorithm) -> list[Member]:
-    """Without those whose reward failed, where rewards are read."""
+    """Without those that are dropped, where rewards are read."""
     members = []
     for i, (rollout, score) in enumerate(zip(group.rollouts, group.scores, strict=True)):
-        if score.error is None or not algorithm.reads_rewards:
+        if not (score.is_dropped and algorithm.reads_rewards):
             name = f"{rollout.problem.id}, rollout {i}"
             samples = tuple(segments_sample(branch, id=name) for branch in rollout.branches)
             members.append(Member(rollout, score, samples))

@@ -1,28 +1,35 @@
 """Judge: a language model that grades, behind any OpenAI-compatible URL; `rl serve MODEL` is one."""
 
+import json
+import math
 import os
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 from annotated_types import Ge, Le
 
 from rl.bounds import PositiveFloat, PositiveInt
+from rl.errors import Unavailable
 from rl.types import Message
 
-_GRADE = re.compile(r"-?\d+(?:\.\d+)?")
-_RUBRIC = "Grade the answer to the question from 0 (wrong) to 10 (right). Reply with the number alone."
-_COMPARE = "Which answer to the question is better? Reply with 1 or 2 alone."
+_RUBRIC = "Grade the answer to the question from 0 (wrong) to 10 (right)."
+_COMPARE = "Which answer to the question is better?"
 _PAUSE_SECONDS = 0.5
 OWN_URL, OWN_KEY = "RL_JUDGE_URL", "RL_JUDGE_API_KEY"
 """Variables by which reward processes find the judge of their run."""
 
 
 class JudgeFailed(Exception):
-    """It gave no grade: the sample is not trained on."""
+    """It gave no verdict."""
+
+
+class JudgeUnreachable(JudgeFailed, Unavailable):
+    """It did not answer: the sample is dropped."""
+
+    cause = "judge"
 
 
 @dataclass(frozen=True)
@@ -44,39 +51,71 @@ class Judge:
     api_key_variable: str = "JUDGE_API_KEY"
     """The environment variable with its key; the key itself is in no config."""
     rubric: str = _RUBRIC
-    """What it is told to do: it has to end in a number from 0 to `best`."""
+    """What is good, and what the ends of the scale mean. The form of the reply is told after it."""
     best: PositiveFloat = 10.0
+    """The highest grade; the lowest is 0."""
+    structured: bool = True
+    """Hold its replies to the verdict's form by response_format, as vLLM and OpenAI have it. False for an
+    endpoint that has none: a reply in another form is then no verdict."""
     seconds: PositiveFloat = 30.0
     """Time for a verdict, retries included; reward.limit_seconds has to be more."""
     max_tokens: PositiveInt = 64
     max_retries: Annotated[int, Ge(0), Le(10)] = 2
 
     def grade(self, question: str, answer: str) -> Verdict:
-        """The last number of its reply, as a share of `best`. Raises JudgeFailed."""
-        return self._ask(self.rubric, f"Question: {question}\n\nAnswer: {answer}", self.best)
+        """Its grade, as a share of `best`. Raises JudgeFailed where the reply is none, or none came."""
+        form = {"type": "number", "minimum": 0, "maximum": self.best}
+        text = f"Question: {question}\n\nAnswer: {answer}"
+        told = f'{self.rubric}\nReply with JSON alone: {{"grade": NUMBER}}, from 0 to {self.best:g}.'
+        asked, said = self._ask(told, text, "grade", form)
+        value = verdict_in(said, "grade")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= self.best:
+            raise self._no_verdict(f"a grade from 0 to {self.best:g}", said)
+        return Verdict(value / self.best, asked, said)
 
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
-        verdicts = []
-        for one, two in ((first, second), (second, first)):
+        wins = 0
+        for one, two, number_of_first in ((first, second, 1), (second, first, 2)):
             text = f"Question: {question}\n\nAnswer 1: {one}\n\nAnswer 2: {two}"
-            verdicts.append(self._ask(_COMPARE, text, 2.0).grade == 0.5)
-        return (verdicts[0] + (not verdicts[1])) / 2
+            told = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
+            _, said = self._ask(told, text, "better", {"enum": [1, 2]})
+            value = verdict_in(said, "better")
+            if isinstance(value, bool) or value not in (1, 2):
+                raise self._no_verdict("1 or 2", said)
+            wins += value == number_of_first
+        return wins / 2
 
-    def _ask(self, told: str, text: str, best: float) -> Verdict:
+    def _ask(self, told: str, text: str, name: str, form: Mapping[str, Any]) -> tuple[Sequence[Message], str]:
         asked = [{"role": "system", "content": told}, {"role": "user", "content": text}]
-        said = self.complete(asked)
-        numbers = _GRADE.findall(said)
-        if not numbers or not 0 <= (value := float(numbers[-1])) <= best:
-            raise JudgeFailed(f"the judge gave no grade from 0 to {best:g}: {said!r:.200}")
-        return Verdict(value / best, asked, said)
+        schema = {
+            "type": "object",
+            "properties": {name: form},
+            "required": [name],
+            "additionalProperties": False,
+        }
+        return asked, self.complete(asked, schema if self.structured else None)
 
-    def complete(self, messages: Sequence[Message]) -> str:
-        """Its reply, for verdicts of your own. Raises JudgeFailed."""
+    def _no_verdict(self, wanted: str, said: str) -> JudgeFailed:
+        remedy = (
+            f"raise its max_tokens={self.max_tokens}"
+            if self.structured
+            else "set structured=True, or use a judge that keeps to the form"
+        )
+        return JudgeFailed(f"the judge did not reply with {wanted}: {said!a:.200}; {remedy}")
+
+    def complete(self, messages: Sequence[Message], schema: Mapping[str, Any] | None = None) -> str:
+        """Its reply, for verdicts of your own. Raises JudgeFailed.
+
+        schema: a JSON schema to which the reply is held.
+        """
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
+        if schema is not None:
+            described = {"name": "verdict", "strict": True, "schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": described}
         url = self.base_url or os.environ.get(OWN_URL, "")
         if not url:
-            raise JudgeFailed("there is no judge: set its base_url, or the run's judge.model")
+            raise JudgeUnreachable("there is no judge: set its base_url, or the run's judge.model")
         key = os.environ.get(self.api_key_variable if self.base_url else OWN_KEY, "none")
         headers = {"Authorization": f"Bearer {key}"}
         deadline, failure = time.monotonic() + self.seconds, "no time"
@@ -91,9 +130,23 @@ class Judge:
                 if reply.status_code == 200:
                     return str(reply.json()["choices"][0]["message"]["content"])
                 failure = f"{reply.status_code} {reply.text:.200}"
+                if reply.status_code in (400, 422) and schema is not None:
+                    failure += " (set the judge's structured=False where it knows no response_format)"
                 if reply.status_code < 500 and reply.status_code != 429:
                     break
-            except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 failure = f"{type(error).__name__} {error}"
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
-        raise JudgeFailed(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")
+        raise JudgeUnreachable(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")
+
+
+def verdict_in(reply: str, name: str) -> object:
+    """The value of a reply that is {name: value}, or the value alone; None where it is anything else."""
+    try:
+        record = json.loads(reply.rpartition("</think>")[2])
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(record, dict):
+        record = record[name] if list(record) == [name] else None
+    is_number = isinstance(record, int | float) and math.isfinite(record)
+    return record if is_number or isinstance(record, str) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from rl.bounds import PositiveFloat, PositiveInt
-from rl.errors import RunError
+from rl.errors import RunError, Unavailable
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
@@ -44,8 +44,10 @@ while True:
 """Ends all processes of the sandbox where there are too many: the kernel does not limit those of root."""
 
 
-class NoSandbox(RunError):
+class NoSandbox(RunError, Unavailable):
     """This machine cannot isolate code; there is no way around it that isolates less."""
+
+    cause = "sandbox"
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import cloudpickle
 
 from rl.envs.base import Env
+from rl.envs.failures import described, failure_of
 from rl.envs.pipes import receive, send, send_pickled
-from rl.errors import RunError, one_line
+from rl.errors import RunError
 from rl.processes import end_with_parent, mark_descendants
 from rl.types import Rewards, Rollout, Score, Verdict
 
@@ -160,15 +160,9 @@ def _serve() -> None:
             score = score_of(env.reward(problem, response, stop))
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
-            score = Score(0.0, described(error), cause="raised")
+            failure = failure_of(error)
+            score = Score(0.0, str(failure), cause=failure.cause)
         send(answers, score)
-
-
-def described(error: Exception) -> str:
-    """An error on one line, with its place."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    what = one_line(error)
-    return f"{what} ({Path(where.filename).name} line {where.lineno})"
 
 
 if __name__ == "__main__":

@@ -71,12 +71,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     scores = [score for group in groups for score in group.scores]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [score.reward for score in scores if score.error is None]
+    rewards = [score.reward for score in scores if not score.is_dropped]
     lengths = [sum(rollout.turn_lengths) for rollout in rollouts]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
-        "reward/errors": len(scores) - len(rewards),
+        "reward/errors": sum(score.error is not None for score in scores),
         **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
         **_by_name("reward/part", [s.components for s in scores if s.error is None], statistics.fmean),
         **_by_name("episode", [rollout.counts for rollout in rollouts], statistics.fmean),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl.observability.json_lines import JsonLines
+from rl.observability.plain import plain
 from rl.paths import whole_file
 from rl.sequences import joined
 from rl.types import Group, Rollout, Sample, Score, Segment
@@ -82,7 +83,7 @@ class RolloutLog:
         ):
             for row in rows:
                 record = {"step": step, "split": split} | rollout_record(row.index, row.rollout, row.score)
-                self._lines.append(json.dumps(record, default=str))
+                self._lines.append(json.dumps(record))
                 for piece in _whole_line(record, row):
                     whole.write(piece.encode())
 
@@ -96,7 +97,7 @@ class RolloutLog:
 
 
 def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]:
-    """For JSON. index: the prompt's."""
+    """JSON, whatever an environment put into its notes and messages. index: the prompt's."""
     versions = rollout.versions
     record = {
         "prompt": index,
@@ -116,14 +117,14 @@ def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]
         "notes": score.notes,
         "cause": score.cause,
     }
-    return record | {name: value for name, value in of_chats.items() if value}
+    return plain(record | {name: value for name, value in of_chats.items() if value})
 
 
 def _whole_line(record: Mapping[str, Any], row: Row) -> Iterator[str]:
     """As json.dumps would write it with all tokens, in pieces: other threads run between two of them."""
     rollout = row.rollout
-    start = {**record, "seconds": rollout.seconds, "counts": dict(rollout.counts)}
-    yield json.dumps(start, default=str)[:-1] + ', "branches": '
+    start = {**record, "seconds": rollout.seconds, "counts": plain(rollout.counts)}
+    yield json.dumps(start)[:-1] + ', "branches": '
     yield from _pieces([_branch(branch, row.samples) for branch in rollout.branches])
     yield "}\n"
 

@@ -1,6 +1,7 @@
 """A run's own judge, asked by envs.judge.Judge as a reward process asks it."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import httpx
@@ -12,6 +13,8 @@ from rl.actors.replica import Pool
 from rl.envs.judge import Judge, JudgeFailed
 from rl.types import Completion, StopReason, VersionRange
 from rl.waiting import Signal, beside
+
+BAD = {"name": "x", "schema": {"type": "nothing"}}
 
 
 class Tokenizer:
@@ -72,6 +75,7 @@ def test_a_judge_without_a_url_is_the_runs_own(monkeypatch):
     assert verdict.grade == 0.7 and verdict.said == "7"
     assert Tokenizer().decode(prompt).startswith("Grade.") and n == 1
     assert (params.temperature, params.max_new_tokens, params.stop_token_ids) == (0.0, 64, (0,))
+    assert json.loads(params.json_schema)["required"] == ["grade"]
 
 
 def test_who_asks_badly_hears_why(monkeypatch):
@@ -86,6 +90,9 @@ def test_who_asks_badly_hears_why(monkeypatch):
                 ({"messages": messages, "logit_bias": {}}, key),
                 ({"messages": "a"}, key),
                 ({"messages": messages, "n": 0}, key),
+                ({"messages": messages, "response_format": {"type": "json_object"}}, key),
+                ({"messages": messages, "response_format": {"type": "json_schema"}}, key),
+                ({"messages": messages, "response_format": {"type": "json_schema", "json_schema": BAD}}, key),
                 ({"messages": [{"role": "user"}]}, key),
                 ({"messages": [{"role": "user", "content": "a" * 300}]}, key),
                 ({"messages": messages, "n": 3, "max_tokens": 500}, key),
@@ -96,8 +103,16 @@ def test_who_asks_badly_hears_why(monkeypatch):
             return found, asked, answer.json()
 
     found, asked, good = asyncio.run(main())
-    assert [status for status, _ in found] == [401, 401, 400, 400, 400, 400, 400, 200]
-    expected = ["not this run's", "not this run's", "logit_bias", "messages", "n:", "chat template fails"]
+    assert [status for status, _ in found] == [401, 401, *[400] * 8, 200]
+    expected = [
+        "not this run's",
+        "not this run's",
+        "logit_bias",
+        "messages",
+        "n:",
+        *["response_format"] * 3,
+        "chat template fails",
+    ]
     expected.append("raise judge.max_tokens=200")
     assert all(part in said for part, (_, said) in zip(expected, found[:-1], strict=True)), found
     assert len(good["choices"]) == 3 and [params.max_new_tokens for _, _, params in asked] == [199]

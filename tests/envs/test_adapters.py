@@ -299,7 +299,7 @@ class NeMoGymServer(BaseHTTPRequestHandler):
             item["content"][0]["text"] for item in body["response"]["output"] if item["type"] == "message"
         ]
         kinds = [item["type"] for item in body["response"]["output"]]
-        reward = float(said[-1] == body["answer"] and session == f"session={body['answer']}")
+        reward = float(said[-1:] == [body["answer"]] and session == f"session={body['answer']}")
         return self.answer(200, {**body, "reward": reward, "kinds": kinds})
 
     def answer(self, status, body, cookie=""):

@@ -3,11 +3,12 @@
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rl.envs.judge import Judge, JudgeFailed
+from rl.envs.judge import Judge, JudgeFailed, JudgeUnreachable
 
 
 @contextmanager
@@ -37,17 +38,21 @@ def endpoint(*replies):
         server.server_close()
 
 
-def test_a_grade_is_the_last_number_of_the_reply(monkeypatch):
+def test_a_grade_is_the_whole_reply_which_a_schema_holds(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "k3y")
-    with endpoint("It has 2 faults. 7.5") as (url, asked):
+    with endpoint('{"grade": 7.5}') as (url, asked):
         verdict = Judge(url, "m", rubric="From 0 to 10.").grade("2 + 2?", "4")
-    assert verdict.grade == 0.75 and verdict.said == "It has 2 faults. 7.5"
+    assert verdict.grade == 0.75 and verdict.said == '{"grade": 7.5}'
+    schema = asked[0]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"] == {"grade": {"type": "number", "minimum": 0, "maximum": 10}}
+    assert asked[0]["messages"][0]["content"].startswith("From 0 to 10.\nReply with JSON alone")
     assert asked[0]["temperature"] == 0 and asked[0]["key"] == "Bearer k3y"
     assert "2 + 2?" in asked[0]["messages"][1]["content"]
 
 
 @pytest.mark.parametrize(
-    ("replies", "preferred"), [(("1", "2"), 1), (("2", "1"), 0), (("1", "1"), 0.5), (("2", "2"), 0.5)]
+    ("replies", "preferred"),
+    [(('{"better": 1}', "2"), 1), (("2", "1"), 0), (("1", "1"), 0.5), (("2", "2"), 0.5)],
 )
 def test_a_comparison_is_asked_in_both_orders(replies, preferred):
     with endpoint(*replies) as (url, asked):
@@ -65,8 +70,49 @@ def test_it_is_asked_again_where_it_is_busy_and_a_missing_grade_is_none():
         assert Judge(url, "m").grade("q", "a").grade == 0.4 and len(asked) == 2
     with endpoint(401) as (url, _), pytest.raises(JudgeFailed, match="401"):
         Judge(url, "m").grade("q", "a")
-    for said in ("fine", "11", "-1"):
-        with endpoint(said) as (url, _), pytest.raises(JudgeFailed, match="gave no grade from 0 to 10"):
-            Judge(url, "m").grade("q", "a")
     with pytest.raises(JudgeFailed, match="did not answer within 1 s"):
         Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "a")
+
+
+NO_GRADES = [
+    "7/10", "fine", "11", "-1", "It has 2 faults. 7.5", "7 of 10", "Grade: 7", '{"grade": "7"}', '{"grade": true}',
+    '{"grade": 7, "of": 10}', '{"mark": 7}', '{"grade": NaN}', "[7]", "", "None", '{"grade": 7', "[" * 5000, "1e999",
+]  # fmt: skip
+NO_PREFERENCES = [
+    "Answer 1 is better than Answer 2",
+    "1 and 2",
+    "0",
+    "3",
+    "1.5",
+    '{"better": true}',
+    '{"grade": 1}',
+    "",
+]
+
+
+@pytest.mark.parametrize("structured", [True, False])
+def test_a_reply_in_any_other_form_is_no_verdict(structured):
+    for said in NO_GRADES:
+        with pytest.raises(JudgeFailed, match="did not reply with a grade from 0 to 10") as failed:
+            Scripted(said, structured=structured).grade("q", "a")
+        assert ("max_tokens" if structured else "structured=True") in str(failed.value)
+        assert not isinstance(failed.value, JudgeUnreachable)  # the policy may bring it about: its score
+    for said in NO_PREFERENCES:
+        with pytest.raises(JudgeFailed, match="did not reply with 1 or 2"):
+            Scripted(said, structured=structured).prefers_first("q", "a", "b")
+    for said, grade in (("7", 0.7), ('<think>3 or 4</think>\n{"grade": 0}', 0.0), (' {"grade": 10}\n', 1.0)):
+        assert Scripted(said, structured=structured).grade("q", "a").grade == grade
+
+
+@dataclass(frozen=True)
+class Scripted(Judge):
+    """Always replies with its base_url."""
+
+    def complete(self, messages, schema=None):
+        assert (schema is not None) == self.structured
+        return self.base_url
+
+
+def test_an_endpoint_that_has_no_response_format_is_named():
+    with endpoint(400) as (url, _), pytest.raises(JudgeUnreachable, match="structured=False"):
+        Judge(url, "m").grade("q", "a")

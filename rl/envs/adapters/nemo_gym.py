@@ -125,7 +125,7 @@ def _response(episode: Episode, params: Mapping[str, Any]) -> dict[str, Any]:
         "created_at": time.time(),
         "model": "policy",
         "object": "response",
-        "output": list(_items(episode.messages)),
+        "output": list(_items(episode.messages[episode.num_opening :])),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": params.get("tools") or [],

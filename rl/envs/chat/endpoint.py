@@ -19,8 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rl.envs.chat.session import ChatSession, TooLong, Turn
-from rl.errors import ConfigError, RunError
+from rl.envs.chat.requests import Refused, TurnRequest, read_request
+from rl.envs.chat.session import ChatSession, NoTurnsLeft, TooLong, Turn, Unwritable
+from rl.errors import RunError
 from rl.http_server import Server
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice, event, refusal
@@ -28,8 +29,6 @@ from rl.types import Message
 from rl.waiting import within
 
 _MODEL = "policy"
-_SAMPLED_AS_TRAINED = {"temperature": 1, "top_p": 1, "n": 1, "frequency_penalty": 0, "presence_penalty": 0}
-_REFUSED = ("logit_bias", "stop", "response_format", "functions", "top_k", "min_p", "repetition_penalty")
 _RETRY = "x-stainless-retry-count"
 _START_SECONDS = 10.0
 
@@ -42,13 +41,6 @@ class _Guest:
     answers: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)  # request -> its last answer
     got: set[int] = field(default_factory=set)  # turns that reached the client
     messages: Sequence[Message] = ()
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, message: str, code: str = ""):
-        super().__init__(message)
-        self.status = status
-        self.code = code
 
 
 class AgentEndpoint:
@@ -102,70 +94,49 @@ class AgentEndpoint:
     async def _chat(self, request: Request) -> Response:
         try:
             guest = self._guest(request)
-            body = _checked(await request.body())
-            turn = await self._turn(guest, body, is_retry=request.headers.get(_RETRY, "0") != "0")
-        except _Refused as error:
+            asked = read_request(await request.body())
+            turn = await self._turn(guest, asked, is_retry=request.headers.get(_RETRY, "0") != "0")
+        except Refused as error:
             return JSONResponse(refusal(error.status, str(error), error.code or None), error.status)
         if not await request.is_disconnected():
             guest.got.add(id(turn))
-            guest.messages = [*body["messages"], turn.message]
-        made = self._written(turn, body)
-        if not body.get("stream"):
+            guest.messages = [*asked.messages, turn.message]
+        made = self._written(turn, asked)
+        if not asked.stream:
             return JSONResponse(made)
         return Response(_as_events(made), media_type="text/event-stream")
 
     def _guest(self, request: Request) -> _Guest:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if key not in self._guests:
-            raise _Refused(401, "the API key is none of an episode that is under way")
+            raise Refused(401, "the API key is none of an episode that is under way")
         return self._guests[key]
 
-    async def _turn(self, guest: _Guest, body: Mapping[str, Any], is_retry: bool) -> Turn:
-        asked = json.dumps([body["messages"], body.get("tools")], sort_keys=True)
-        task = guest.answers.get(asked) if is_retry else None
+    async def _turn(self, guest: _Guest, asked: TurnRequest, is_retry: bool) -> Turn:
+        key = json.dumps([asked.messages, asked.tools], sort_keys=True)
+        task = guest.answers.get(key) if is_retry else None
         if task is None:
-            if not guest.session.num_turns_left:
-                guest.session.was_refused = True
-                raise _Refused(400, "the episode's turns are used up (env.max_turns)", "turns_used_up")
-            limit = body.get("max_completion_tokens") or body.get("max_tokens")
-            sampling = guest.session.complete(body["messages"], body.get("tools") or (), limit)
-            task = guest.answers[asked] = asyncio.create_task(sampling)
+            sampling = guest.session.complete(asked.messages, asked.tools or (), asked.limit)
+            task = guest.answers[key] = asyncio.create_task(sampling)
         try:
             return await asyncio.shield(task)
         except TooLong as error:
-            raise _Refused(400, str(error), "context_length_exceeded") from None
-        except (ConfigError, RunError) as error:
-            raise _Refused(400, str(error)) from None
+            raise Refused(400, str(error), "context_length_exceeded") from None
+        except NoTurnsLeft as error:
+            raise Refused(400, str(error), "turns_used_up") from None
+        except (Unwritable, RunError) as error:
+            raise Refused(400, str(error)) from None
 
-    def _written(self, turn: Turn, body: Mapping[str, Any]) -> dict[str, Any]:
-        with_ids = bool(body.get("return_token_ids"))
+    def _written(self, turn: Turn, asked: TurnRequest) -> dict[str, Any]:
+        with_ids = bool(asked.return_token_ids)
         made = choice(0, turn.completion, with_ids)
         made["message"] = dict(turn.message)
         if turn.message.get("tool_calls"):
             made["finish_reason"] = "tool_calls"
-        if body.get("logprobs"):
+        if asked.logprobs:
             made["logprobs"] = chat_logprobs(self._tokenizer, turn.completion)
         prompt = turn.tokens[: -len(turn.completion.tokens) or None]
         return answer("chat.completion", _MODEL, prompt, [turn.completion], [made], with_ids)
-
-
-def _checked(data: bytes) -> dict[str, Any]:
-    """The request, without anything that would sample another policy."""
-    try:
-        body = json.loads(data)
-        messages = body["messages"]
-        well_formed = all(isinstance(m, dict) and isinstance(m["role"], str) for m in messages)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise _Refused(400, "the body is a JSON object with messages, each of which has a role") from None
-    if not messages or not well_formed:
-        raise _Refused(400, "messages must be a list of messages, each with a role")
-    for name, only in _SAMPLED_AS_TRAINED.items():
-        if body.get(name) not in (None, only):
-            raise _Refused(400, f"{name}={body[name]} would sample another policy than learns; leave it out")
-    for name in _REFUSED:
-        if body.get(name):
-            raise _Refused(400, f"{name} is not offered here: it would sample another policy; leave it out")
-    return body
 
 
 def _as_events(made: Mapping[str, Any]) -> str:

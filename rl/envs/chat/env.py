@@ -31,8 +31,8 @@ class ChatEnv(Env):
     max_turns: Annotated[PositiveInt, Le(1000)] = 8
     """Most turns of the policy in an episode, each of up to max_new_tokens."""
     turn_seconds: PositiveFloat = 10.0
-    """Time for what follows a turn: its tool calls, or step(); and for start(). Past it the sample is dropped
-    and counted."""
+    """Time for what follows a turn: its tool calls, or step(); and for start(). Past it the episode is scored
+    0, or dropped where it is in start()."""
     episode_seconds: PositiveFloat = 1800.0
     """Time for an episode, generation included."""
     max_episodes: PositiveInt = 256

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.envs.chat.messages import wrong_with
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
-from rl.errors import one_line
+from rl.errors import BadReturn, Unavailable, message_of, one_line
 from rl.types import Message, Problem, Score, StopReason
 
 
@@ -48,11 +49,10 @@ class Episode:
     """LENGTH where a budget cut the episode off: tokens of a turn, turns, or tokens in all."""
     turn_tokens: list[Sequence[int]] = field(default_factory=list)
     """The tokens that were sampled in each turn; of an agent's, at the end."""
-
-    @property
-    def answers(self) -> list[str]:
-        """The policy's turns; one that only calls tools is empty."""
-        return [str(m["content"]) for m in self.messages if m["role"] == "assistant" and not m.get("given")]
+    answers: list[str] = field(default_factory=list)
+    """The policy's turns as text, one for each of turn_tokens; one that only calls tools is empty."""
+    num_opening: int = 0
+    """How many of the messages stood there before the policy's first turn."""
 
     @property
     def response(self) -> str:
@@ -85,13 +85,10 @@ class EndedEpisode:
     messages: Sequence[Message]
     stop: StopReason
     turn_tokens: Sequence[Sequence[int]]
+    answers: Sequence[str]
 
 
-class BadStep(Exception):
-    """The environment's code returned what it must not."""
-
-
-class ServerLost(Exception):
+class ServerLost(Unavailable):
     """Raise it in a tool, step() or start() where a server that the episode needs is gone.
 
     The sample is dropped, with this as its reason; what else a tool raises is told to the policy.
@@ -111,8 +108,9 @@ class EpisodeRunner:
     def begin(self) -> Opening:
         """The first messages."""
         env, episode = self._env, self.episode
-        episode.messages += env.opening(episode.problem)
+        episode.messages += _messages(env.opening(episode.problem), "opening") or []
         episode.messages += _messages(self._run(env.start(episode)), "start") or []
+        episode.num_opening = len(episode.messages)
         return Opening(list(episode.messages), [tool.schema for tool in self._tools.values()])
 
     def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
@@ -122,6 +120,7 @@ class EpisodeRunner:
         """
         self.episode.messages.append(message)
         self.episode.turn_tokens.append(tokens)
+        self.episode.answers.append(str(message["content"]))
         counts: Counter[str] = Counter()
         if malformed:
             counts["malformed_calls"] = len(malformed)
@@ -147,18 +146,27 @@ class EpisodeRunner:
         stop: StopReason = StopReason.STOP,
         said: Sequence[Message] = (),
         turn_tokens: Sequence[Sequence[int]] = (),
+        answers: Sequence[str] = (),
     ) -> Any:
-        """What the environment's reward_episode returns. said, turn_tokens: what no `step` was told of."""
+        """What reward_episode() returned. said and what follows it: what no `step` was told of."""
         self.episode.stop = stop
         self.episode.messages += said
         self.episode.turn_tokens += turn_tokens
+        self.episode.answers += answers
         return self._run(self._env.reward_episode(self.episode))
 
     def reward_group(self, members: Sequence[EndedEpisode]) -> Any:
         """What the environment's reward_group returns."""
         problem, rng = self.episode.problem, self.episode.rng
         episodes = [
-            Episode(problem, rng, list(m.messages), stop=m.stop, turn_tokens=list(m.turn_tokens))
+            Episode(
+                problem,
+                rng,
+                list(m.messages),
+                stop=m.stop,
+                turn_tokens=list(m.turn_tokens),
+                answers=list(m.answers),
+            )
             for m in members
         ]
         return self._run(self._env.reward_group(episodes))
@@ -170,10 +178,10 @@ class EpisodeRunner:
             if name not in self._tools:
                 raise BadArguments(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
             content, failed = _as_text(self._run(self._tools[name].run(arguments, self.episode))), False
-        except ServerLost:
+        except Unavailable:
             raise
         except Exception as error:  # the policy is told, as a user would be
-            what = str(error) if isinstance(error, BadArguments) else one_line(error)
+            what = message_of(error) if isinstance(error, BadArguments) else one_line(error)
             content, failed = f"Error: {what}", True
         counts["tool_errors"] += failed
         limit = self._env.max_result_chars
@@ -206,6 +214,8 @@ def _messages(said: object, who: str) -> list[Message] | None:
         return None
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
-    if isinstance(said, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in said):
-        return [{"given": True, **m} if m["role"] == "assistant" else dict(m) for m in said]
-    raise BadStep(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")
+    if not isinstance(said, Sequence):
+        raise BadReturn(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")
+    if wrong := next(filter(None, map(wrong_with, said)), ""):
+        raise BadReturn(f"{who}() returned {said!r:.60}: {wrong}")
+    return [dict(message) for message in said]

@@ -222,15 +222,15 @@ class HostedEpisode:
         try:
             self._write((verb, arguments))
             async with within(seconds):
-                kind, answer = await self._read()
+                answer = await self._read()
         except TimeoutError:
             self.kill()
             raise EpisodeFailed(f"{what} over {seconds:g} s ({setting})", "timeout") from None
         except (EOFError, ConnectionError, asyncio.IncompleteReadError):
             how = await self._host.how_ended(self.pid, self._life)
             raise EpisodeFailed(f"the episode's process {how} in {verb}", "crashed") from None
-        if kind != "ok":
-            raise EpisodeFailed(str(answer), kind)
+        if isinstance(answer, EpisodeFailed):
+            raise answer
         return answer
 
     def _write(self, message: object) -> None:

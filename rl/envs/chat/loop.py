@@ -1,6 +1,7 @@
 """The turn loop: the policy and an environment take turns until one of them ends the episode.
 
-Whatever fails costs its own sample: it becomes a rollout whose Score has the cause.
+Whatever fails costs its own sample: it becomes a rollout whose Score has the cause. rl/causes.py says what
+comes of each; before the policy's first turn nothing is its failure.
 """
 
 import asyncio
@@ -11,9 +12,10 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
+from rl.causes import is_policys
 from rl.envs.base import RolloutContext, derive_seed
 from rl.envs.chat.episode import EndedEpisode
-from rl.envs.chat.session import ChatSession, TooLong, Turn
+from rl.envs.chat.session import ChatSession, TooLong, Turn, Unwritable
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.verifier import check_parts
 from rl.errors import EpisodeFailed, EpisodeLost
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rl.envs.chat.env import ChatEnv
 
 _MAX_LOST = 4
+_Played = tuple[Rollout, EndedEpisode]
 
 
 async def play_group(env: "ChatEnv", problem: Problem, n: int, context: RolloutContext) -> Sequence[Rollout]:
@@ -43,16 +46,18 @@ async def _play_all(
     env: "ChatEnv", problem: Problem, n: int, context: RolloutContext, walks: Callable[..., "_Walk"]
 ) -> Sequence[Rollout]:
     played = await asyncio.gather(*(_play(env, problem, i, context, walks) for i in range(n)))
-    return await _compared(env, problem, played, context) if env.rewards_groups else played
+    if not env.rewards_groups:
+        return [rollout for rollout, _ in played]
+    return await _compared(env, problem, played, context)
 
 
 async def _compared(
-    env: "ChatEnv", problem: Problem, played: Sequence[Rollout], context: RolloutContext
+    env: "ChatEnv", problem: Problem, played: Sequence[_Played], context: RolloutContext
 ) -> Sequence[Rollout]:
     """With what reward_group adds to their rewards. Where it fails, it fails for all."""
     assert context.episodes is not None
-    good = [r for r in played if r.score is not None and r.score.error is None]
-    members = [EndedEpisode(r.messages, r.stop, r.turn_tokens) for r in good]
+    compared = [(r, end) for r, end in played if r.score is not None and r.score.error is None]
+    good, members = [r for r, _ in compared], [end for _, end in compared]
     seed = derive_seed(context.params.seed, "group")
     for _ in range(_MAX_LOST):
         try:
@@ -65,7 +70,7 @@ async def _compared(
             scores = [Score(0.0, str(failure), cause=failure.cause)] * len(good)
             break
     added = {id(rollout): score for rollout, score in zip(good, scores, strict=True)}
-    return [replace(r, score=_sum(r.score, added[id(r)])) if id(r) in added else r for r in played]
+    return [replace(r, score=_sum(r.score, added[id(r)])) if id(r) in added else r for r, _ in played]
 
 
 def _sum(own: Score | None, added: Score) -> Score:
@@ -85,16 +90,16 @@ def _sum(own: Score | None, added: Score) -> Score:
 
 async def _play(
     env: "ChatEnv", problem: Problem, sample: int, context: RolloutContext, walks: Callable[..., "_Walk"]
-) -> Rollout:
+) -> _Played:
     """An episode whose process died with others of its worker begins again, with the same seeds."""
     assert context.episodes is not None  # a run with a ChatEnv has them
     for _ in range(_MAX_LOST):
         walk = walks(env, problem, sample, context)
         try:
-            return await walk.run(context.episodes)
+            return walk.played(await walk.run(context.episodes))
         except EpisodeLost:
             continue
-    return walk.rollout(Score(0.0, f"its process was lost {_MAX_LOST} times", cause="lost"))
+    return walk.played(Score(0.0, f"its process was lost {_MAX_LOST} times", cause="lost"))
 
 
 class _Walk:
@@ -110,19 +115,21 @@ class _Walk:
         self._stop = StopReason.STOP
         self._began = time.monotonic()
 
-    async def run(self, episodes: Episodes) -> Rollout:
+    async def run(self, episodes: Episodes) -> Score:
         seconds = self._env.episode_seconds
         try:
             async with episodes.open(self._problem, self._seed) as process, within(seconds):
                 score = await self._talk(process)
         except TooLong as error:
             score = Score(0.0, str(error), cause="too_long")
+        except Unwritable as error:
+            score = Score(0.0, str(error), cause="template")
         except TimeoutError:
             what = f"the episode took over {seconds:g} s (env.episode_seconds)"
             score = Score(0.0, what, cause="timeout")
         except EpisodeFailed as failure:
             score = Score(0.0, str(failure), cause=failure.cause)
-        return self.rollout(score)
+        return score
 
     async def _talk(self, process: EpisodeProcess) -> Score:
         opening = await process.begin()
@@ -147,13 +154,21 @@ class _Walk:
 
     async def _cut_off(self, process: EpisodeProcess, *unanswered: Turn) -> Score:
         self._stop = StopReason.LENGTH
-        said, tokens = [turn.message for turn in unanswered], _tokens(unanswered)
-        return await process.score(self._stop, said, tokens)
+        said = [turn.message for turn in unanswered]
+        return await process.score(self._stop, said, _tokens(unanswered), _texts(unanswered))
 
-    def rollout(self, score: Score) -> Rollout:
+    def played(self, score: Score) -> _Played:
+        turns = self._session.turns
+        end = EndedEpisode(tuple(self._messages), self._stop, _tokens(turns), _texts(turns))
+        return self._rollout(score), end
+
+    def _rollout(self, score: Score) -> Rollout:
         session = self._session
         branches = session.branches or ((Segment.given([]),),)
         turns = session.turns
+        score = check_parts(score, [len(turn.completion.tokens) for turn in turns])
+        if not turns and is_policys(score.cause):
+            score = replace(score, cause="start")
         return Rollout(
             problem=self._problem,
             segments=branches[0],
@@ -162,7 +177,7 @@ class _Walk:
             versions=session.versions,
             forks=branches[1:],
             messages=tuple(self._messages),
-            score=check_parts(score, [len(turn.completion.tokens) for turn in turns]),
+            score=score,
             counts={"turns": len(turns), "tool_calls": 0, **self._counts},
             seconds=time.monotonic() - self._began,
         )
@@ -192,7 +207,7 @@ class _AgentWalk(_Walk):
             if self._session.was_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
         try:
-            return await process.score(self._stop, self._messages, _tokens(turns))
+            return await process.score(self._stop, self._messages, _tokens(turns), _texts(turns))
         except EpisodeFailed as failure:
             # A reward that misses what an agent that gave up did not leave fails for the agent's reason.
             raise gave_up or failure from None
@@ -200,6 +215,10 @@ class _AgentWalk(_Walk):
 
 def _tokens(turns: Sequence[Turn]) -> list[list[int]]:
     return [turn.completion.tokens.tolist() for turn in turns]
+
+
+def _texts(turns: Sequence[Turn]) -> list[str]:
+    return [turn.text for turn in turns]
 
 
 def chat_template(tokenizer: Tokenizer, call_format: str) -> ChatTemplate:

@@ -19,10 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.envs.chat.episode import BadStep, EndedEpisode, EpisodeRunner, ServerLost
+from rl.envs.chat.episode import EndedEpisode, EpisodeRunner
 from rl.envs.chat.tools import Tool
+from rl.envs.failures import described, failure_of
 from rl.envs.pipes import receive, send
-from rl.envs.verifier import described, score_of
+from rl.envs.verifier import score_of
+from rl.errors import BadReturn, EpisodeFailed
+from rl.observability.plain import plain
 from rl.processes import end_with_parent, mark_descendants
 from rl.types import Score
 
@@ -34,6 +37,19 @@ def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None
     """In a fork: the verbs of EpisodeRunner, until the host closes the socket."""
     problem, seed = receive(sock.fileno())
     runner = EpisodeRunner(env, tools, problem, seed)
+    send(sock.fileno(), os.getpid())
+    while True:
+        verb, arguments = receive(sock.fileno())
+        answer = perform(runner, verb, arguments)
+        try:
+            send(sock.fileno(), answer)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            failure = EpisodeFailed(f"what the environment returned cannot be sent: {error}", "type")
+            send(sock.fileno(), failure)
+
+
+def perform(runner: EpisodeRunner, verb: str, arguments: tuple) -> Any:
+    """What the verb returned, or the EpisodeFailed that it ended in."""
     verbs: dict[str, Callable[..., Any]] = {
         "begin": runner.begin,
         "step": runner.step,
@@ -41,35 +57,24 @@ def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None
         "score_group": lambda members: _score_group(runner, members),
         "score": lambda *end: _score(runner, *end),
     }
-    send(sock.fileno(), os.getpid())
-    while True:
-        verb, arguments = receive(sock.fileno())
-        try:
-            answer = ("ok", verbs[verb](*arguments))
-        except BadStep as error:
-            answer = ("type", str(error))
-        except ServerLost as error:
-            answer = ("server", str(error))
-        except MemoryError:
-            answer = ("memory", f"out of memory (env.max_memory_gib={env.max_memory_gib:g})")
-        except Exception as error:  # the task's boundary: counted and logged by the controller
+    try:
+        return verbs[verb](*arguments)
+    except Exception as error:  # the task's boundary: counted and logged by the controller
+        failure = failure_of(error)
+        if failure.cause == "raised":
             traceback.print_exc()
-            answer = ("raised", described(error))
-        try:
-            send(sock.fileno(), answer)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            send(sock.fileno(), ("type", f"what the environment returned cannot be sent: {error}"))
+        return failure
 
 
 def _score(runner: EpisodeRunner, *end: Any) -> Score:
     score = score_of(runner.reward(*end))
-    return replace(score, notes=dict(runner.episode.notes)) if runner.episode.notes else score
+    return replace(score, notes=plain(runner.episode.notes)) if runner.episode.notes else score
 
 
 def _score_group(runner: EpisodeRunner, members: Sequence[EndedEpisode]) -> list[Score]:
     rewards = runner.reward_group(members)
     if not isinstance(rewards, Sequence) or len(rewards) != len(members):
-        raise BadStep(
+        raise BadReturn(
             f"reward_group() returned {rewards!r:.60} for {len(members)} episodes; return one for each"
         )
     return [score_of(reward) for reward in rewards]

@@ -14,6 +14,7 @@ import numpy as np
 
 from rl.envs.chat.template import ChatTemplate, Schema, for_template
 from rl.envs.chat.tool_calls import ParsedTurn, as_message
+from rl.errors import ConfigError
 from rl.interfaces import Sampler
 from rl.sequences import lay_out
 from rl.types import Completion, Message, SamplingParams, Segment, StopReason, VersionRange
@@ -21,6 +22,14 @@ from rl.types import Completion, Message, SamplingParams, Segment, StopReason, V
 
 class TooLong(Exception):
     """A prompt leaves no room for an answer."""
+
+
+class Unwritable(Exception):
+    """The model's chat template does not take the conversation."""
+
+
+class NoTurnsLeft(Exception):
+    """The episode's turns are used up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +51,21 @@ class Turn:
         return self.completion.stop is StopReason.STOP
 
     @property
+    def path(self) -> "list[Turn]":
+        """From the first turn of its conversation to this one."""
+        turns = [self]
+        while turns[-1].before is not None:
+            turns.append(turns[-1].before)
+        return turns[::-1]
+
+    @property
     def tokens(self) -> list[int]:
         """The whole sequence up to its end."""
-        before = self.before.tokens if self.before else []
-        return [*before, *self.given.tolist(), *self.completion.tokens.tolist()]
+        tokens: list[int] = []
+        for turn in self.path:
+            tokens += turn.given.tolist()
+            tokens += turn.completion.tokens.tolist()
+        return tokens
 
 
 class ChatSession:
@@ -73,12 +93,20 @@ class ChatSession:
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[Schema], max_new_tokens: int | None = None
     ) -> Turn:
-        """The policy's next turn. Raises TooLong where the conversation leaves no room for it.
+        """The policy's next turn. Raises NoTurnsLeft, Unwritable, or TooLong where there is no room for it.
 
         max_new_tokens: where it is to be shorter than others.
         """
+        if not self.num_turns_left:
+            self.was_refused = True
+            raise NoTurnsLeft("the episode's turns are used up (env.max_turns)")
         before, new = self._find(messages, tools)
-        given = self._template.continuation(new, tools) if before else self._template.prompt(messages, tools)
+        try:
+            given = (
+                self._template.continuation(new, tools) if before else self._template.prompt(messages, tools)
+            )
+        except ConfigError as error:
+            raise Unwritable(str(error)) from error
         prompt = [*(before.tokens if before else ()), *given]
         room = self._max_tokens - len(prompt)
         if room < 1:
@@ -145,13 +173,16 @@ class ChatSession:
 
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:
     """From the beginning to this turn. trained: the turns that are sampled in an earlier branch."""
-    before = _segments(turn.before, trained) if turn.before else ()
-    completion = turn.completion
-    if id(turn) in trained:
-        return (*before, Segment.given(turn.given), Segment.given(completion.tokens))
-    trained.add(id(turn))
-    sampled = Segment(completion.tokens, True, completion.logprobs)
-    return (*before, Segment.given(turn.given), sampled)
+    segments: list[Segment] = []
+    for step in turn.path:
+        completion = step.completion
+        segments.append(Segment.given(step.given))
+        if id(step) in trained:
+            segments.append(Segment.given(completion.tokens))
+        else:
+            segments.append(Segment(completion.tokens, True, completion.logprobs))
+            trained.add(id(step))
+    return tuple(segments)
 
 
 def _key(messages: Sequence[Message], tools: Sequence[Schema]) -> str:

@@ -51,7 +51,7 @@ class ChatTemplate:
 
     def prompt_once(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """As `prompt`, which keeps what it has made for the next time."""
-        return self._tokenizer.encode_plain(self._render(messages, tools))
+        return self._tokens(self._render(messages, tools))
 
     def _render_pickled(self, conversation: bytes) -> list[int]:
         return self.prompt_once(*pickle.loads(conversation))
@@ -66,7 +66,7 @@ class ChatTemplate:
             _, there, rest = text.rpartition(_STAND_IN)
             _, ended, after = rest.partition(self._end)
             if there and ended:
-                return self._tokenizer.encode_plain(after)
+                return self._tokens(after)
         raise ConfigError(
             f"the model's chat template does not take {messages[0]['role']} messages after an assistant's "
             f"turn; use other roles, or another template"
@@ -77,7 +77,11 @@ class ChatTemplate:
         plain = for_template(message)
         calls = [write_call(call["function"], self.written) for call in plain.get("tool_calls", ())]
         text = "\n".join(filter(None, [plain["content"], *calls]))
-        return [*self._tokenizer.encode_plain(text), self.end_id]
+        return [*self._tokens(text), self.end_id]
+
+    def _tokens(self, text: str) -> list[int]:
+        """A tokenizer refuses half of a surrogate pair: a question mark stands for it."""
+        return self._tokenizer.encode_plain(text.encode(errors="replace").decode())
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens).strip()
@@ -87,12 +91,12 @@ class ChatTemplate:
         return parse_turn(text, self.written)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema], prompt: bool = True) -> str:
-        messages = [for_template(message) for message in messages]
-        if self._folds:
-            messages = fold_tools(messages, self.written)
-            if tools:
-                messages = _with_system(messages, describe_tools(tools, self.written))
         try:
+            messages = [for_template(message) for message in messages]
+            if self._folds:
+                messages = fold_tools(messages, self.written)
+                if tools:
+                    messages = _with_system(messages, describe_tools(tools, self.written))
             return self._tokenizer.render(messages, () if self._folds else tools, prompt)
         except Exception as error:  # the template is a program
             raise ConfigError(f"the model's chat template fails: {one_line(error):.200}") from error
@@ -160,7 +164,7 @@ def _object(arguments: object) -> object:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"arguments": arguments}
 
 

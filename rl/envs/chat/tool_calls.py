@@ -5,6 +5,7 @@ A call that cannot be read is not dropped: it comes back as text that says why, 
 
 import ast
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,16 @@ from rl.types import Message
 
 CallFormat = Literal["hermes", "llama3", "pythonic"]
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_BRACKETED = re.compile(r"\[\s*\w+\(.*\)\s*\]", re.DOTALL)
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_THOUGHT = "</think>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_CALL_CLOSED = re.compile(rf"\s*(?:{_CALL_END}|\Z)")
+_NEXT_CALL = re.compile(r"\s*(?:;\s*(?=\{)|\Z)")
+_LIST, _LIST_END = re.compile(r"\[\s*\w+\("), re.compile(r"\)\s*\]")
 _PYTHON_TAG = "<|python_tag|>"
+_MAX_DEPTH = 64
+_MAX_BITS = 10_000  # Python writes integers of up to 4300 digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +89,43 @@ def knows_tools(template: str) -> bool:
 
 def parse_turn(text: str, written: CallFormat) -> ParsedTurn:
     """A complete turn of the model; of one that was cut off nothing should be called."""
-    head, tag, rest = text.rpartition("</think>")
-    reasoning = head.replace("<think>", "").strip() if tag else ""
-    parsed = _PARSERS[written](rest.strip() if tag else text)
+    reasoning, rest = _split_reasoning(text, written)
+    parsed = _PARSERS[written](rest)
     return ParsedTurn(parsed.content, parsed.calls, parsed.malformed, reasoning)
+
+
+def _split_reasoning(text: str, written: CallFormat) -> tuple[str, str]:
+    """The thoughts, whose opening tag may stand in the prompt, and the rest."""
+    thoughts, tag, rest = text.partition(_THOUGHT)
+    if not tag:
+        return "", text
+    if not text.lstrip().startswith("<think>"):
+        arguments = [call.arguments for call in _PARSERS[written](text).calls]
+        if json.dumps(arguments).count(_THOUGHT) >= text.count(_THOUGHT):
+            return "", text  # the tag is within what a call passes on
+    return thoughts.replace("<think>", "").strip(), rest.strip()
 
 
 def _hermes(text: str) -> ParsedTurn:
     calls: list[ToolCall] = []
     malformed: list[str] = []
-    for body in _TAGGED.findall(text):
-        _read(body, "arguments", calls, malformed)
-    return ParsedTurn(_TAGGED.sub("", text).strip(), tuple(calls), tuple(malformed))
+    content: list[str] = []
+    at = 0
+    while (tag := text.find(_CALL, at)) >= 0:
+        content.append(text[at:tag])
+        try:
+            call, end = _json_call(text, tag + len(_CALL), "arguments")
+            closed = _CALL_CLOSED.match(text, end)
+            if closed is None:
+                raise _Unreadable(f"text follows the call's JSON; write {_CALL_END} after it", end)
+            calls.append(call)
+            at = closed.end()
+        except _Unreadable as error:
+            malformed.append(str(error))
+            end = text.find(_CALL_END, error.end)
+            at = len(text) if end < 0 else end + len(_CALL_END)
+    content.append(text[at:])
+    return ParsedTurn("".join(content).strip(), tuple(calls), tuple(malformed))
 
 
 def _llama3(text: str) -> ParsedTurn:
@@ -100,41 +133,60 @@ def _llama3(text: str) -> ParsedTurn:
     if not body.startswith("{"):
         return ParsedTurn(text)
     calls: list[ToolCall] = []
-    malformed: list[str] = []
-    for part in re.split(r";\s*(?=\{)", body):
-        _read(part, "parameters", calls, malformed)
-    return ParsedTurn("", tuple(calls), tuple(malformed))
-
-
-def _read(body: str, arguments_name: str, calls: list[ToolCall], malformed: list[str]) -> None:
+    at = 0
     try:
-        call = json.loads(body)
+        while at < len(body):
+            call, end = _json_call(body, at, "parameters")
+            following = _NEXT_CALL.match(body, end)
+            if following is None:
+                raise _Unreadable("text follows the call; write nothing but calls, as {...}; {...}", end)
+            calls.append(call)
+            at = following.end()
+    except _Unreadable as error:
+        return ParsedTurn("", tuple(calls), (str(error),))
+    return ParsedTurn("", tuple(calls))
+
+
+class _Unreadable(ValueError):
+    """Why a call cannot be read. `end`: where its JSON ends, or begins, where it is none."""
+
+    def __init__(self, why: str, end: int):
+        super().__init__(why)
+        self.end = end
+
+
+def _json_call(text: str, start: int, arguments_name: str) -> tuple[ToolCall, int]:
+    """The call that begins at `start`, and where its JSON ends. Raises _Unreadable."""
+    start = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches nothing, too
+    try:
+        call, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        malformed.append(f"the call is not JSON: {error}")
-        return
+        raise _Unreadable(f"the call is not JSON: {error}", start) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        malformed.append("a call is a JSON object with a name")
-        return
+        raise _Unreadable("a call is a JSON object with a name", end)
     other = "parameters" if arguments_name == "arguments" else "arguments"
     arguments = call.get(arguments_name, call.get(other, {}))
     if not isinstance(arguments, dict):
-        malformed.append(f"the {arguments_name} of {call['name']} are not a JSON object")
-        return
-    calls.append(ToolCall(call["name"], arguments))
+        raise _Unreadable(f"the {arguments_name} of {call['name']!a} are not a JSON object", end)
+    try:
+        return checked_call(call["name"], arguments), end
+    except ValueError as error:
+        raise _Unreadable(f"the call cannot be read: {error}", end) from error
 
 
 def _pythonic(text: str) -> ParsedTurn:
-    found = _BRACKETED.search(text)
-    if found is None:
-        started = re.match(r"\s*\[\w*\(", text)
-        return ParsedTurn(text, (), ("the call does not end with )]",) if started else ())
-    content = (text[: found.start()] + text[found.end() :]).strip()
+    start = _LIST.search(text)
+    ends = [end.end() for end in _LIST_END.finditer(text, start.end())] if start else []
+    if start is None or not ends:
+        begins = re.match(r"\s*\[\w*\(", text)
+        return ParsedTurn(text, (), ("the call does not end with )]",) if begins else ())
+    content = (text[: start.start()] + text[ends[-1] :]).strip()
     try:
-        listed = ast.parse(found[0], mode="eval").body
+        listed = ast.parse(text[start.start() : ends[-1]], mode="eval").body
         if not isinstance(listed, ast.List):  # two lists, of which the second is an index
             raise ValueError("write one list of calls")
         calls = [_python_call(call) for call in listed.elts]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         return ParsedTurn(content, (), (f"the call cannot be read: {error}",))
     return ParsedTurn(content, tuple(calls))
 
@@ -145,7 +197,39 @@ def _python_call(call: ast.expr) -> ToolCall:
     arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}
     if len(arguments) != len(call.keywords):
         raise ValueError("each argument has a name of its own")
-    return ToolCall(call.func.id, arguments)
+    return checked_call(call.func.id, arguments)
+
+
+def checked_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """A call of values that JSON and UTF-8 can carry. Raises ValueError for others."""
+    return ToolCall(_json_value(name, 0), _json_value(arguments, _MAX_DEPTH))
+
+
+def _json_value(value: object, depth: int) -> Any:
+    """The value, with tuples as lists. depth: how deep lists and objects may be in each other."""
+    match value:
+        case None | bool():
+            return value
+        case int() if value.bit_length() <= _MAX_BITS:
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case str():
+            value.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+            return value
+        case list() | tuple() | dict() if depth == 0:
+            raise ValueError(f"its arguments are nested over {_MAX_DEPTH} deep")
+        case list() | tuple():
+            return [_json_value(item, depth - 1) for item in value]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {_json_value(key, 0): _json_value(item, depth - 1) for key, item in value.items()}
+        case dict():
+            raise ValueError("the keys of an object have to be strings")
+        case int():
+            raise ValueError("an integer is too large")
+        case float():
+            raise ValueError("NaN and Infinity are no JSON numbers")
+    raise ValueError(f"a value of type {type(value).__name__} is not JSON")
 
 
 _PARSERS = {"hermes": _hermes, "llama3": _llama3, "pythonic": _pythonic}

@@ -1,17 +1,23 @@
 """Agents through OpenAI's official client: what they make the policy sample is what is learned from."""
 
+import ast
 import asyncio
+import importlib.util
 import json
 import random
+import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.endpoint import AgentEndpoint
+from rl.envs.chat.requests import ACCEPTED, NEUTRAL, Refused, read_request
 from rl.envs.chat.session import ChatSession
 from rl.envs.chat.template import ChatTemplate
 from rl.types import Problem, SamplingParams, StopReason
@@ -78,7 +84,7 @@ def test_an_agent_of_the_official_client_is_trained_on_what_it_made_the_policy_s
 
 def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer):
     rollout, _ = play(tokenizer, Agent(), "fails", [])
-    assert rollout.score.cause == "raised" and "no agent" in rollout.score.error
+    assert rollout.score.cause == "start" and "no agent" in rollout.score.error
     rollout, _ = play(tokenizer, Agent(), "too many", [CALL] * 4)
     assert rollout.score.cause == "raised" and "env.max_turns" in rollout.score.error
 
@@ -148,15 +154,86 @@ def talk(tokenizer, texts, say, delay=0.0):
 ASKED = [{"role": "user", "content": "hello"}]
 
 
+def fields_of_clients():
+    """Every field of OpenAI's and of vLLM's request models; vLLM's are read from its source, which is slow to import."""
+    names = set(CompletionCreateParamsStreaming.__annotations__)
+    (place,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source = (Path(place) / "entrypoints/openai/chat_completion/protocol.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "ChatCompletionRequest":
+            fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
+            names |= {name for name in fields if not name.startswith("_")}
+    return sorted(
+        names
+        | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "best_of", "an_unknown_one"}
+    )
+
+
+def test_every_field_of_openais_and_vllms_requests_is_read_or_refused_by_its_name():
+    body = {"messages": ASKED}
+    names = fields_of_clients()
+    assert len(names) > 80 and {"tool_choice", "structured_outputs", "bad_words"} <= set(names)
+    for name in set(names) - ACCEPTED:
+        for value in ("x", 7, -2.5, ["x"], {"type": "json_object"}):
+            with pytest.raises(Refused, match=f"^{name}=.* is not offered here: .*") as refused:
+                read_request(json.dumps(body | {name: value}).encode())
+            assert refused.value.status == 400
+        assert read_request(json.dumps(body | {name: None}).encode()).messages == ASKED
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert read_request(json.dumps(body | {name: value}).encode()).messages == ASKED
+    assert set(NEUTRAL) <= set(names) and not set(NEUTRAL) & ACCEPTED
+    assert set(ACCEPTED) == {
+        "messages", "model", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+        "logprobs", "return_token_ids", "user", "metadata", "store", "service_tier", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    }  # fmt: skip
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0}, {"top_p": 0.9}, {"n": 2}, {"logit_bias": {"1": 1}}, {"stop": "x"}, {"response_format": {"type": "json_object"}}, {"frequency_penalty": 1}],
-)  # fmt: skip
-def test_settings_that_would_sample_another_policy_are_refused(tokenizer, settings):
+    ("fields", "words"),
+    [
+        ({"max_tokens": "ten"}, "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater"),
+        ({"max_completion_tokens": True}, "max_completion_tokens: "),
+        ({"stream": "yes"}, "stream: "),
+        ({"tools": [TOOL], "tool_choice": "none"}, "leave the tools out"),
+        ({"tool_choice": "required"}, "the policy chooses"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": 3}}]}, "tools"),
+        ({"tools": "look"}, "tools"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "image_url.*the policy reads text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "the role 'critic'"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "1"}}]}, "audio"),
+        ({"messages": [{"role": "assistant", "tool_calls": "look"}]}, "tool_calls is a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]}, "tool_calls"),
+        ({"temperature": 0}, "temperature=0 .*another policy"),
+        ({"ignore_eos": 0}, "ignore_eos"),
+        ({"seed": 1}, "the run's own seeds"),
+    ],
+)
+def test_a_request_is_refused_by_the_field_with_the_remedy(tokenizer, fields, words):
     async def say(client, session, url, key):
-        with pytest.raises(openai.BadRequestError, match="another policy"):
-            await client.chat.completions.create(model="m", messages=ASKED, **settings)
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as plain:
+            answer = await plain.post(f"{url}/chat/completions", json={"messages": ASKED} | fields)
+        assert answer.status_code == 400 and re.search(words, answer.json()["error"]["message"])
         assert not session.turns
+
+    talk(tokenizer, ["a"], say)
+
+
+def test_a_developers_message_is_the_systems_and_half_a_surrogate_pair_is_a_question_mark(tokenizer):
+    async def say(client, session, url, key):
+        data = b'{"tool_choice": "none", "messages": [{"role": "developer", "content": "be \\ud800"}]}'
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as plain:
+            answer = await plain.post(f"{url}/chat/completions", content=data)
+        assert answer.status_code == 200
+        assert "<|im_start|>system\nbe ?<|im_end|>" in tokenizer.decode_with_special(session.turns[0].tokens)
 
     talk(tokenizer, ["a"], say)
 

@@ -175,12 +175,12 @@ def test_the_policy_is_told_and_the_episode_goes_on(tokenizer, text, told):
     assert not left_behind()
 
 
-# The sample is lost, with its cause.
-LOST = [
+# The episode fails: the policy can bring it about, and it is scored 0; else its sample is dropped.
+FAILED = [
     ("hangs", "fine", work("hangs"), "timeout", "the tool work took over 1.5 s (env.turn_seconds)"),
     ("hangs, async", "fine", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": 9}'), "timeout", "the tool slow took over"),
     ("exits", "fine", work("exits"), "crashed", "ended with code 3"),
-    ("start raises", "start raises", "a", "raised", "ValueError: no start (test_episodes.py line"),
+    ("start raises", "start raises", "a", "start", "ValueError: no start (test_episodes.py line"),
     ("step raises", "step raises", "a", "raised", "RuntimeError: no step"),
     ("step of a wrong type", "step of a wrong type", "a", "type", "step() returned 3; return a string"),
     ("reward hangs", "reward hangs", "a", "timeout", "reward.limit_seconds"),
@@ -190,12 +190,12 @@ LOST = [
 
 
 @pytest.mark.parametrize(
-    ("question", "text", "cause", "why"), [row[1:] for row in LOST], ids=[r[0] for r in LOST]
+    ("question", "text", "cause", "why"), [row[1:] for row in FAILED], ids=[r[0] for r in FAILED]
 )
-def test_a_sample_is_lost_with_its_cause(tokenizer, question, text, cause, why):
+def test_an_episode_fails_with_its_cause(tokenizer, question, text, cause, why):
     (rollout,) = play(tokenizer, question, text)
     assert why in rollout.score.error and rollout.score.cause == cause
-    assert rollout.score.reward == 0
+    assert rollout.score.reward == 0 and rollout.score.is_dropped == (cause == "start")
 
 
 def test_one_that_hangs_holds_nobody_back(tokenizer):

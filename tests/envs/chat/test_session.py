@@ -5,13 +5,15 @@ import random
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.batching import segments_sample
-from rl.envs.chat.session import ChatSession, TooLong
+from rl.envs.chat.session import ChatSession, TooLong, Turn
 from rl.envs.chat.template import ChatTemplate
+from rl.envs.chat.tool_calls import ParsedTurn
 from rl.models.tokenizer import HFTokenizer
 from rl.types import Completion, SamplingParams, StopReason, VersionRange
 from tests.envs.chat.templates import NAMES, make_tokenizer
@@ -206,3 +208,16 @@ def test_smollm2s_own_tokenizer_and_template(monkeypatch):
         assert sample.tokens.tolist() == [*writer.asked[-1][0], *writer.asked[-1][2]]
         assert sample.tokens[sample.loss_mask].tolist() == [t for _, _, made in writer.asked for t in made]
         assert '"look"' in tokenizer.decode(writer.asked[0][0])  # told in words: the template knows no tools
+
+
+def test_a_conversation_may_have_as_many_turns_as_an_episode():
+    turn = None
+    for i in range(2000):  # over Python's limit of calls within each other
+        completion = Completion([i], [0.0], VersionRange(0, 0), StopReason.STOP)
+        message = {"role": "assistant", "content": ""}
+        turn = Turn(turn, np.array([7], np.int32), completion, message, ParsedTurn(""))
+    assert turn.tokens == [token for i in range(2000) for token in (7, i)]
+    session, _, _ = session_of("llama3", [])
+    session.turns = turn.path
+    (branch,) = session.branches
+    assert sum(len(segment.tokens) for segment in branch if segment.sampled) == 2000

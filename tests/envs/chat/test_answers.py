@@ -1,0 +1,77 @@
+"""episode.answers are the policy's turns: never an assistant's message that stood in the prompt."""
+
+# holds: exact
+
+from dataclasses import dataclass
+
+import openai
+import pytest
+
+from rl.envs.adapters.nemo_gym import _items
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.env import ChatEnv
+from rl.types import Problem
+from tests.envs.chat.playing import play_here
+from tests.envs.chat.templates import make_tokenizer
+from tests.envs.chat.words import Writer
+
+EXAMPLE = (
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "2 + 2?"},
+)
+SEEN = []
+
+
+class Noting:
+    def reward_episode(self, episode):
+        answers, num_turns = list(episode.answers), len(episode.turn_tokens)
+        items = list(_items(episode.messages[episode.num_opening :]))
+        SEEN.append((answers, num_turns, episode.response, items))
+        return float(len(answers))
+
+    def reward_group(self, episodes):
+        SEEN.extend([(list(e.answers), len(e.turn_tokens), e.response, []) for e in episodes])
+        return [0.0 for _ in episodes]
+
+
+@dataclass(frozen=True)
+class Talk(Noting, ChatEnv):
+    max_turns: int = 2
+
+    def step(self, episode):
+        said = [{"role": "assistant", "content": "three"}, {"role": "user", "content": "and 3 + 3?"}]
+        return said if len(episode.answers) == 1 else None
+
+
+@dataclass(frozen=True)
+class Agent(Noting, AgentEnv):
+    max_turns: int = 2
+
+    def agent(self, episode, base_url, api_key):
+        messages = list(EXAMPLE)
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for question in ("and 3 + 3?", "thanks"):
+                reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+                messages += [
+                    {"role": "assistant", "content": reply.content},
+                    {"role": "user", "content": question},
+                ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer("qwen2_5", tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize("env", [Talk(), Agent()], ids=["turn loop", "agent"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_prompts_own_assistant_is_not_the_policy(tokenizer, env, is_cut):
+    SEEN.clear()
+    policy = Writer(tokenizer, tokenizer.eos_id, [("four", False), ("six", is_cut)])
+    (rollout,) = play_here(env, tokenizer, policy, Problem("1", "", messages=EXAMPLE))
+    assert rollout.score.error is None and rollout.score.reward == 2
+    assert [row[:3] for row in SEEN] == [(["four", "six"], 2, "six")] * 2
+    if isinstance(env, Talk):  # a server that verifies gets what followed the prompt
+        assert [item["content"][0]["text"] for item in SEEN[0][3]] == ["four", "three", "six"]
+    assert not any("given" in message for message in rollout.messages)
