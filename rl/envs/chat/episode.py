@@ -14,7 +14,7 @@ from typing import Any
 
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
-from rl.errors import one_line
+from rl.errors import RunError, one_line
 from rl.types import Message, Problem, Score, StopReason
 
 
@@ -170,7 +170,7 @@ class EpisodeRunner:
             if name not in self._tools:
                 raise BadArguments(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
             content, failed = _as_text(self._run(self._tools[name].run(arguments, self.episode))), False
-        except ServerLost:
+        except (ServerLost, RunError):  # the infrastructure's failure: the policy could do nothing about it
             raise
         except Exception as error:  # the policy is told, as a user would be
             what = str(error) if isinstance(error, BadArguments) else one_line(error)
