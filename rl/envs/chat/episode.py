@@ -48,6 +48,8 @@ class Episode:
     """LENGTH where a budget cut the episode off: tokens of a turn, turns, or tokens in all."""
     turn_tokens: list[Sequence[int]] = field(default_factory=list)
     """The tokens that were sampled in each turn; of an agent's, at the end."""
+    turn_texts: list[str] = field(default_factory=list)
+    """What the policy wrote in each turn, reasoning and calls as they stand. Of an agent there is none."""
 
     @property
     def answers(self) -> list[str]:
@@ -120,7 +122,7 @@ class EpisodeRunner:
 
         malformed: what is wrong with calls that could not be read. The reply has no score.
         """
-        self.episode.messages.append(message)
+        self._hear([message])
         self.episode.turn_tokens.append(tokens)
         counts: Counter[str] = Counter()
         if malformed:
@@ -150,7 +152,7 @@ class EpisodeRunner:
     ) -> Any:
         """What the environment's reward_episode returns. said, turn_tokens: what no `step` was told of."""
         self.episode.stop = stop
-        self.episode.messages += said
+        self._hear(said)
         self.episode.turn_tokens += turn_tokens
         return self._run(self._env.reward_episode(self.episode))
 
@@ -162,6 +164,13 @@ class EpisodeRunner:
             for m in members
         ]
         return self._run(self._env.reward_group(episodes))
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        """The loop gives a turn's message its `text`, which stays out of the conversation."""
+        for message in messages:
+            if "text" in message:
+                self.episode.turn_texts.append(message["text"])
+            self.episode.messages.append({name: value for name, value in message.items() if name != "text"})
 
     def _call(self, call: Mapping[str, Any], counts: Counter[str]) -> Message:
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])

@@ -137,7 +137,7 @@ class _Walk:
             self._messages.append(turn.message)
             if not turn.is_complete:
                 return await self._cut_off(process, turn)
-            reply = await process.step(turn.message, turn.parsed.malformed, turn.completion.tokens.tolist())
+            reply = await process.step(turn.told, turn.parsed.malformed, turn.completion.tokens.tolist())
             self._counts.update(reply.counts)
             self._messages += reply.messages
             if reply.score is not None:
@@ -147,7 +147,7 @@ class _Walk:
 
     async def _cut_off(self, process: EpisodeProcess, *unanswered: Turn) -> Score:
         self._stop = StopReason.LENGTH
-        said, tokens = [turn.message for turn in unanswered], _tokens(unanswered)
+        said, tokens = [turn.told for turn in unanswered], _tokens(unanswered)
         return await process.score(self._stop, said, tokens)
 
     def rollout(self, score: Score) -> Rollout:
