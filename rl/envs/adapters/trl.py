@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,8 +31,8 @@ class TRLTask(ChatEnv):
     """Rows of a dataset, each with `prompt`: a text, or messages. Its other columns go to the rewards.
 
     An environment of the factory has `reset(**row)`, whose text is added to the last user message; its other
-    public methods are tools, and `get_reward()`, if it has one, is a reward. TRL asks for a prompt of messages
-    beside a factory; a text is made one here.
+    public methods are tools, and `get_reward()`, if it has one, is a reward. Beside a factory, TRL asks for a
+    prompt of messages; a text is made one here.
     """
 
     rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
@@ -66,13 +66,17 @@ class TRLTask(ChatEnv):
                 episode.messages[-1] = {**last, "content": f"{last['content']}{_text(observation)}"}
         episode.state["opening"] = list(episode.messages)
 
-    async def reward_episode(self, episode: Episode) -> dict[str, float]:
+    def reward_episode(self, episode: Episode) -> Any:
+        """A coroutine of the named rewards."""
+        return self._rewards(episode)
+
+    async def _rewards(self, episode: Episode) -> dict[str, float]:
         environment = episode.state.get("environment")
         arguments = self._arguments(episode, environment)
         rewards = []
         for name, function in zip(self._names(), self.reward_funcs, strict=True):
             rewards.append((name, function(**arguments)))
-        if hasattr(environment, "get_reward"):
+        if environment is not None and hasattr(environment, "get_reward"):
             rewards.append(("environment", environment.get_reward()))
         pending = [reward for _, reward in rewards if inspect.isawaitable(reward)]
         results = iter(await asyncio.gather(*pending))
@@ -91,9 +95,9 @@ class TRLTask(ChatEnv):
         """What TRL's trainer calls reward functions with, for a batch of one."""
         opening: list[Message] = episode.state["opening"]
         prompt: Any = [_as_trl_message(message) for message in opening]
-        said: Iterable[Message] = episode.messages[len(opening) :]
+        said = episode.messages[len(opening) :]
         if environment is None:
-            said = _as_written(said, episode.turn_texts)
+            said = list(_as_written(said, episode.turn_texts))
         completion: Any = [_as_trl_message(message) for message in said]
         if episode.problem.question and environment is None:
             prompt, completion = episode.problem.question, "".join(episode.turn_texts)
@@ -155,7 +159,7 @@ class _NoTrainer:
 
 
 class _Log:
-    """TRL's log_extra and log_metric: what they are given stands in rollouts.jsonl, as the episode's notes."""
+    """TRL's log_extra and log_metric: what they are told stands in rollouts.jsonl, as the notes."""
 
     def __init__(self, notes: dict[str, Any]):
         self._notes = notes
