@@ -150,8 +150,12 @@ def compare(tokenizer, trainer, functions, row, text):
     played, tokens = ours(tokenizer, functions, row, text)
     expected, logged = theirs(trainer, functions, row, text, tokens)
     components = {name: value for name, value in expected.items() if value is not None}
-    assert played.score.components == pytest.approx(components, abs=0, rel=1e-6)  # theirs are float32
-    assert played.score.reward == pytest.approx(sum(components.values()), rel=1e-6)
+    assert played.score.components == pytest.approx(
+        components, abs=0, rel=1e-6
+    )  # holds: reference, theirs are float32
+    assert played.score.reward == pytest.approx(
+        sum(components.values()), rel=1e-6
+    )  # holds: reference, theirs are float32
     notes = dict(played.score.notes)
     assert notes.pop("metrics", {}) == logged["metrics"] and notes == logged["extra"]
     return components
