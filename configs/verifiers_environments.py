@@ -48,6 +48,7 @@ class AskingUser(VerifiersV1):
     """A v1 environment, with demonstrations to warm up on."""
 
     environment: str = "rl.envs.adapters.calculator_v1"
+    runtime: str = "subprocess"  # nothing that the model writes is run
     max_new_tokens: PositiveInt = 20
     num_eval: PositiveInt = 64
 

@@ -10,9 +10,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SECONDS = 2.0
 _REAP_SECONDS = 2.0
 _MARK = 2**62 + int.from_bytes(b"rl")
+_MAX_ROUNDS = 100  # for what starts processes as it is being ended
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,6 +37,52 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent has ended, so that they can be found and ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process that adopts orphans, and all that descends from it in whatever session.
+
+    Once it is stopped it starts nothing more. As long as it is there, it has its descendants' orphans.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGSTOP)
+        kill_descendants(pid)
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_descendants(pid: int, but: Collection[int] = ()) -> None:
+    """but: children that are left alone, with all that descends from them."""
+    killed: set[int] = set()
+    for _ in range(_MAX_ROUNDS):
+        left = [process for process in _descendants(pid, but) if process.pid not in killed]
+        if not left:
+            return
+        for process in left:
+            killed.add(process.pid)
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def _descendants(pid: int, but: Collection[int]) -> list[psutil.Process]:
+    try:
+        children = _children(pid)
+    except OSError:  # the kernel has no such file, or the process is gone
+        children = []
+        with suppress(psutil.Error):
+            children = [child.pid for child in psutil.Process(pid).children()]
+    processes = []
+    for child in children:
+        with suppress(psutil.Error):
+            if child not in but:
+                process = psutil.Process(child)
+                processes += [process, *process.children(recursive=True)]
+    return processes
+
+
+def _children(pid: int) -> list[int]:
+    """Without a look at all processes of the host."""
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def allow_many_files() -> None:

@@ -2,9 +2,11 @@
 
 The code sees the system's programs and Python, read-only, and an empty directory. It has no network, none of
 the host's files, processes or environment, and no more time, memory, processes and output than it is given.
+Whatever the code does is its own result. NoSandbox is raised only where the sandbox did not start.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -17,16 +19,29 @@ from pathlib import Path
 from typing import IO
 
 from rl.bounds import PositiveFloat, PositiveInt
-from rl.errors import RunError, Unavailable
+from rl.envs.seccomp import seccomp_filter
+from rl.errors import RunError, Unavailable, one_line
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
 _HOME = "/home/sandbox"
+_LINKS = {
+    _HOME: ("/tmp", "/dev/shm"),
+    "/proc/self/fd": ("/dev/fd",),
+    "/proc/self/fd/0": ("/dev/stdin",),
+    "/proc/self/fd/1": ("/dev/stdout",),
+    "/proc/self/fd/2": ("/dev/stderr",),
+}
+"""Target -> names. Whatever can be written is in one directory, whose size is limited."""
 _PYTHON = str(Path(sys.base_prefix, "bin", "python3"))
 _TOO_MANY = 119
+_CANNOT_RUN = 126  # as shells have it
+_LONGEST_NAME = 255  # bytes
 _WATCH = f"""
-import os, resource, sys, time
+import ctypes, os, resource, sys, time
 most, memory, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody looks into this process
 child = os.fork()
 if not child:
     os.nice(5)
@@ -34,14 +49,18 @@ if not child:
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     os.execvp(command[0], command)
 while True:
-    pid, status = os.waitpid(child, os.WNOHANG)
-    if pid:
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if pid == child:
         os._exit(os.waitstatus_to_exitcode(status) % 256)
-    if sum(name.isdigit() for name in os.listdir("/proc")) > most + 2:
+    if sum(name.isdigit() for name in os.listdir("/proc")) > most + 1:
         os._exit({_TOO_MANY})
-    time.sleep(0.01)
+    if not pid:
+        time.sleep(0.01)
 """
-"""Ends all processes of the sandbox where there are too many: the kernel does not limit those of root."""
+"""The first process of the sandbox, which no signal of the others reaches; with it all others end.
+
+It ends all where there are too many: the kernel does not limit the processes of root.
+"""
 
 
 class NoSandbox(RunError, Unavailable):
@@ -82,32 +101,58 @@ class Sandbox:
         return self.run([_PYTHON, "-I", "main.py"], stdin, {**(files or {}), "main.py": code})
 
     def run(self, command: Sequence[str], stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
-        """A command in an empty directory with `files`: name -> text."""
-        for name in files or {}:
-            if Path(name).name != name or name in (".", ".."):
-                raise ValueError(f"the file {name!r} has to be a plain name, without directories")
+        """A command in an empty directory with `files`: name -> text.
+
+        Whatever the texts and the command's words are, what comes of them is a Ran. Raises ValueError for a
+        file's name that is not plain, NoSandbox where the machine failed.
+        """
+        files = files or {}
+        for name in files:
+            _check_name(name)
+        contents = {name: _bytes(text) for name, text in files.items()}
+        if sum(map(len, contents.values())) > self.memory_mib << 20:
+            return Ran(_CANNOT_RUN, "", f"the files take more than memory_mib={self.memory_mib}")
         with contextlib.ExitStack() as stack:
-            fds = []
-            arguments = [
-                *("--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"),
-                *("--setenv", "PATH", _PATH, "--setenv", "HOME", _HOME),
-                *_system(),
-                *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
-                *("--size", str(self.memory_mib << 20), "--tmpfs", "/tmp", "--perms", "0777"),
-                *("--size", str(self.memory_mib << 20), "--tmpfs", _HOME),
-            ]
-            for name, text in (files or {}).items():
-                fds.append(_pipe(stack, text))
-                arguments += ["--perms", "0666", "--file", str(fds[-1]), f"{_HOME}/{name}"]
-            watch = [_PYTHON, "-I", "-c", _WATCH, str(self.max_processes), str(self.memory_mib << 20)]
-            return self._watched(_start([*arguments, "--chdir", _HOME, "--", *watch, *command], fds), stdin)
+            status, status_writer = os.pipe()
+            stack.callback(os.close, status)
+            with os.fdopen(status_writer, "wb"):
+                fds = [status_writer, _pipe(stack, _filter())]
+                outlets = ("--json-status-fd", str(fds[0]), "--seccomp", str(fds[1]))
+                arguments = [*outlets, *self._mounts()]
+                for name, content in contents.items():
+                    fds.append(_pipe(stack, content))
+                    arguments += ["--perms", "0666", "--file", str(fds[-1]), f"{_HOME}/{name}"]
+                arguments += ["--remount-ro", "/", "--chdir", _HOME, "--", *self._watch(), *command]
+                try:
+                    process = _start(arguments, fds)
+                except (ValueError, OSError) as error:
+                    if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                        raise
+                    return Ran(_CANNOT_RUN, "", f"the command cannot be run ({one_line(error)})")
+            return self._watched(process, _bytes(stdin), status)
 
-    def _watched(self, process: subprocess.Popen, stdin: str) -> Ran:
-        found: dict[str, bytes] = {}
-        ended = []
+    def _mounts(self) -> Iterator[str]:
+        yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1")
+        yield from ("--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL")
+        yield from ("--setenv", "PATH", _PATH, "--setenv", "HOME", _HOME)
+        yield from _system()
+        yield from ("--proc", "/proc", "--remount-ro", "/proc")
+        for device in _DEVICES:
+            yield from ("--dev-bind", f"/dev/{device}", f"/dev/{device}")
+        yield from ("--perms", "0777", "--size", str(self.memory_mib << 20), "--tmpfs", _HOME)
+        for target, names in _LINKS.items():
+            for name in names:
+                yield from ("--symlink", target, name)
 
-        def end(why: str) -> None:
-            ended.append(why)
+    def _watch(self) -> Sequence[str]:
+        return [_PYTHON, "-I", "-c", _WATCH, str(self.max_processes), str(self.memory_mib << 20)]
+
+    def _watched(self, process: subprocess.Popen, stdin: bytes, status: int) -> Ran:
+        outputs: dict[str, bytes] = {}
+        causes = []
+
+        def end(cause: str) -> None:
+            causes.append(cause)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -118,31 +163,57 @@ class Sandbox:
                 if len(data) > self.max_output:
                     end("output")
                     break
-            found[name] = data[: self.max_output]
+            outputs[name] = data[: self.max_output]
 
         assert process.stdin and process.stdout and process.stderr
-        parts = [("stdout", process.stdout), ("stderr", process.stderr)]
-        threads = [threading.Thread(target=read, args=part) for part in parts]
-        given = (process.stdin, stdin.encode())
-        threads.append(threading.Thread(target=_feed, args=given, daemon=True))
-        for thread in threads:
+        streams = [("stdout", process.stdout), ("stderr", process.stderr)]
+        threads = [threading.Thread(target=read, args=stream) for stream in streams]
+        feeder = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+        for thread in (*threads, feeder):
             thread.start()
         try:
             process.wait(self.seconds)
         except subprocess.TimeoutExpired:
             end("time")
         process.wait()
-        for thread in threads[:2]:
+        for thread in threads:
             thread.join()
-        for _, stream in parts:
+        for _, stream in streams:
             stream.close()
-        out, err = (found[name].decode(errors="replace") for name in ("stdout", "stderr"))
-        code = process.returncode if process.returncode < 128 else process.returncode - 256
-        if code == 1 and err.startswith("bwrap: "):
+        out, err = (outputs[name].decode(errors="replace") for name in ("stdout", "stderr"))
+        if process.returncode > 0 and not causes and not _has_run(status):
             raise NoSandbox(_why_not(err))
-        if code == _TOO_MANY:
-            ended.append("processes")
-        return Ran(code, out, err, ended[0] if ended else "")
+        if process.returncode == _TOO_MANY:
+            causes.append("processes")
+        code = process.returncode if process.returncode < 128 else process.returncode - 256
+        return Ran(code, out, err, causes[0] if causes else "")
+
+
+def _has_run(status: int) -> bool:
+    """Whether bwrap tells of an exit code: it does so of a program that it has started.
+
+    The program itself cannot write there, and what it prints is no matter.
+    """
+    with os.fdopen(os.dup(status), "rb") as pipe:
+        return b'"exit-code"' in pipe.read()
+
+
+def _check_name(name: str) -> None:
+    is_plain = Path(name).name == name and name not in (".", "..") and "\0" not in name
+    if not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
+        raise ValueError(f"the file {name!r:.300} has to be a plain name, without directories")
+
+
+def _bytes(text: str) -> bytes:
+    """A lone surrogate becomes bytes that are not UTF-8: the program finds them wrong, as any other text."""
+    return text.encode(errors="surrogatepass")
+
+
+def _filter() -> bytes:
+    try:
+        return seccomp_filter()
+    except ValueError as error:
+        raise NoSandbox(str(error)) from None
 
 
 def _start(arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen:
@@ -169,11 +240,11 @@ def _system() -> Iterator[str]:
         yield from ("--ro-bind", sys.base_prefix, sys.base_prefix)
 
 
-def _pipe(stack: contextlib.ExitStack, text: str) -> int:
+def _pipe(stack: contextlib.ExitStack, data: bytes) -> int:
     """The end from which it can be read."""
     reader, writer = os.pipe()
     stack.callback(os.close, reader)
-    threading.Thread(target=_feed, args=(os.fdopen(writer, "wb"), text.encode()), daemon=True).start()
+    threading.Thread(target=_feed, args=(os.fdopen(writer, "wb"), data), daemon=True).start()
     return reader
 
 

@@ -261,20 +261,74 @@ def test_an_openenv_server_that_fails_costs_the_sample(tokenizer, openenv, said,
     assert rollout.score.cause == cause and words in rollout.score.error
 
 
-def test_an_mcp_server_that_dies_in_an_episode_costs_the_sample(tokenizer, tmp_path):
+FAILING_SERVER = """
+import os
+from mcp import MCPError
+from mcp.server import MCPServer
+server = MCPServer("failing")
+
+@server.tool()
+def note(text: str, number: float = 0.0) -> str:
+    "Write a note down."
+    if text == "refused":
+        raise MCPError(-32602, "not these arguments")
+    if text == "die":
+        os._exit(1)
+    return text
+
+START
+server.run()
+"""
+
+
+@dataclass(frozen=True)
+class FailingNotes(MCPEnv):
+    turn_seconds: float = 60.0
+    max_memory_gib: float = 4.0
+
+    def reward_episode(self, episode):
+        return 0.5
+
+
+def told_by_mcp(tokenizer, tmp_path, arguments):
+    """What comes of calls with these arguments, as JSON: the score, and what the policy is told."""
     path = tmp_path / "server.py"
-    path.write_text(SERVER.replace("notes.append(text)", "__import__('os')._exit(1)"))
+    path.write_text(FAILING_SERVER.replace("START", ""))
+    env = FailingNotes(server=(sys.executable, str(path)), max_turns=9)
+    call = '<tool_call>{"name": "note", "arguments": ARGUMENTS}</tool_call>'
+    rollout = play(
+        tokenizer, env, Problem("1", "note"), [*(call.replace("ARGUMENTS", a) for a in arguments), "done"]
+    )
+    after = rollout.messages[[m["role"] for m in rollout.messages].index("assistant") :]
+    return rollout.score, [m["content"] for m in after if m["role"] != "assistant"]
 
-    @dataclass(frozen=True)
-    class Notes(MCPEnv):
-        turn_seconds: float = 30.0
-        max_memory_gib: float = 4.0
 
-        def reward_episode(self, episode):
-            return 1.0
+def test_what_the_policy_does_to_its_mcp_server_is_told_and_scored(tokenizer, tmp_path):
+    """Errors of the protocol, arguments that are no JSON, and the end of the server, which is its own."""
+    calls = [
+        '{"text": "refused"}',
+        '{"text": 1}',
+        '{"text": "x", "number": NaN}',
+        '{"text": "\\ud800"}',
+        '{"text": "a"}',
+    ]
+    score, told = told_by_mcp(tokenizer, tmp_path, [*calls, '{"text": "die"}', '{"text": "b"}'])
+    assert (score.reward, score.error) == (0.5, None)
+    assert all("Error" in words for words in told[:4]) and told[4] == "a"
+    assert "not these arguments" in told[0] and "no JSON" in told[2] + told[3]
+    assert "server is gone" in told[5] and "server is gone" in told[6]
 
+
+def test_an_mcp_server_that_does_not_start_is_the_infrastructures(tokenizer, tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(
+        FAILING_SERVER.replace(
+            "START",
+            f"if os.path.exists({str(tmp_path / 'once')!r}): raise SystemExit(1)\nopen({str(tmp_path / 'once')!r}, 'w')",
+        )
+    )
     said = ['<tool_call>{"name": "note", "arguments": {"text": "a"}}</tool_call>', "done"]
-    rollout = play(tokenizer, Notes(server=(sys.executable, str(path))), Problem("1", "note"), said)
+    rollout = play(tokenizer, FailingNotes(server=(sys.executable, str(path))), Problem("1", "note"), said)
     assert rollout.score.cause == "server" and "MCP server is gone" in rollout.score.error
 
 

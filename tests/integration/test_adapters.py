@@ -103,7 +103,7 @@ def train(): return recipe(Verifiers(environment="doubling", options=(("rows", 1
 """,
     "verifiers v1": """
 from rl.envs.adapters.verifiers_v1 import VerifiersV1
-def train(): return recipe(VerifiersV1(environment="doubling_v1", options=(("taskset.rows", 12),), **SMALL))
+def train(): return recipe(VerifiersV1(environment="doubling_v1", options=(("taskset.rows", 12),), runtime="subprocess", **SMALL))
 """,
 }
 ENVIRONMENTS["an agent in a virtual environment of its own"] = """

@@ -1,6 +1,7 @@
 """Tools of an MCP server (the mcp package, which vLLM installs)."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.chat.template import Schema
-from rl.envs.chat.tools import Tool
+from rl.envs.chat.tools import BadArguments, Tool
 from rl.errors import ConfigError, one_line
 from rl.waiting import within
 
@@ -33,8 +34,12 @@ class MCPEnv(ChatEnv):
     def validate(self) -> list[str]:
         return [] if self.server else ["env.server is empty; give an MCP server's URL, or its command"]
 
+    @property
+    def _is_remote(self) -> bool:
+        return len(self.server) == 1 and self.server[0].startswith(("http://", "https://"))
+
     def _target(self) -> Any:
-        if len(self.server) == 1 and self.server[0].startswith(("http://", "https://")):
+        if self._is_remote:
             return self.server[0]
         from mcp import StdioServerParameters
 
@@ -43,10 +48,11 @@ class MCPEnv(ChatEnv):
     def _caller(self, name: str) -> Callable[[Mapping[str, Any], Any], Any]:
         def call(arguments: Mapping[str, Any], episode: Episode) -> Awaitable[Any]:
             if "mcp" not in episode.state:
-                episode.state["mcp"] = _Connection(self._target())
+                episode.state["mcp"] = _Connection(self._target(), is_own=not self._is_remote)
             return asyncio.wrap_future(episode.state["mcp"].call(name, arguments))
 
         async def run(arguments: Mapping[str, Any], episode: Episode) -> str:
+            _check_json(arguments)
             return text_of(await call(arguments, episode))
 
         return run
@@ -79,29 +85,64 @@ def text_of(result: Any) -> str:
     return said
 
 
-class _Connection:
-    """A client in a thread of its own: it has to be opened and closed in one task."""
+def _check_json(arguments: Mapping[str, Any]) -> None:
+    """Raises BadArguments for what a server could not be sent."""
+    try:
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # NaN, lone surrogates, thousands of lists in lists
+        raise BadArguments(f"the arguments are no JSON ({one_line(error)})") from None
 
-    def __init__(self, target: Any):
+
+class _Connection:
+    """A client in a thread of its own: it has to be opened and closed in one task.
+
+    is_own: the server is the episode's own program. What ends it after its start is the policy's doing, which
+    the policy is told. A server that did not start, or that others share, is the infrastructure's.
+    """
+
+    def __init__(self, target: Any, is_own: bool):
         self._target = target
+        self._is_own = is_own
+        self._end: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._calls: asyncio.Queue[tuple[str, Mapping[str, Any], Future[Any]]] = asyncio.Queue()
         threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True).start()
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
+        """One at a time."""
         answer: Future[Any] = Future()
-        self._loop.call_soon_threadsafe(self._calls.put_nowait, (name, arguments, answer))
+        if self._end is not None:
+            answer.set_exception(self._end)
+        else:
+            self._loop.call_soon_threadsafe(self._calls.put_nowait, (name, arguments, answer))
         return answer
 
     async def _serve(self) -> None:
         from mcp import Client
 
+        has_started = False
         name, arguments, answer = await self._calls.get()
         try:
             async with Client(self._target) as client:
+                has_started = True
                 while True:
-                    answer.set_result(await client.call_tool(name, dict(arguments)))
+                    await _call(client, name, arguments, answer)
                     name, arguments, answer = await self._calls.get()
-        except BaseException as error:  # a server that is gone: the call that waits for it fails
+        except BaseException as error:  # the server is gone: the call that waits for it fails
+            what = f"the MCP server is gone ({one_line(error)})"
+            self._end = RuntimeError(what) if self._is_own and has_started else ServerLost(what)
             if not answer.done():
-                answer.set_exception(ServerLost(f"the MCP server is gone ({one_line(error)})"))
+                answer.set_exception(self._end)
+
+
+async def _call(client: Any, name: str, arguments: Mapping[str, Any], answer: Future[Any]) -> None:
+    """Raises MCPError where the connection is closed; what else the server answers is the call's result."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    try:
+        answer.set_result(await client.call_tool(name, dict(arguments)))
+    except MCPError as error:
+        if error.code == CONNECTION_CLOSED:
+            raise
+        answer.set_exception(RuntimeError(error.message))

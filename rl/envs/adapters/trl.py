@@ -1,7 +1,12 @@
 """TRL's reward functions and environment factories: their signatures, without the package."""
 
+import asyncio
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,8 +16,14 @@ from rl.envs.chat.episode import Episode
 from rl.envs.chat.tools import Tool, as_tool
 from rl.types import Message, Problem
 
-RewardFunction = Callable[..., Sequence[float | None]]
-"""reward(prompts, completions, completion_ids, **columns) -> a number for each, or None for no opinion."""
+RewardFunction = Callable[..., Any]
+"""reward(prompts, completions, completion_ids, **columns) -> a list of one number, or None for no opinion.
+
+It may be async. Prompts and completions are texts for a row whose prompt is a text, lists of messages for a
+row whose prompt is one.
+"""
+_EMPTY_PROMPT = ({"role": "user", "content": ""},)
+_NO_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -20,12 +31,15 @@ class TRLTask(ChatEnv):
     """Rows of a dataset, each with `prompt`: a text, or messages. Its other columns go to the rewards.
 
     An environment of the factory has `reset(**row)`, whose text is added to the last user message; its other
-    public methods are tools, and `get_reward()`, if it has one, is a reward.
+    public methods are tools, and `get_reward()`, if it has one, is a reward. Beside a factory, TRL asks for a
+    prompt of messages; a text is made one here.
     """
 
     rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
     """A function that loads the dataset: a list of dictionaries, or a datasets.Dataset."""
     reward_funcs: tuple[RewardFunction, ...] = ()
+    reward_weights: tuple[float, ...] = ()
+    """One for each of reward_funcs; empty: 1 each."""
     environment_factory: Callable[[], Any] | None = None
     num_eval: int = 64
 
@@ -33,7 +47,7 @@ class TRLTask(ChatEnv):
         rows = _loaded(self.rows)
         index = seed % len(rows)
         row = dict(rows[index])
-        prompt = row.pop("prompt")
+        prompt = row.pop("prompt", _EMPTY_PROMPT) if self.environment_factory else row.pop("prompt")
         is_text = isinstance(prompt, str)
         return Problem(str(index), prompt if is_text else "", "", row, () if is_text else tuple(prompt))
 
@@ -44,33 +58,117 @@ class TRLTask(ChatEnv):
         return [_delegating(name, getattr(made, name)) for name in _tool_names(made)]
 
     def start(self, episode: Episode) -> None:
-        if self.environment_factory is None:
-            return
-        made = episode.state["environment"] = self.environment_factory()
-        row = {"prompt": episode.problem.question or list(episode.problem.messages)}
-        if said := made.reset(**row, **episode.problem.metadata):
-            last = episode.messages[-1]
-            episode.messages[-1] = {**last, "content": f"{last['content']}{said}"}
+        if self.environment_factory is not None:
+            environment = episode.state["environment"] = self.environment_factory()
+            row = {"prompt": _asked(episode.problem), **episode.problem.metadata}
+            if observation := environment.reset(**row):
+                last = episode.messages[-1]
+                episode.messages[-1] = {**last, "content": f"{last['content']}{_text(observation)}"}
+        episode.state["opening"] = list(episode.messages)
 
-    def reward_episode(self, episode: Episode) -> dict[str, float]:
-        first = len(self.opening(episode.problem))
-        completion: list[Message] = episode.messages[first:]
-        prompt = episode.problem.question or list(episode.problem.messages)
-        columns = {name: [value] for name, value in episode.problem.metadata.items()}
+    def reward_episode(self, episode: Episode) -> Any:
+        """A coroutine of the named rewards."""
+        return self._rewards(episode)
+
+    async def _rewards(self, episode: Episode) -> dict[str, float]:
+        environment = episode.state.get("environment")
+        arguments = self._arguments(episode, environment)
+        rewards = []
+        for name, function in zip(self._names(), self.reward_funcs, strict=True):
+            rewards.append((name, function(**arguments)))
+        if environment is not None and hasattr(environment, "get_reward"):
+            rewards.append(("environment", environment.get_reward()))
+        pending = [reward for _, reward in rewards if inspect.isawaitable(reward)]
+        results = iter(await asyncio.gather(*pending))
+        weights = (*(self.reward_weights or [1.0] * len(self.reward_funcs)), 1.0)
+        components = {}
+        for (name, reward), weight in zip(rewards, weights, strict=False):
+            value = next(results) if inspect.isawaitable(reward) else reward
+            value = value if name == "environment" else _only(name, value)
+            if value is not None and not math.isnan(value):
+                components[name] = weight * float(value)
+        if not components:
+            raise ValueError(f"no reward has an opinion of row {episode.problem.id}; give one for each row")
+        return components
+
+    def _arguments(self, episode: Episode, environment: Any) -> dict[str, Any]:
+        """What TRL's trainer calls reward functions with, for a batch of one."""
+        opening: list[Message] = episode.state["opening"]
+        prompt: Any = [_as_trl_message(message) for message in opening]
+        said = episode.messages[len(opening) :]
+        if environment is None:
+            said = list(_as_written(said, episode.turn_texts))
+        completion: Any = [_as_trl_message(message) for message in said]
+        if episode.problem.question and environment is None:
+            prompt, completion = episode.problem.question, "".join(episode.turn_texts)
+        columns = {n: [v] for n, v in episode.problem.metadata.items() if n not in _NO_COLUMNS}
+        environments = {} if environment is None else {"environments": [environment]}
         tokens = [token for turn in episode.turn_tokens for token in turn]
-        given = {"prompts": [prompt], "completions": [completion], "completion_ids": [tokens], **columns}
-        found = {function.__name__: function(**given)[0] for function in self.reward_funcs}
-        made = episode.state.get("environment")
-        if made is not None and hasattr(made, "get_reward"):
-            found["environment"] = made.get_reward()
-        return {name: value for name, value in found.items() if value is not None}
+        log = _Log(episode.notes)
+        return {
+            **columns,
+            **environments,
+            **{"prompts": [prompt], "completions": [completion], "completion_ids": [tokens]},
+            **{"trainer_state": _NoTrainer(), "log_extra": log.extra, "log_metric": log.metric},
+        }
+
+    def _names(self) -> Sequence[str]:
+        """One for each reward function, as TRL calls it; another of the same name has a number."""
+        names, seen = [], Counter[str]()
+        for function in self.reward_funcs:
+            while isinstance(function, functools.partial):
+                function = function.func
+            name = getattr(function, "__name__", type(function).__name__)
+            seen[name] += 1
+            names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        return names
 
     def validate(self) -> list[str]:
+        for function in self.reward_funcs:
+            if not callable(function):
+                return [f"env.reward_funcs has {function!r:.60}; give functions, for models are not run here"]
+        if self.environment_factory is not None and not callable(self.environment_factory):
+            return ["env.environment_factory is not callable; give the factory of one environment"]
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            return [
+                f"env.reward_weights has {len(self.reward_weights)} numbers for "
+                f"{len(self.reward_funcs)} reward functions; give one for each"
+            ]
         if (count := len(_loaded(self.rows))) <= self.num_eval:
             return [f"env.rows gives {count} rows; give over env.num_eval={self.num_eval}"]
-        if not self.reward_funcs and not hasattr(self.environment_factory, "get_reward"):
+        if not self.reward_funcs and not self._environment_rewards():
             return ["env.reward_funcs is empty and env.environment_factory has no get_reward; give a reward"]
         return []
+
+    def _environment_rewards(self) -> bool:
+        if self.environment_factory is None:
+            return False
+        return hasattr(self.environment_factory, "get_reward") or hasattr(
+            self.environment_factory(), "get_reward"
+        )
+
+
+class _NoTrainer:
+    """In place of TRL's trainer_state: rewards are computed beside training, at no step of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer_state.{name} is not known here: episodes of several steps are under way at once; "
+            f"use a reward that does not depend on the step"
+        )
+
+
+class _Log:
+    """TRL's log_extra and log_metric: what they are told stands in rollouts.jsonl, as the notes."""
+
+    def __init__(self, notes: dict[str, Any]):
+        self._notes = notes
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        self._notes[column] = values[0]
+
+    def metric(self, name: str, value: float) -> None:
+        self._notes.setdefault("metrics", {})[name] = float(value)
 
 
 @lru_cache(maxsize=8)
@@ -78,8 +176,52 @@ def _loaded(rows: Callable[[], Sequence[Mapping[str, Any]]]) -> Sequence[Mapping
     return rows()
 
 
+def _asked(problem: Problem) -> str | list[Message]:
+    """The row's prompt."""
+    return problem.question or list(problem.messages)
+
+
+def _only(name: str, rewards: Any) -> Any:
+    """Of the batch of one."""
+    if not hasattr(rewards, "__len__") or isinstance(rewards, str) or len(rewards) != 1:
+        raise ValueError(f"the reward function {name} returned {rewards!r:.60}; return a list of one number")
+    return rewards[0]
+
+
+def _text(observation: Any) -> str:
+    """What reset() returned. Raises ValueError for images."""
+    if isinstance(observation, str):
+        return observation
+    texts = [block.get("text") for block in observation]
+    if None in texts:
+        raise ValueError("reset() returned more than text; policies here see text only")
+    return "".join(texts)
+
+
+def _as_written(messages: Sequence[Message], texts: Sequence[str]) -> Iterator[Message]:
+    """The policy's turns as TRL has them where there are no tools: nothing is taken out of their text."""
+    written = iter(texts)
+    for message in messages:
+        is_policys = message["role"] == "assistant" and not message.get("given")
+        yield {"role": "assistant", "content": next(written)} if is_policys else message
+
+
+def _as_trl_message(message: Message) -> Message:
+    """With calls' arguments as objects, and without what is ours: ids and marks."""
+    kept = {n: v for n, v in message.items() if n not in ("given", "tool_call_id")}
+    if calls := message.get("tool_calls"):
+        kept["tool_calls"] = [_as_trl_call(call["function"]) for call in calls]
+    return kept
+
+
+def _as_trl_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.loads(function["arguments"])
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
 def _tool_names(made: Any) -> list[str]:
-    methods = inspect.getmembers(made, callable)
+    """Of the class, for an object's properties would run."""
+    methods = inspect.getmembers(type(made), inspect.isfunction)
     return [n for n, _ in methods if not n.startswith("_") and n not in ("reset", "get_reward")]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
 from rl.envs.chat.episode import Episode
+from rl.envs.variables import clean_environment
 from rl.types import Problem
 
 
@@ -27,9 +28,13 @@ class Verifiers(VerifiersBase):
         return Problem(str(index), asked[-1] if asked else f"row {index}", str(row.get("answer", "")))
 
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
+        with clean_environment(self.variables):
+            os.environ[KEY_VARIABLE] = api_key
+            await self._run(episode, base_url)
+
+    async def _run(self, episode: Episode, base_url: str) -> None:
         import verifiers as vf
 
-        os.environ[KEY_VARIABLE] = api_key
         client = vf.ClientConfig(
             client_type="openai_chat_completions",
             api_base_url=base_url,

@@ -7,13 +7,16 @@ from rl.bounds import PositiveInt
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.episode import Episode
 
-KEY_VARIABLE = "RL_EPISODE_KEY"
-"""Where verifiers finds the episode's API key."""
+KEY_VARIABLE = "RL_EPISODE_API_KEY"
+"""Where verifiers finds the episode's API key; by this name it keeps it from programs that it starts."""
 
 
 @dataclass(frozen=True)
 class VerifiersBase(AgentEnv):
-    """It samples through the run's endpoint, and scores itself: agent() leaves state["reward"]."""
+    """It samples through the run's endpoint, and scores itself: agent() leaves state["reward"].
+
+    It runs without the keys of this process, but for those that `variables` names.
+    """
 
     environment: str = ""
     """v0: a name that verifiers.load_environment takes. v1: a taskset's id. Of an installed package, or a

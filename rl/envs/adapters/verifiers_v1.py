@@ -1,5 +1,6 @@
 """Environments of verifiers' v1 API (verifiers 0.4: the id of a taskset), unmodified."""
 
+import copy
 import importlib
 import importlib.util
 import os
@@ -13,6 +14,8 @@ from typing import Any
 from rl.bounds import PositiveInt
 from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
 from rl.envs.chat.episode import Episode
+from rl.envs.variables import clean_environment
+from rl.errors import ConfigError
 from rl.types import Problem
 
 _HARNESS = "rl.envs.adapters.verifiers_v1_harness"
@@ -25,8 +28,13 @@ class VerifiersV1(VerifiersBase):
 
     An agent whose harness is verifiers' `bash` (the default) or `null` is a chat loop with the taskset's
     tools, in the episode's process: no shell, and nothing to install first. Any other harness, and any
-    runtime, is as its config says; a runtime that is not set is the local one.
+    runtime, is as its config says.
     """
+
+    runtime: str = ""
+    """Of agents whose config sets none: where their programs, tasks and rewards run what the model writes.
+    `subprocess` is this machine, isolated by nothing; `docker`, `podman`, `apptainer`, `prime`, `modal` and
+    `e2b` are verifiers' sandboxes (its own default is `prime`, a remote one)."""
 
     max_tasks: PositiveInt = 10_000
     """Of a larger or endless taskset, these first ones are used."""
@@ -42,11 +50,15 @@ class VerifiersV1(VerifiersBase):
         return Problem(str(index), data.prompt_text or data.name or f"task {index}")
 
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
+        with clean_environment(self.variables):
+            os.environ[KEY_VARIABLE] = api_key
+            await self._run(episode, base_url)
+
+    async def _run(self, episode: Episode, base_url: str) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.clients import EvalClientConfig, ModelContext
         from verifiers.v1.env import RunSlot
 
-        os.environ[KEY_VARIABLE] = api_key
         env, tasks = _loaded(self)
         client = EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         context = ModelContext("policy", client, vf.SamplingConfig())
@@ -62,6 +74,8 @@ class VerifiersV1(VerifiersBase):
     def validate(self) -> list[str]:
         if not _is_installed():
             return ["verifiers 0.4 is missing; see docs/environments.md for how to install it"]
+        if not self.runtime and (roles := _without_runtime(self)):
+            return [_no_runtime(roles)]
         if (count := len(_loaded(self)[1])) <= self.num_eval:
             return [f"{self.environment} has {count} tasks; lower env.num_eval={self.num_eval}"]
         return []
@@ -76,22 +90,47 @@ def _is_installed() -> bool:
 
 @lru_cache(maxsize=4)
 def _loaded(env: VerifiersV1) -> tuple[Any, Sequence[Any]]:
-    """verifiers' environment, and its tasks."""
+    """verifiers' environment, and its tasks. Raises ConfigError where an agent has no runtime."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    data: dict[str, Any] = {"taskset": {"id": _plugin(env.environment)}}
-    for name, value in env.options:
-        _put(data, name.split("."), value)
-    config = resolve_env_config(data)
+    data, config = _config(env)
+    roles = _without_runtime(env)
+    if roles and not env.runtime:
+        raise ConfigError(_no_runtime(roles))
+    for role in roles:
+        _put(data, [role, "runtime", "type"], env.runtime)
     harnesses = config.agent_harnesses()
-    for role, agent in agent_config_fields(config).items():
-        if "runtime" not in agent.model_fields_set:
-            _put(data, [role, "runtime", "type"], "subprocess")
+    for role in agent_config_fields(config):
         if harnesses[role].id in _REPLACED:
             _put(data, [role, "harness"], {"id": _plugin(_HARNESS)})
     made = load_environment(resolve_env_config(data))
     return made, list(islice(made.taskset, env.max_tasks))
+
+
+def _config(env: VerifiersV1) -> tuple[dict[str, Any], Any]:
+    """What the options say, and what verifiers makes of it."""
+    from verifiers.v1.utils.loaders import resolve_env_config
+
+    data: dict[str, Any] = {"taskset": {"id": _plugin(env.environment)}}
+    for name, value in env.options:
+        _put(data, name.split("."), value)
+    return data, resolve_env_config(copy.deepcopy(data))
+
+
+def _without_runtime(env: VerifiersV1) -> list[str]:
+    """The agents for which neither the environment nor the options name a runtime."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    agents = agent_config_fields(_config(env)[1])
+    return [role for role, agent in agents.items() if "runtime" not in agent.model_fields_set]
+
+
+def _no_runtime(roles: Sequence[str]) -> str:
+    return (
+        f"env.runtime is empty, and the agent {' and '.join(roles)} has none in verifiers' config; name one: "
+        f"subprocess runs what the model writes on this machine without isolation, prime in a remote sandbox"
+    )
 
 
 def _plugin(name: str) -> str:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Awaitable, Sequence
@@ -13,6 +12,7 @@ from rl.envs.base import RolloutContext
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.envs.chat.loop import play_agents
+from rl.envs.variables import clean_variables
 from rl.types import Message, Problem, Prompt, Rollout
 
 _SHOWN = 2000
@@ -29,7 +29,9 @@ class AgentEnv(ChatEnv):
     command: tuple[str, ...] = ()
     """The agent as a program, in a virtual environment of its own if it likes: it finds OPENAI_BASE_URL and
     OPENAI_API_KEY in its environment and the problem as JSON on standard input; what it prints is
-    episode.state["output"]."""
+    episode.state["output"]. Of other variables it gets those that programs need to run, no keys."""
+    variables: tuple[str, ...] = ()
+    """Names of variables that the agent's programs get beside the ordinary ones, such as that of a key."""
 
     def prepare(self) -> None:
         """What OpenAI's client loads at its first request is loaded once, before episodes fork."""
@@ -46,7 +48,7 @@ class AgentEnv(ChatEnv):
         done = subprocess.run(
             self.command,
             input=json.dumps(asdict(episode.problem)),
-            env={**os.environ, **settings},
+            env={**clean_variables(self.variables), **settings},
             capture_output=True,
             text=True,
         )

@@ -51,6 +51,8 @@ class Episode:
     """The tokens that were sampled in each turn; of an agent's, at the end."""
     answers: list[str] = field(default_factory=list)
     """The policy's turns as text, one for each of turn_tokens; one that only calls tools is empty."""
+    turn_texts: list[str] = field(default_factory=list)
+    """All that it wrote in each turn, reasoning and calls as they stand. Of an agent there is none."""
     num_opening: int = 0
     """How many of the messages stood there before the policy's first turn."""
 
@@ -118,7 +120,7 @@ class EpisodeRunner:
 
         malformed: what is wrong with calls that could not be read. The reply has no score.
         """
-        self.episode.messages.append(message)
+        self._hear([message])
         self.episode.turn_tokens.append(tokens)
         self.episode.answers.append(str(message["content"]))
         counts: Counter[str] = Counter()
@@ -150,7 +152,7 @@ class EpisodeRunner:
     ) -> Any:
         """What reward_episode() returned. said and what follows it: what no `step` was told of."""
         self.episode.stop = stop
-        self.episode.messages += said
+        self._hear(said)
         self.episode.turn_tokens += turn_tokens
         self.episode.answers += answers
         return self._run(self._env.reward_episode(self.episode))
@@ -170,6 +172,13 @@ class EpisodeRunner:
             for m in members
         ]
         return self._run(self._env.reward_group(episodes))
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        """The loop gives a turn's message its `text`, which stays out of the conversation."""
+        for message in messages:
+            if "text" in message:
+                self.episode.turn_texts.append(message["text"])
+            self.episode.messages.append({name: value for name, value in message.items() if name != "text"})
 
     def _call(self, call: Mapping[str, Any], counts: Counter[str]) -> Message:
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])

@@ -21,6 +21,7 @@ from rl.envs.chat.process import ENDED
 from rl.envs.pipes import HEADER, framed, receive, send, send_pickled
 from rl.envs.verifier import START_SECONDS
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
+from rl.processes import kill_tree
 from rl.types import Message, Problem, Score
 from rl.waiting import within
 
@@ -125,6 +126,10 @@ class EpisodeHost:
                 loop.add_reader(self._host, self._read_ended)
                 self._is_reading = True
 
+    def has_ended(self, pid: int) -> bool:
+        """As far as the forking process has told."""
+        return pid in self._ended
+
     @property
     def is_gone(self) -> bool:
         return self._is_cut_off or self._process.poll() is not None
@@ -214,9 +219,10 @@ class HostedEpisode:
         return await self._ask("score_group", (members,), seconds, what, "reward.limit_seconds")
 
     def kill(self) -> None:
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """With all that it has started. Of one that ended by itself the forking process ends what is left."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pid and not self._host.has_ended(self.pid) and os.getsid(self.pid) == self.pid:
+                kill_tree(self.pid)
 
     async def _ask(self, verb: str, arguments: tuple, seconds: float, what: str, setting: str) -> Any:
         try:
@@ -242,7 +248,7 @@ class HostedEpisode:
 
 
 def _end(host: socket.socket, process: subprocess.Popen) -> None:
-    process.kill()
+    kill_tree(process.pid)
     process.wait()
     host.close()
 

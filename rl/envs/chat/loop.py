@@ -144,7 +144,7 @@ class _Walk:
             self._messages.append(turn.message)
             if not turn.is_complete:
                 return await self._cut_off(process, turn)
-            reply = await process.step(turn.message, turn.parsed.malformed, turn.completion.tokens.tolist())
+            reply = await process.step(turn.told, turn.parsed.malformed, turn.completion.tokens.tolist())
             self._counts.update(reply.counts)
             self._messages += reply.messages
             if reply.score is not None:
@@ -154,7 +154,7 @@ class _Walk:
 
     async def _cut_off(self, process: EpisodeProcess, *unanswered: Turn) -> Score:
         self._stop = StopReason.LENGTH
-        said = [turn.message for turn in unanswered]
+        said = [turn.told for turn in unanswered]
         return await process.score(self._stop, said, _tokens(unanswered), _texts(unanswered))
 
     def played(self, score: Score) -> _Played:

@@ -4,6 +4,7 @@ A fork takes milliseconds and shares the memory of what is imported; it may hang
 nothing but its own episode notices. Host and forks speak rl/envs/pipes.py over a socket each.
 """
 
+import contextlib
 import gc
 import os
 import pickle
@@ -14,10 +15,12 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rl.envs.chat.episode import EndedEpisode, EpisodeRunner
 from rl.envs.chat.tools import Tool
@@ -26,7 +29,7 @@ from rl.envs.pipes import receive, send
 from rl.envs.verifier import score_of
 from rl.errors import BadReturn, EpisodeFailed
 from rl.observability.plain import plain
-from rl.processes import end_with_parent, mark_descendants
+from rl.processes import adopt_orphans, end_with_parent, kill_descendants, mark_descendants
 from rl.types import Score
 
 _GIB = 2**30
@@ -87,16 +90,18 @@ def _limit_memory(gib: float) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + int(gib * _GIB),) * 2)
 
 
-def _fork(env: Any, tools: Sequence[Tool], sock: socket.socket, output: int, host: socket.socket) -> None:
+def _fork(env: Any, tools: Sequence[Tool], sock: socket.socket, output: int, host: socket.socket) -> int:
+    """The episode's process."""
     parent = os.getpid()
-    if os.fork():
-        return
+    if pid := os.fork():
+        return pid
     status = 1
     try:
-        os.setsid()  # so that the host can end it with all that it starts
+        os.setsid()
         end_with_parent()
+        adopt_orphans()  # so that the host can end it with all that it starts
         if os.getppid() != parent:  # it ended before: no signal will tell of it
-            return
+            os._exit(status)
         host.close()
         for fd in (1, 2):
             os.dup2(output, fd)
@@ -117,15 +122,18 @@ def _fork(env: Any, tools: Sequence[Tool], sock: socket.socket, output: int, hos
         os._exit(status)
 
 
-def _reap(host: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        host.sendall(ENDED.pack(pid, status))
+def _reap(host: socket.socket, episodes: set[int], own: Collection[int]) -> None:
+    """Tell of episodes that have ended, and end what they have left.
+
+    An episode adopts the orphans of what it starts; the orphans of this process are those of episodes that
+    are gone. own: children that are neither.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] in episodes:
+                episodes.remove(ended[0])
+                host.sendall(ENDED.pack(*ended))
+    kill_descendants(os.getpid(), but={*episodes, *own})
 
 
 def main() -> None:
@@ -133,6 +141,7 @@ def main() -> None:
     host = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     end_with_parent()
+    adopt_orphans()
     mark_descendants()
     try:
         sys.path[:] = receive(host.fileno())
@@ -144,6 +153,8 @@ def main() -> None:
         send(host.fileno(), described(error))
         return
     send(host.fileno(), None)
+    episodes: set[int] = set()
+    own = {child.pid for child in psutil.Process().children()}  # what prepare() has started
     gc.freeze()  # what is there now stays shared: no fork's collector touches it
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -153,13 +164,13 @@ def main() -> None:
         ready, _, _ = select.select([host.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
-            _reap(host)
+            _reap(host, episodes, own)
         if host.fileno() in ready:
             data, fds, _, _ = socket.recv_fds(host, 1, 2)
             if not data:
                 return
             sock = socket.socket(fileno=fds[0])
-            _fork(env, tools, sock, fds[1], host)
+            episodes.add(_fork(env, tools, sock, fds[1], host))
             sock.close()
             os.close(fds[1])
 

@@ -41,6 +41,12 @@ class Turn:
     completion: Completion
     message: Message
     parsed: ParsedTurn  # of a turn that was cut off: its text alone
+    written: str  # all that the policy wrote, reasoning and calls as they stand
+
+    @property
+    def told(self) -> Message:
+        """For the episode's process: the message, and `text`, which is no part of it."""
+        return {**self.message, "text": self.written}
 
     @property
     def text(self) -> str:
@@ -165,10 +171,10 @@ class ChatSession:
         text = self._template.text(completion.tokens.tolist())
         if completion.stop is not StopReason.STOP:
             message: Message = {"role": "assistant", "content": text}
-            return Turn(before, np.array(given, np.int32), completion, message, ParsedTurn(text))
+            return Turn(before, np.array(given, np.int32), completion, message, ParsedTurn(text), text)
         parsed = self._template.parse(text)
         message = as_message(parsed, text, f"call{len(self.turns):03d}")
-        return Turn(before, np.array(given, np.int32), completion, message, parsed)
+        return Turn(before, np.array(given, np.int32), completion, message, parsed, text)
 
 
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:

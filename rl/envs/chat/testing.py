@@ -97,7 +97,8 @@ class _HereEpisode:
         await asyncio.to_thread(self.runner.act, base_url, api_key)
 
     async def score(self, *end: Any) -> Score:
-        return score_of(await asyncio.to_thread(self.runner.reward, *end))
+        score = score_of(await asyncio.to_thread(self.runner.reward, *end))
+        return replace(score, notes=dict(self.runner.episode.notes))
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         return [score_of(r) for r in await asyncio.to_thread(self.runner.reward_group, members)]

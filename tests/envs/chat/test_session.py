@@ -215,7 +215,7 @@ def test_a_conversation_may_have_as_many_turns_as_an_episode():
     for i in range(2000):  # over Python's limit of calls within each other
         completion = Completion([i], [0.0], VersionRange(0, 0), StopReason.STOP)
         message = {"role": "assistant", "content": ""}
-        turn = Turn(turn, np.array([7], np.int32), completion, message, ParsedTurn(""))
+        turn = Turn(turn, np.array([7], np.int32), completion, message, ParsedTurn(""), "")
     assert turn.tokens == [token for i in range(2000) for token in (7, i)]
     session, _, _ = session_of("llama3", [])
     session.turns = turn.path

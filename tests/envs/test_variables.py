@@ -1,0 +1,120 @@
+"""No key of this process reaches a program that an environment starts, by whatever way it starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.episode import EpisodeRunner
+from rl.envs.variables import clean_environment, clean_variables
+from rl.types import Problem
+
+KEYS = {
+    "WANDB_API_KEY": "k3y",
+    "HF_TOKEN": "k3y",
+    "AWS_SECRET_ACCESS_KEY": "k3y",
+    "OPENAI_API_KEY": "k3y",
+    "JUDGE_API_KEY": "k3y",
+    "DATABASE_URL": "postgres://me:k3y@host/x",
+    "https_proxy": "http://me:k3y@proxy",
+    "MY_PASSPHRASE": "k3y",
+}
+SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+VERIFIERS_0_4 = Path(sys.prefix, "verifiers-0.4")
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@dataclass(frozen=True)
+class Shows(AgentEnv):
+    command: tuple[str, ...] = (sys.executable, "-c", SHOW)
+
+    def generate(self, seed):
+        return Problem("1", "?")
+
+
+def variables_of(env):
+    runner = EpisodeRunner(env, (), Problem("1", "?"), 0)
+    runner.act("http://policy", "episode-key")
+    return json.loads(runner.episode.state["output"])
+
+
+def test_an_agents_program_gets_its_episodes_key_and_no_other():
+    seen = variables_of(Shows())
+    assert "k3y" not in json.dumps({name: value for name, value in seen.items() if name in KEYS})
+    assert (seen["OPENAI_API_KEY"], seen["OPENAI_BASE_URL"]) == ("episode-key", "http://policy")
+    assert seen["PATH"] == os.environ["PATH"] and "k3y" not in json.dumps(seen)
+    assert variables_of(Shows(variables=("HF_TOKEN",)))["HF_TOKEN"] == "k3y"
+
+
+def test_what_is_kept_is_listed_and_what_is_changed_comes_back(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    before = dict(os.environ)
+    assert not KEYS.keys() & clean_variables().keys() and clean_variables()["http_proxy"]
+    with clean_environment(("HF_TOKEN",)):
+        shown = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True).stdout
+        assert {name for name in KEYS if name in json.loads(shown)} == {"HF_TOKEN"}
+        os.environ["NEW"] = "x"
+    assert dict(os.environ) == before
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Showing"]
+
+class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def shows(self, trace, runtime) -> float:
+        shown = await runtime.run(["env"], {})
+        return 0.5 if "k3y" in shown.stdout else 0.25 if "EPISODE_API_KEY" in shown.stdout else 1.0
+
+class Showing(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        for i in range(4):
+            yield Task(vf.TaskData(prompt=f"Say {i}."), self.config.task)
+"""
+PLAY = """
+import sys
+from pathlib import Path
+from rl.envs.adapters.verifiers_v1 import VerifiersV1
+from rl.errors import ConfigError
+from tests.envs.chat.templates import make_tokenizer
+from tests.envs.test_adapters import play
+
+tokenizer = make_tokenizer("qwen2_5", Path(sys.argv[1]))
+unset = VerifiersV1(environment="showing", num_eval=2)
+print(unset.validate())
+try:
+    unset.prepare()
+except ConfigError as error:
+    print("refused:", error)
+env = VerifiersV1(environment="showing", num_eval=2, runtime="subprocess")
+print(env.validate())
+score = play(tokenizer, env, env.generate(1), ["1"]).score
+print(score.reward, score.error)
+"""
+
+
+@pytest.mark.slow  # a Python of its own, which imports another version of verifiers
+def test_verifiers_runs_programs_where_it_is_told_to_and_without_keys(tmp_path):
+    (tmp_path / "showing.py").write_text(TASKSET)
+    path = os.pathsep.join([str(VERIFIERS_0_4), str(tmp_path), os.getcwd()])
+    done = subprocess.run(
+        [sys.executable, "-c", PLAY, str(tmp_path / "tokenizer")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    refused, prepared, accepted, score = done.stdout.splitlines()[-4:]
+    assert "env.runtime is empty" in refused and prepared.startswith("refused: env.runtime is empty")
+    assert accepted == "[]" and score == "1.0 None", done.stderr[-2000:]
