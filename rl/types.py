@@ -45,10 +45,10 @@ class Problem:
     """One task instance: what is asked, and what its verifier compares with."""
 
     id: str
-    question: str
+    question: str = ""
     answer: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the task needs to know of it
-    messages: tuple[Message, ...] = ()  # of a ChatEnv: the conversation so far, in place of the question
+    messages: tuple[Message, ...] = ()  # with chat: the conversation so far, in place of the question
     task: str = ""  # whose accuracy it counts for too, where a run has several
 
     @property
