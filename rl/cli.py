@@ -1,4 +1,4 @@
-"""The command line: rl train | eval | replay | serve | plan | doctor | gpu-check | fetch.
+"""The command line: rl train | check | eval | replay | serve | plan | doctor | gpu-check | fetch.
 
 Bad input is one line on standard error, and exit code 2.
 """
@@ -15,6 +15,7 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
+  rl check RECIPE [--section.field value ...]   its settings, and its environment at work, without a model
   rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
@@ -66,6 +67,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command == "train":
         return _train(rest)
+    if command == "check":
+        from rl.controller.check import check
+
+        return check(rest)
     if command == "eval":
         from rl.controller.evaluate import evaluate
 
@@ -97,8 +102,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, eval, replay, serve, plan, doctor, gpu-check or fetch, as "
-        f"rl train quickstart (rl --help)"
+        f"unknown command {command!r}; use train, check, eval, replay, serve, plan, doctor, gpu-check or fetch, "
+        f"as rl train quickstart (rl --help)"
     )
 
 

@@ -17,6 +17,7 @@ from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import specs_on
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
+from rl.controller.rehearsal import rehearse
 from rl.controller.resume import is_own, take_over_weights, with_newest_checkpoint
 from rl.controller.specs import roles
 from rl.controller.validate import validate
@@ -48,6 +49,9 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     in_place = in_place or is_own(config.resume, config.run_dir)
     if found := validate(config, [*found, *missing], in_place=in_place):
         raise ConfigError("\n".join(found))
+    with modules_of(source):
+        if found := rehearse(config, config.model.tokenizer()).problems:
+            raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

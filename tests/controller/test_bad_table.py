@@ -539,8 +539,8 @@ ENVS = [
     env("raises", "    def generate(self, seed): return 1 / 0\n$reward\n", "mine.py line", "ZeroDivisionError", "fix it"),
     env("raises at times", "    def generate(self, seed): return Problem('', str(1 // (seed % 2)), '')\n$reward\n", "ZeroDivision", "mine.py line"),
     env("leaves", "    def generate(self, seed): raise SystemExit(3)\n$reward\n", "SystemExit", "fix it"),
-    env("wrong parameters", "    def generate(self): pass\n$reward\n", "TypeError", "generate"),
-    env("an async generate", "    async def generate(self, seed): pass\n$reward\n", "return a Problem"),
+    env("wrong parameters", "    def generate(self): pass\n$reward\n", "E.generate (mine.py line", "cannot be called with (seed)", "write def generate(self, seed)"),
+    env("an async generate", "    async def generate(self, seed): pass\n$reward\n", "E.generate (mine.py line", "is async, which nothing awaits"),
     env("a list for a field", "    items: list = field(default_factory=list)\n$generate\n$reward\n", "its field items is a list; use frozen=True, and tuples"),
     env("a dict for a field", "    items: dict = field(default_factory=dict)\n$generate\n$reward\n", "its field items is a dict"),
     env("not frozen", "$generate\n$reward\n", "frozen", frozen=False),
@@ -933,7 +933,7 @@ COMMANDS = [
     row("replay without a step", "replay runs/x", "--step is missing"),
     row("replay of a step that is none", "replay runs/x --step first", "--step first must be a step, at least 1"),
     row("replay of no run", "replay runs/x --step 3", "runs/x is not the directory of a run"),
-    row("unknown", "trian", "unknown command 'trian'; use train, eval, replay, serve, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
+    row("unknown", "trian", "unknown command 'trian'; use train, check, eval, replay, serve, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
     row("capitals", "TRAIN quickstart", "unknown command 'TRAIN'"),
     row("empty", "''", "unknown command ''"),
     row("a flag", "--steps 3", "unknown command '--steps'"),
@@ -1026,10 +1026,10 @@ def _files_for_output() -> Iterator[tuple[Path, Path]]:
                 stream.close()
 
 
-def outcome(arguments: Arguments) -> Outcome:
+def outcome(arguments: Arguments, limit_seconds: float = 20.0) -> Outcome:
     """Of `rl` in this process."""
     code: object = "none"
-    signal.setitimer(signal.ITIMER_REAL, 20)
+    signal.setitimer(signal.ITIMER_REAL, limit_seconds)
     with _files_for_output() as (out, err), mock.patch.object(sys, "argv", ["rl", *arguments]):
         try:
             cli.main()
