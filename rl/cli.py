@@ -102,8 +102,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, check, eval, replay, serve, plan, doctor, gpu-check or fetch, "
-        f"as rl train quickstart (rl --help)"
+        f"unknown command {command!r}; use train, check, eval, replay, serve, plan, doctor, gpu-check or "
+        f"fetch, as rl train quickstart (rl --help)"
     )
 
 

@@ -152,7 +152,7 @@ class Rollout:
 class Rewards:
     """What a reward function may return in place of one number; one of the two."""
 
-    turns: tuple[float, ...] = ()  # for each run of sampled tokens
+    turns: tuple[Any, ...] = ()  # for each run of sampled tokens: a number, or {name: number}, summed
     tokens: tuple[float, ...] = ()  # for each sampled token
 
 
@@ -172,6 +172,7 @@ class Score:
     error: str | None = None
     parts: Rewards = Rewards()  # how it is spread over the rollout; empty for one reward at the end
     components: Mapping[str, float] = field(default_factory=dict)  # what it is the sum of, by name
+    turn_components: tuple[Mapping[str, float], ...] = ()  # the same for each turn, where turns have names
     notes: Mapping[str, Any] = field(default_factory=dict)  # what the episode wrote down for people: JSON
     cause: str = ""  # of an error, in a word, for metrics: raised, timeout, crashed, type, too_long, ...
     verdict: bool | None = None  # the environment's own; None: a reward of 1 is success

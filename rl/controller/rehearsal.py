@@ -25,7 +25,7 @@ from rl.envs.verifier import Verifier
 from rl.errors import ConfigError, RunError, one_line
 from rl.fields import shown
 from rl.interfaces import Tokenizer
-from rl.types import Problem, Prompt, Rollout, SamplingParams, Score
+from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Score
 from rl.waiting import within
 
 _MOST_SECONDS = 60.0
@@ -186,6 +186,12 @@ def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> N
     if config.judge.model is not None and any("JudgeFailed" in (t.score.error or "") for t in takes):
         rehearsal.notes.append("  its judge is not here before the run: the reward was not tried to its end")
         return
+    if any(take.score.parts != Rewards() for take in takes) and not config.algorithm.reads_turns:
+        rehearsal.problems.append(
+            f"env {name} rewards each turn, or token, which advantages {type(config.advantages).__name__} "
+            f"does not read: all would have the same advantage; use GAE() or ReinforcePP(), or return one "
+            f"reward"
+        )
     failed = [take for take in takes if take.score.error]
     sure = [take for take in failed if take.score.cause in _OF_ANY_ANSWER]
     if sure or len(failed) == len(takes):

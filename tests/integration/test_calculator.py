@@ -9,14 +9,28 @@ import pytest
 from rl.observability.json_lines import read_records
 from tests.integration.runs import read_metrics, rl
 
+_RECIPES = """
+from dataclasses import replace
+from configs.calculator import calculator
+from rl.loss.advantages.reinforce_pp import ReinforcePP
+
+def episode():
+    return calculator()
+
+def turns():
+    return replace(calculator(), advantages=ReinforcePP())  # which reads them
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rewards", ["episode", "turns"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(_RECIPES)
     done = rl(
         "train",
-        "calculator",
+        f"{recipe}:{rewards}",
         "--seed",
         seed,
         "--env.rewards",
