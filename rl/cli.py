@@ -8,6 +8,7 @@ import sys
 
 from rl.cluster.environment import prepare_environment
 from rl.output import forgiving_output
+from rl.surroundings import check_surroundings, open_standard_streams
 
 _USAGE = """usage: rl COMMAND ...
 
@@ -26,11 +27,16 @@ _USAGE = """usage: rl COMMAND ...
   rl --version"""
 
 
+_STARTS_PROCESSES = ("train", "eval", "replay", "serve")
+
+
 def main() -> None:
+    open_standard_streams()
     prepare_environment()
     from rl.errors import ConfigError, RunError
 
     try:
+        check_surroundings(starts_processes=sys.argv[1:2] != [] and sys.argv[1] in _STARTS_PROCESSES)
         with forgiving_output() as output:
             try:
                 code: str | int | None = _dispatch(sys.argv[1:])

@@ -48,6 +48,11 @@ def _load(name: str) -> tuple[str, RunConfig]:
             f"{name!r} is no recipe; write rl train RECIPE {name} ..., with RECIPE one of "
             f"{', '.join(recipes)}, or path/to/file.py:function"
         )
+    if name not in recipes and (os.sep in name or os.path.isdir(name)):
+        raise ConfigError(
+            f"{short(repr(name))} is no run: it has no config.json; give the directory of a run, a recipe "
+            f"({', '.join(recipes)}), or path/to/file.py:function"
+        )
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -221,6 +221,8 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
             groups[-1].append(argument)
         else:
             found.append(_stray(argument, known))
+    given = [flag for flag, *_ in groups]
+    found += [f"{flag} is given {given.count(flag)} times; give it once" for flag in _repeated(given)]
     for flag, *values in groups:
         name = flag[2:]
         if name not in known:
@@ -238,6 +240,10 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
             found += [_stray(value, known, after=name) for value in values[1:]]
         flags.append([flag, *(values if several else values[:1])])
     return flags, found
+
+
+def _repeated(flags: Sequence[str]) -> list[str]:
+    return [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]
 
 
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:

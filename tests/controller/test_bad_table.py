@@ -337,6 +337,8 @@ FLAGS = [
     quick("transformers' report_to", "--report_to wandb", "it is called --tracking.sinks here"),
     quick("transformers' output_dir", "--output_dir x", "it is called --run_dir here"),
     quick("its name for a tuple", "--lora_target_modules q_proj", "--trainer.lora.targets here"),
+    quick("a flag given twice", "--steps 3 --steps 5", "--steps is given 2 times; give it once"),
+    quick("a flag given twice, with another spelling", "--trainer.lr_warmup_steps 1 --trainer.lr-warmup-steps 1", "--trainer.lr_warmup_steps is given 2 times"),
 ]
 
 VALUES = [
@@ -422,6 +424,10 @@ VALUES = [
     quick("a chat without a template", "--env.chat True", "no chat template; set --env.chat False"),
     quick("a wandb project for nobody", "--tracking.project x", "has no effect without wandb or mlflow"),
     quick("a path for a model", "--model.path x", "unknown setting --model.path"),
+    quick("10**8 threads", "--trainer.num_threads 100000000", "trainer.num_threads=100000000 must be at least 0 and at most 1024"),
+    quick("10**8 threads of a generator", "--generator.num_threads 100000000", "generator.num_threads=100000000 must be at least 0 and at most 1024"),
+    quick("no time to start", "--deadlines.start 0.001", "deadlines.start=0.001 must be at least 1"),
+    quick("a sink twice", "--tracking.sinks tensorboard tensorboard", "names tensorboard twice; name each once"),
 ]
 
 SEVERAL = [
@@ -564,6 +570,13 @@ ENVS = [
     env("eval_problems of none", "    def eval_problems(self): return []\n$generate\n$reward\n", "eval_problems()"),
     env("eval_problems of a None", "    def eval_problems(self): return None\n$generate\n$reward\n", "eval_problems()"),
     env("post_init raises", "    def __post_init__(self): raise ValueError('never')\n$generate\n$reward\n", "ValueError: never; fix the recipe"),
+    env("a field without a type", "    num_eval = 2\n$generate\n$reward\n", "E sets num_eval without a type", "write num_eval: int = 2", make="E()"),
+    env("a reward of two parameters", "    def reward(self, problem, response): return 0.0\n$generate\n", "cannot be called with (problem, response, stop)"),
+    env("an async reward", "    async def reward(self, problem, response, stop): return 0.0\n$generate\n", "is async, which nothing awaits"),
+    env("other problems each time", "    def generate(self, seed): return Problem('', str(__import__('random').random()), '')\n$reward\n", "makes another problem each time from one seed"),
+    env("messages without a role", "    def generate(self, seed): return Problem(str(seed), messages=({'content': str(seed)},))\n$reward\n", "has no role"),
+    env("half of a character", "    def generate(self, seed): return Problem(str(seed), str(seed) + chr(0xd800))\n$reward\n", "half of a character"),
+    env("a set in metadata", "    def generate(self, seed): return Problem(str(seed), str(seed), metadata={'a': {1, 2}})\n$reward\n", "a set, whose order differs between processes"),
 ]
 
 _GOOD = '{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": "3"}\n'
@@ -839,6 +852,8 @@ EARLIER = [
     command("a directory named so", lambda p: (p.directory / "config.json").mkdir(), "train {here}/config.json", "is not the config.json of a run"),
     command("not UTF-8", lambda p: p.write("config.json", b"\xff\xfe"), "train {here}/config.json", "is not the config.json of a run"),
     command("of a directory", lambda p: p.write("config.json", "what"), "train {here}", "is not the config.json of a run"),
+    row("a run that is not there", "train runs/none", "'runs/none' is no run: it has no config.json"),
+    command("a run without config.json", lambda p: p.write("run/x", ""), "train {here}/run", "is no run: it has no config.json"),
 ]
 
 RUN_DIRECTORIES = [
@@ -856,6 +871,9 @@ RUN_DIRECTORIES = [
     quick("a path too long", f"--run_dir {'x/' * 3000}", "is longer than a path may be"),
     quick("a name too long in bytes", f"--run_dir {'é' * 200}", "is longer than a path may be"),
     row("NUL", lambda p: ["train", "quickstart", "--run_dir", "a\0b"], "run_dir='a\\x00b'", "NUL"),
+    row("a control character", lambda p: ["train", "quickstart", "--run_dir", "a\x1b[31mb"], "holds a control character"),
+    row("a line break", lambda p: ["train", "quickstart", "--run_dir", "a\nb"], "holds a control character"),
+    row("resume from a run that is none", "train quickstart --resume runs/none", "resume='runs/none' does not exist; give a run's directory, or runs/.../checkpoints/step-N"),
 ]
 
 ALGORITHMS = [
@@ -960,6 +978,10 @@ COMMANDS = [
     row("fetch under /proc", "fetch smollm2 /proc/x", "/proc"),
     row("fetch to a name too long", f"fetch smollm2 {'x' * 300}", "longer than a path may be"),
     row("fetch to NUL", lambda p: ["fetch", "smollm2", "a\0b"], "NUL"),
+    row("plan for GPUs of 8000 GB", "plan quickstart --devices 8xH100-8000", "no GPU has 8000 GB; write its memory"),
+    row("plan for GPUs of nothing", "plan quickstart --devices 8xH100-0", "no GPU has 0 GB"),
+    row("check of nothing", "check nowhere.py:f", "does not exist"),
+    row("check of an unknown setting", "check quickstart --stepz 3", "unknown setting --stepz; did you mean --steps?"),
 ]
 
 # fmt: on
