@@ -382,7 +382,7 @@ VALUES = [
     quick("shared without GPUs", "--placement shared", "placement=shared has no effect without GPUs; leave it out"),
     quick("graphs without GPUs", "--generator.cuda_graphs on", "generator.cuda_graphs=on needs a GPU; set it to off"),
     quick("less than no cache", "--generator.kv_cache_gib -1", "generator.kv_cache_gib=-1.0 must be at least 0"),
-    quick("no time", "--deadlines.start 0", "deadlines.start=0.0 must be over 0"),
+    quick("no time", "--deadlines.start 0", "deadlines.start=0.0 must be at least 1"),
     quick("a share over 1", "--loss.low 2", "loss.low=2.0 must be at least 0 and at most 1"),
     quick("a negative share", "--loss.low -0.1", "loss.low=-0.1 must be at least 0 and at most 1"),
     quick("an env's share", "--env.corruption 1.5", "env.corruption=1.5 must be at least 0 and at most 1"),
@@ -434,7 +434,7 @@ SEVERAL = [
     quick("unknown and type", "--no_such 1 --steps abc", "--no_such", "--steps abc must be", problems=2),
     quick("unknown, type and bound", "--no_such 1 --steps abc --seed -1", "--no_such", "--steps abc", "seed=-1", problems=3),
     quick("two types", "--steps abc --trainer.lr def", "--steps abc", "--trainer.lr def", problems=2),
-    quick("the same setting twice, wrong both times", "--steps abc --steps def", "--steps", problems=2),
+    quick("the same setting twice, wrong both times", "--steps abc --steps def", "--steps is given 2 times; give it once", "--steps abc must be", "--steps def must be", problems=3),
     quick("two bounds", "--steps 0 --group_size 0", "steps=0", "group_size=0", problems=2),
     quick("a bound and a rule", "--steps 0 --group_size 1", "steps=0", "group_size=1 gives", problems=2),
     quick("bound, env and machine", "--steps 0 --env.max_letters 9 --generator.num_replicas 500", "steps=0", "use 10", "use fewer", problems=3),
@@ -754,12 +754,12 @@ def _with_file(path: Path, size: int, needed: int) -> None:
 
 CHECKPOINTS = [
     quick("missing", "--resume nowhere/step-7", "nowhere/step-7 is not a complete checkpoint"),
-    quick("a wrong name", "--resume nowhere", "resume='nowhere' is not named step-N; give runs/.../checkpoints/step-N"),
+    quick("a wrong name", "--resume nowhere", "resume='nowhere' does not exist, and is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"),
     quick("a Hub id", "--resume owner/name", "is not named step-N"),
     quick("latest without runs", "--resume latest", "a run of quickstart in runs/ has no complete checkpoint"),
     quick("latest in capitals", "--resume LATEST", "is not named step-N"),
-    quick("True", "--resume True", "resume='True' is not named step-N; give runs/.../checkpoints/step-N"),
-    quick("a number", "--resume 7", "resume='7' is not named step-N"),
+    quick("True", "--resume True", "resume='True' does not exist, and is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"),
+    quick("a number", "--resume 7", "resume='7' does not exist, and is not named step-N"),
     quick("a step without a number", "--resume step-", "is not named step-N"),
     row("a path with NUL", lambda p: ["train", "quickstart", "--resume", "a\0/step-7"], "resume"),
     quick("a path too long", f"--resume {'x' * 5000}/step-7", "resume"),
@@ -852,8 +852,8 @@ EARLIER = [
     command("a directory named so", lambda p: (p.directory / "config.json").mkdir(), "train {here}/config.json", "is not the config.json of a run"),
     command("not UTF-8", lambda p: p.write("config.json", b"\xff\xfe"), "train {here}/config.json", "is not the config.json of a run"),
     command("of a directory", lambda p: p.write("config.json", "what"), "train {here}", "is not the config.json of a run"),
-    row("a run that is not there", "train runs/none", "'runs/none' is no run: it has no config.json"),
-    command("a run without config.json", lambda p: p.write("run/x", ""), "train {here}/run", "is no run: it has no config.json"),
+    row("a run that is not there", "train runs/none", "unknown recipe 'runs/none': it is no run either, for it has no config.json"),
+    command("a run without config.json", lambda p: p.write("run/x", ""), "train {here}/run", "it is no run either, for it has no config.json"),
 ]
 
 RUN_DIRECTORIES = [
@@ -873,7 +873,7 @@ RUN_DIRECTORIES = [
     row("NUL", lambda p: ["train", "quickstart", "--run_dir", "a\0b"], "run_dir='a\\x00b'", "NUL"),
     row("a control character", lambda p: ["train", "quickstart", "--run_dir", "a\x1b[31mb"], "holds a control character"),
     row("a line break", lambda p: ["train", "quickstart", "--run_dir", "a\nb"], "holds a control character"),
-    row("resume from a run that is none", "train quickstart --resume runs/none", "resume='runs/none' does not exist; give a run's directory, or runs/.../checkpoints/step-N"),
+    row("resume from a run that is none", "train quickstart --resume runs/none", "resume='runs/none' does not exist, and is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"),
 ]
 
 ALGORITHMS = [
