@@ -14,6 +14,7 @@ LAYERS = [
         "rl.hub",
         "rl.paths",
         "rl.output",
+        "rl.surroundings",
         "rl.owned_directory",
         "rl.cgroups",
         "rl.out_of_memory",

@@ -74,7 +74,7 @@ def _send_cached(function: "functools._lru_cache_wrapper") -> str | tuple:
     return _cached, (function.__wrapped__, function.cache_parameters())
 
 
-copyreg.pickle(functools._lru_cache_wrapper, _send_cached)  # type: ignore[arg-type]
+copyreg.pickle(functools._lru_cache_wrapper, _send_cached)
 
 
 class _Directory:

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -145,7 +146,6 @@ FOREIGN_NAMES = {
     "num_rollout_workers": "generator.num_replicas",
 }
 
-
 # Of foreign names whose value means something else there: what to change in it.
 FOREIGN_VALUES = {
     "mini_batch_size": "is a number of them, not their size",
@@ -171,19 +171,15 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
     """
     if {"-h", "--help"} & set(arguments):
         _show_help(config, prog)
-    with postpone_refusals():  # a flag alone may conflict with one that follows
-        return _overridden(config, arguments)
-
-
-def _overridden(config: RunConfig, arguments: Sequence[str]) -> tuple[RunConfig, list[str]]:
     flags, found = _flags(config, arguments)
     changed = config
-    for flag, *values in flags:
-        try:
-            changed = _with(changed, flag[2:].split("."), values)
-        except ConfigError as error:
-            found.append(str(error))
-    return expand_paths(_without_what_was_switched_off(config, changed)), found
+    with postpone_refusals():  # a flag alone may conflict with one that follows
+        for flag, *values in flags:
+            try:
+                changed = _with(changed, flag[2:].split("."), values)
+            except ConfigError as error:
+                found.append(str(error))
+        return expand_paths(_without_what_was_switched_off(config, changed)), found
 
 
 def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str = "") -> Any:
@@ -221,8 +217,8 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
             groups[-1].append(argument)
         else:
             found.append(_stray(argument, known))
-    given = [flag for flag, *_ in groups]
-    found += [f"{flag} is given {given.count(flag)} times; give it once" for flag in _repeated(given)]
+    counts = Counter(flag for flag, *_ in groups)
+    found += [f"{flag} is given {count} times; give it once" for flag, count in counts.items() if count > 1]
     for flag, *values in groups:
         name = flag[2:]
         if name not in known:
@@ -242,10 +238,6 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
     return flags, found
 
 
-def _repeated(flags: Sequence[str]) -> list[str]:
-    return [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]
-
-
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
     flag = argument.lstrip("-+")
     if "=" in argument and flag.split("=")[0] in known:
@@ -255,7 +247,7 @@ def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
 
 
 def _show_help(config: RunConfig, prog: str) -> None:
-    """Print every setting, and exit."""
+    """And exit."""
     tyro.cli(RunConfig, default=config, args=["--help"], prog=prog, use_underscores=True, config=_TYRO)
 
 
