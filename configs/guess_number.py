@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import RewardConfig, RunConfig
+from rl.controller.config import RewardConfig, RunConfig, WarmupConfig
 from rl.envs.adapters.textarena import TextArena
 
 
@@ -13,6 +13,7 @@ def guess_number() -> RunConfig:
         smollm2(),
         env=TextArena(game="GuessTheNumber-v0", max_turns=8, max_new_tokens=16, num_eval=32),
         reward=RewardConfig(limit_seconds=10.0),
+        warmup=WarmupConfig(),
         steps=40,
         prompts_per_step=4,
         group_size=8,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rl.bounds import PositiveInt
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import JudgeConfig, RewardConfig, RunConfig
+from rl.controller.config import JudgeConfig, RewardConfig, RunConfig, WarmupConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.envs.judge import Judge
@@ -56,6 +56,7 @@ def judge() -> RunConfig:
         env=OneSentence(),
         judge=JudgeConfig(model=ModelDir("models/judge")),
         reward=RewardConfig(num_procs=1, limit_seconds=60.0),
+        warmup=WarmupConfig(),
         steps=40,
         prompts_per_step=4,
         group_size=8,

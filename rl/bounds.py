@@ -19,8 +19,10 @@ class ZeroOrOver:
 
 PositiveInt = Annotated[int, Ge(1), Le(MOST), tyro.conf.arg(metavar="INT >= 1")]
 NonNegativeInt = Annotated[int, Ge(0), Le(MOST), tyro.conf.arg(metavar="INT >= 0")]
+Threads = Annotated[int, Ge(0), Le(1024), tyro.conf.arg(metavar="0 <= INT <= 1024")]
 Seed = Annotated[int, Ge(0), Lt(2**63), tyro.conf.arg(metavar="0 <= INT < 2^63")]
 PositiveFloat = Annotated[float, Gt(0), tyro.conf.arg(metavar="FLOAT > 0")]
+AtLeastOne = Annotated[float, Ge(1), tyro.conf.arg(metavar="FLOAT >= 1")]
 NonNegativeFloat = Annotated[float, Ge(0), tyro.conf.arg(metavar="FLOAT >= 0")]
 HalfShare = Annotated[float, Ge(0), Le(0.5), tyro.conf.arg(metavar="0 <= FLOAT <= 0.5")]
 Share = Annotated[float, Ge(0), Le(1), tyro.conf.arg(metavar="0 <= FLOAT <= 1")]

@@ -1,4 +1,4 @@
-"""The command line: rl train | eval | replay | serve | plan | doctor | gpu-check | fetch.
+"""The command line: rl train | check | eval | replay | serve | plan | doctor | gpu-check | fetch.
 
 Bad input is one line on standard error, and exit code 2.
 """
@@ -8,6 +8,7 @@ import sys
 
 from rl.cluster.environment import prepare_environment
 from rl.output import forgiving_output
+from rl.surroundings import check_surroundings, open_standard_streams
 
 _USAGE = """usage: rl COMMAND ...
 
@@ -15,6 +16,7 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
+  rl check RECIPE [--section.field value ...]   its settings, and its environment at work, without a model
   rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
@@ -25,11 +27,16 @@ _USAGE = """usage: rl COMMAND ...
   rl --version"""
 
 
+_STARTS_PROCESSES = ("train", "eval", "replay", "serve")
+
+
 def main() -> None:
+    open_standard_streams()
     prepare_environment()
     from rl.errors import ConfigError, RunError
 
     try:
+        check_surroundings(starts_processes=sys.argv[1:2] != [] and sys.argv[1] in _STARTS_PROCESSES)
         with forgiving_output() as output:
             try:
                 code: str | int | None = _dispatch(sys.argv[1:])
@@ -66,6 +73,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command == "train":
         return _train(rest)
+    if command == "check":
+        from rl.controller.check import check
+
+        return check(rest)
     if command == "eval":
         from rl.controller.evaluate import evaluate
 
@@ -97,8 +108,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, eval, replay, serve, plan, doctor, gpu-check or fetch, as "
-        f"rl train quickstart (rl --help)"
+        f"unknown command {command!r}; use train, check, eval, replay, serve, plan, doctor, gpu-check or "
+        f"fetch, as rl train quickstart (rl --help)"
     )
 
 

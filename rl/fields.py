@@ -8,7 +8,6 @@ import math
 import os
 import types
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -189,11 +188,9 @@ def expand_paths(config: T) -> T:
     return dataclasses.replace(config, **changes) if changes else config
 
 
-def expectation(config: Any, name: str) -> str:
-    """What the setting `section.field` must be, in words."""
-    section, _, field = name.rpartition(".")
-    owner = attrgetter(section)(config) if section else config
-    return _words(type_hints(type(owner)).get(field, Any))
+def describe_type(hint: Any) -> str:
+    """What a value of this type is, in words."""
+    return _words(hint)
 
 
 def type_hints(kind: type) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rl.errors import ConfigError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _DATA = "hf://datasets/"
+_REACH_SECONDS = 4.0
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
 
 
@@ -43,12 +44,32 @@ def data_file(path: str) -> str:
 
 
 @lru_cache
+def _is_out_of_reach() -> bool:
+    """Whether the Hub does not answer: then what is here already has to do. Its client would try for 20 s."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_REACH_SECONDS)
+    except httpx.HTTPError:
+        return True
+    return False
+
+
+@lru_cache
 def _snapshot(name: str, files: tuple[str, ...] = _MODEL_FILES) -> str:
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
     try:
-        return snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
+        return snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=list(files),
+            local_files_only=_is_out_of_reach(),
+        )
     except Exception as error:  # of the network, of access, of the cache
         what = f"{name!r} is no directory here, and could not be fetched from the Hub"
         remedy = "give a model directory (rl fetch smollm2 makes one), or an id with HF_TOKEN and a network"
@@ -61,7 +82,13 @@ def _download(name: str, file: str) -> str:
 
     repository, _, revision = name.partition("@")
     try:
-        return hf_hub_download(repository, file, repo_type="dataset", revision=revision or None)
+        return hf_hub_download(
+            repository,
+            file,
+            repo_type="dataset",
+            revision=revision or None,
+            local_files_only=_is_out_of_reach(),
+        )
     except Exception as error:
         raise ConfigError(
             f"{_DATA}{name}/{file} could not be fetched ({_short(error)}); check its name, HF_TOKEN and the "

@@ -40,6 +40,7 @@ class AdvantageEstimator(Protocol):
 
     - `needs_critic = True`, with a method `returns(groups)`: what the critic learns to say.
     - `compares_in_groups = True` says that a group of one teaches nothing.
+    - `reads_turns = False` says that it reads a rollout's whole reward, not where in it rewards were earned.
     - `group_by_group = True` says that a group's advantages depend on no other group.
     """
 

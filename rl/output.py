@@ -40,7 +40,8 @@ class Output:
 @contextmanager
 def forgiving_output() -> Iterator[Output]:
     """It takes the place of standard output within the context."""
-    stream, sys.stdout = sys.stdout, Output(sys.stdout)
+    stream = sys.stdout
+    sys.stdout = Output(stream or open(os.devnull, "w"))  # noqa: SIM115  # None: it was closed before Python
     try:
         yield sys.stdout
     finally:

@@ -17,6 +17,8 @@ def why_no_path(path: str) -> str:
     """Why no file can have this name, with the remedy; empty where one can."""
     if "\0" in path:
         return "holds a NUL character, which no path does; leave it out"
+    if any(ord(character) < 32 or ord(character) == 127 for character in path):
+        return "holds a control character, which logs and shells would not show; leave it out"
     names = [os.fsencode(name) for name in path.split(os.sep)]
     if len(os.fsencode(path)) > _LONGEST_PATH or max(map(len, names)) > _LONGEST_NAME:
         return "is longer than a path may be; give a shorter one"

@@ -46,10 +46,10 @@ class Problem:
     """One task instance: what is asked, and what its verifier compares with."""
 
     id: str
-    question: str
+    question: str = ""
     answer: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the task needs to know of it
-    messages: tuple[Message, ...] = ()  # of a ChatEnv: the conversation so far, in place of the question
+    messages: tuple[Message, ...] = ()  # with chat: the conversation so far, in place of the question
     task: str = ""  # whose accuracy it counts for too, where a run has several
 
     @property
@@ -154,7 +154,7 @@ class Rollout:
 class Rewards:
     """What a reward function may return in place of one number; one of the two."""
 
-    turns: tuple[float, ...] = ()  # for each run of sampled tokens
+    turns: tuple[Any, ...] = ()  # for each run of sampled tokens: a number, or {name: number}, summed
     tokens: tuple[float, ...] = ()  # for each sampled token
 
 
@@ -177,6 +177,7 @@ class Score:
     error: str | None = None
     parts: Rewards = Rewards()  # how it is spread over the rollout; empty for one reward at the end
     components: Mapping[str, float] = field(default_factory=dict)  # what it is the sum of, by name
+    turn_components: tuple[Mapping[str, float], ...] = ()  # the same for each turn, where turns have names
     notes: Mapping[str, Any] = field(default_factory=dict)  # what the episode wrote down for people: JSON
     cause: str = ""  # of an error: a name of rl/causes.py
     verdict: bool | None = None  # the environment's own; None: a reward of 1 is success

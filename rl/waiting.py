@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from rl.bounds import PositiveFloat
+from rl.bounds import AtLeastOne, PositiveFloat
 
 T = TypeVar("T")
 _TICK_SECONDS = 0.05
@@ -22,7 +22,7 @@ class Deadlines:
     """Longest time, in seconds, that each kind of wait may take. Past it the run says who did not answer, and
     what to do. Trainer, critic and reference are started again where they have met the deadline before."""
 
-    start: PositiveFloat = 300.0
+    start: AtLeastOne = 300.0
     """A process, from its spawning until its engine is built."""
     load: PositiveFloat = 600.0
     """A version of the weights, into a generator."""

@@ -15,6 +15,7 @@ LAYERS = [
         "rl.hub",
         "rl.paths",
         "rl.output",
+        "rl.surroundings",
         "rl.owned_directory",
         "rl.cgroups",
         "rl.out_of_memory",

@@ -49,3 +49,32 @@ def test_the_shop_and_the_docs_game_are_played(tmp_path):
     played = play(game, tokenizer, [str(number - 1), str(number + 1), str(number)], problem)
     assert [m["content"] for m in played.rollout.messages[2::2]] == ["Higher.", "Lower."]
     assert played.score.reward == 1
+
+
+DOCS = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
+
+
+def docs_block(word: str) -> dict:
+    block = next(b for b in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL) if word in b)
+    names: dict = {"__name__": "docs"}
+    exec(block, names)
+    return names
+
+
+def test_the_docs_agent_is_played(tmp_path):
+    names = docs_block("class ShopAgent")
+    assert isinstance(names["shop_agent"](), RunConfig) and len(names["ShopAgent"]().eval_problems()) == 64
+    problem = names["Problem"]("1", "What do 3 pieces of pear cost?", "21", {"prices": {"pear": 7}})
+    call = '<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>'
+    wrong = call.replace("pear", "apple")
+    played = play(names["ShopAgent"](), make_tokenizer("qwen2_5", tmp_path), [call, wrong, "21"], problem)
+    assert played.score.reward == 1
+    results = [m["content"] for m in played.rollout.messages if m["role"] == "tool"]
+    assert results == ["7", "Error: KeyError('apple')"]
+
+
+def test_the_docs_tiny_task_is_checked():
+    from rl.controller.env_rules import check_env
+
+    config = docs_block("class Reverse")["reverse"]()
+    assert isinstance(config, RunConfig) and check_env(config) == []

@@ -27,6 +27,9 @@ class GPU:
     capability: tuple[int, int]
 
 
+_MOST_GB = 1000  # of a GPU
+
+
 @dataclass(frozen=True)
 class Machine:
     """One host, as far as this process may use it. `free_gib`: of its own memory, not the GPUs'."""
@@ -78,6 +81,8 @@ def parse_machine(text: str) -> Machine:
             f"{', '.join(_CAPABILITIES)}"
         )
     name = found[2].upper()
+    if not 0 < int(found[3]) <= _MOST_GB:
+        raise ConfigError(f"--devices {text!r}: no GPU has {found[3]} GB; write its memory, as 8xH100-80")
     gpu = GPU(name, int(found[3]) * _USABLE, _CAPABILITIES[name])
     count = int(found[1] or 1)
     return Machine(16 * count, 128.0 * count, (gpu,) * count)

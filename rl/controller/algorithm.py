@@ -55,6 +55,11 @@ class Algorithm:
         return getattr(self.advantages, "compares_in_groups", False)
 
     @property
+    def reads_turns(self) -> bool:
+        """Whether a turn's reward changes the advantages of that turn other than those of the others."""
+        return not self.reads_rewards or getattr(self.advantages, "reads_turns", True)
+
+    @property
     def looks_at_the_batch(self) -> bool:
         """Whether the advantages of a group depend on other groups."""
         return self.reads_rewards and not getattr(self.advantages, "group_by_group", False)

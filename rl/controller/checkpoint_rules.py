@@ -64,7 +64,8 @@ def check_resume(config: RunConfig) -> list[str]:
     example = "give runs/.../checkpoints/step-N"
     match = re.fullmatch(r"step-(\d+)", path.name)
     if match is None:
-        return [f"{given} is not named step-N; {example}"]
+        there = "" if path.exists() else "does not exist, and "
+        return [f"{given} {there}is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"]
     try:
         record = read_record(path)
     except RunError as error:

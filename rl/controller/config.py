@@ -4,7 +4,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Share
+from rl.bounds import (
+    FilePath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Share,
+    Threads,
+)
 from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
@@ -38,7 +47,7 @@ class TrainerConfig:
     """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
-    num_threads: NonNegativeInt = 0
+    num_threads: Threads = 0
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch, and so of a sequence."""
@@ -50,7 +59,7 @@ class TrainerConfig:
     lr: NonNegativeFloat = 1e-6
     """Learning rate: the highest of lr_schedule."""
     lr_warmup_steps: NonNegativeInt = 5
-    """Steps over which the learning rate rises linearly."""
+    """Steps over which the learning rate rises linearly; where a schedule follows, at most half of all."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """After the warm-up. linear, cosine: down to lr_min_ratio at the last step. wsd (warmup-stable-decay):
     constant, then down over the last lr_decay_ratio of the steps."""
@@ -78,7 +87,7 @@ class GeneratorConfig:
     """Engines, each with the whole model."""
     tensor_parallel: PositiveInt = 1
     """Processes of each engine, which split its layers."""
-    num_threads: NonNegativeInt = 0
+    num_threads: Threads = 0
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_num_seqs: PositiveInt = 256
     """Most sequences an engine runs at a time."""
@@ -161,8 +170,8 @@ class WarmupConfig:
     """Number of supervised steps."""
     batch_size: PositiveInt = 128
     """Demonstrations of a step."""
-    lr: NonNegativeFloat = 3e-3
-    """Learning rate, constant."""
+    lr: NonNegativeFloat = 0.0
+    """Learning rate, constant. 0: 3e-3 for random weights, 1e-4 for pretrained ones, of an adapter 5e-4."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +197,7 @@ class RunConfig:
     """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what
     env.demonstration and env.preference give for prompts_per_step problems."""
     loss: Any = Clip()  # an interfaces.Loss: one of rl/loss, or a function
-    advantages: Any = (
-        GroupMean()
-    )  # an interfaces.AdvantageEstimator: one of rl/loss/advantages, or a function
+    advantages: Any = GroupMean()  # an interfaces.AdvantageEstimator: of rl/loss/advantages, or a function
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its
     tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
@@ -249,7 +256,7 @@ class RunConfig:
     """Rollouts of each step and evaluation to record: in words in rollouts.jsonl, with all tokens, logprobs
     and advantages in rollouts/. Beside them up to 32 that failed."""
     record_batches: NonNegativeInt = 0
-    """Keep what the newest so many steps learned from, for rl replay; 0 keeps none."""
+    """Keep what the newest so many steps learned from, for rl replay: at least save_every. 0 keeps none."""
     resume: FilePath = ""
     """A checkpoint (runs/.../checkpoints/step-N), a run's directory for its newest, or `latest`: the newest
     in run_dir, if there is one yet; without run_dir, of this recipe in runs/. Go on after its step, with its
@@ -286,10 +293,6 @@ class RunConfig:
         """What a checkpoint's reference has to be for this run to go on from it."""
         if not self.algorithm.needs_reference:
             return "none"
-        return (
-            "teacher"
-            if self.reference.model is not None
-            else "adapter"
-            if self.reference_is_adapter
-            else "policy"
-        )
+        if self.reference.model is not None:
+            return "teacher"
+        return "adapter" if self.reference_is_adapter else "policy"

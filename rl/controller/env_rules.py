@@ -5,12 +5,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import cloudpickle
-
 from rl.controller.config import RunConfig
+from rl.controller.env_methods import wrong_methods
+from rl.controller.recipe_modules import names_left_behind
 from rl.envs.base import Env, checked
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
+from rl.envs.mixture import Mixture
+from rl.envs.remake import some_problems
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, shown
 from rl.interfaces import Tokenizer
@@ -72,12 +74,18 @@ def _not_an_env(env: Env) -> list[str]:
         )
         found.append(f"env {name} cannot be hashed: {where}; use frozen=True, and tuples")
     try:
-        cloudpickle.dumps(env)
+        left_behind = names_left_behind(env)
     except Exception as error:  # whatever a field of the user's raises
         found.append(
             f"env {name} cannot be sent to other processes ({error}); open files and connections in prepare()"
         )
-    return found
+    else:
+        found += [
+            f"env {name} uses {what}, which other processes cannot import; move it into a module beside the "
+            f"recipe's file, and import it from there"
+            for what in dict.fromkeys(left_behind)
+        ]
+    return found + wrong_methods(env)
 
 
 def _chat_text(env: ChatEnv, problem: Problem, seed: int) -> str:
@@ -122,6 +130,17 @@ def _hashable(value: object) -> bool:
     return True
 
 
+def _changing(env: Env) -> list[str]:
+    """Why its held-out problems would not stay the same."""
+    for first, second in zip(some_problems(env), some_problems(env), strict=True):
+        if first.key != second.key:
+            return [
+                f"env {type(env).__name__}.generate() makes another problem each time from one seed (of "
+                f"{first.id!r:.40}), so that none could be held out; draw all from random.Random(seed)"
+            ]
+    return []
+
+
 def _at_work(config: RunConfig) -> list[str]:
     """Ask it for problems, and for what is learned from them."""
     env = config.env
@@ -131,6 +150,8 @@ def _at_work(config: RunConfig) -> list[str]:
             f"{type(env).__name__}.eval_problems() returned {shown(held_out)}; return a list of Problems"
         )
     problems = [checked(made) for made in [env.train_problem(config.seed), *held_out]]
+    if changing := _changing(env):
+        return changing
     if config.warmup.steps > 0 or config.data == "demonstrations":
         text = _chat_text(env, problems[0], config.seed) if isinstance(env, ChatEnv) else None
         text = env.demonstration(problems[0], config.seed) if text is None else text
@@ -148,6 +169,8 @@ def _at_work(config: RunConfig) -> list[str]:
                 f"{type(env).__name__}.preference() returned {shown(pair)}; return two strings, the better "
                 f"first"
             )
+    if any(problem.messages for problem in problems) and not (env.chat or isinstance(env, Mixture)):
+        return [f"env {type(env).__name__}'s problems have messages, which need env.chat=True; set it"]
     texts = [*(part.prompt_prefix for part in env.made_of), *(p.question + p.answer for p in problems)]
     if unknown := config.model.unknown_characters("".join(texts)):
         return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]

@@ -58,7 +58,13 @@ def describe(recipe: str, config: RunConfig, machine: Machine) -> tuple[list[str
     lines += _table(planned)
     lines.append("")
     if machine.gpus:
-        for device, those in on_devices(planned).items():
+        used = on_devices(planned)
+        if idle := [str(i) for i in range(len(machine.gpus)) if i not in used]:
+            lines.append(
+                f"GPU {', '.join(idle)}: nothing runs there; use them with --trainer.layout.shard or "
+                f"--generator.num_replicas"
+            )
+        for device, those in used.items():
             if device >= len(machine.gpus):  # the problems say so
                 continue
             room = machine.gpus[device].gib * USABLE

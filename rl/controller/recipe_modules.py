@@ -7,9 +7,13 @@ mean a file `profile.py` beside the recipe. The processes of a run get the path 
 by value only what they cannot import from it: with both they would have two of each class.
 """
 
+import copyreg
+import functools
 import importlib
 import importlib.util
+import io
 import os
+import pickle
 import re
 import sys
 import sysconfig
@@ -37,6 +41,40 @@ def split_name(name: str) -> tuple[str, str]:
     match = _NAME.fullmatch(name)
     path, function = match.groups() if match else (name, "")
     return os.path.abspath(os.path.expanduser(path)), function or ""
+
+
+def names_left_behind(value: object) -> list[str]:
+    """Names of the recipe's modules that other processes would have to import, and cannot.
+
+    value: what is sent to them. Raises what pickling raises.
+    """
+    names: list[str] = []
+    by_value = {name for name in cloudpickle.list_registry_pickle_by_value() if name in sys.modules}
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            if module in by_value:
+                names.append(f"{name} of {Path(sys.modules[module].__file__ or module).name}")
+            return super().find_class(module, name)
+
+    Reader(io.BytesIO(cloudpickle.dumps(value))).load()
+    return names
+
+
+def _cached(function: Callable[..., T], parameters: dict) -> Callable[..., T]:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _send_cached(function: "functools._lru_cache_wrapper") -> str | tuple:
+    """How a function with a cache is pickled: one of a module that goes by value, as that value."""
+    if function.__module__.partition(".")[0] not in {
+        name.partition(".")[0] for name in cloudpickle.list_registry_pickle_by_value()
+    }:
+        return function.__qualname__
+    return _cached, (function.__wrapped__, function.cache_parameters())
+
+
+copyreg.pickle(functools._lru_cache_wrapper, _send_cached)
 
 
 class _Directory:

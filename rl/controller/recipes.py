@@ -48,6 +48,11 @@ def _load(name: str) -> tuple[str, RunConfig]:
             f"{name!r} is no recipe; write rl train RECIPE {name} ..., with RECIPE one of "
             f"{', '.join(recipes)}, or path/to/file.py:function"
         )
+    if name not in recipes and (os.path.isdir(name) or (os.sep in name and not os.path.exists(name))):
+        raise ConfigError(
+            f"unknown recipe {short(repr(name))}: it is no run either, for it has no config.json; give the "
+            f"directory of a run, path/to/file.py:function, or one of {', '.join(recipes)}"
+        )
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -33,12 +33,16 @@ from rl.owned_directory import temporary_directory
 
 NOT_STARTED = ("generator", "judge", "reward")
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
+_NEEDS = (
+    "needs a run with --record_batches at least --save_every: the batches from a checkpoint on to step N; "
+    "--keep_checkpoints 0 keeps all checkpoints"
+)
 
 
 def replay(arguments: Sequence[str]) -> int:
     """Print each metric of the step, as it was recorded and as it is now. Raises ConfigError."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE)
+        print(f"{_USAGE}\n\n{_NEEDS}")
         return 0
     run_dir, rest = Path(arguments[0]), list(arguments[1:])
     step = _take_step(rest)
@@ -88,8 +92,7 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
         if first <= step and all(has_batch(run_dir, i) for i in range(first, step + 1)):
             return path
     raise ConfigError(
-        f"{run_dir} has no checkpoint before step {step} with the batches from there on; run with "
-        f"--record_batches at least --save_every, and --keep_checkpoints 0 to keep all"
+        f"{run_dir} has no checkpoint before step {step} with the batches from there on; rl replay {_NEEDS}"
     )
 
 

@@ -1,14 +1,20 @@
 """Going on with a run: which checkpoint `--resume` means, and that only one run at a time has a directory."""
 
+import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rl.controller.abandoned import ABANDONED
 from rl.controller.checkpoints import critic_path
 from rl.controller.config import RunConfig
+from rl.controller.config_json import read_config, to_json
+from rl.errors import ConfigError
+from rl.fields import short
 from rl.models.checkpoint_dir import newest_first, why_damaged
 from rl.models.hf import WEIGHTS
 from rl.models.sources import MODEL, ModelDir, ModelSource
@@ -51,6 +57,40 @@ def newest_good(config: RunConfig, run_dir: Path) -> Path | None:
             return path
         _log.warning("the checkpoint %s is passed over: %s", path, damage)
     return None
+
+
+def changed_settings(config: RunConfig) -> list[str]:
+    """What differs from the settings of the run whose checkpoint it goes on from, one line each.
+
+    Empty where the run's config.json is not there or cannot be read: an older version may have written it.
+    """
+    if not config.resume:
+        return []
+    try:
+        _, before = read_config(str(_home(Path(config.resume).parent.parent) / "config.json"))
+    except ConfigError:
+        return []
+    old, new = _leaves(before), _leaves(to_json(config))
+    names = [name for name in dict.fromkeys([*old, *new]) if name not in ("resume", "run_dir")]
+    return [
+        f"changed since the checkpoint's run: {name} {_written(old, name)} -> {_written(new, name)}"
+        for name in names
+        if name in new and old.get(name) != new[name]
+    ]
+
+
+def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Of to_json's nested objects: section.field -> value."""
+    leaves: dict[str, Any] = {}
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        is_section = isinstance(value, Mapping) and "type" in value
+        leaves |= _leaves(value, f"{path}.") if is_section else {path: value}
+    return leaves
+
+
+def _written(leaves: Mapping[str, Any], name: str) -> str:
+    return short(json.dumps(leaves[name], default=repr)) if name in leaves else "(its default)"
 
 
 _DRAWN = (MODEL, f"teacher/{MODEL}")

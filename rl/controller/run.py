@@ -17,7 +17,8 @@ from rl.controller.config_json import to_json, write_config
 from rl.controller.device_defaults import specs_on
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
-from rl.controller.resume import is_own, take_over_weights, with_newest_checkpoint
+from rl.controller.rehearsal import rehearse
+from rl.controller.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
 from rl.controller.specs import roles
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
@@ -27,7 +28,7 @@ from rl.observability.log_tail import log_tail
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
-from rl.observability.watches import SharingWatch
+from rl.observability.watches import LossWatch, SharingWatch, Watch
 from rl.paths import lock_directory
 from rl.processes import on_interrupt
 from rl.waiting import give_way_often
@@ -48,6 +49,9 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     in_place = in_place or is_own(config.resume, config.run_dir)
     if found := validate(config, [*found, *missing], in_place=in_place):
         raise ConfigError("\n".join(found))
+    with modules_of(source):
+        if found := rehearse(config, config.model.tokenizer()).problems:
+            raise ConfigError("\n".join(found))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -58,6 +62,8 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
                 config, _ = with_newest_checkpoint(recipe, replace(config, resume="latest"))
             if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
+        for line in changed_settings(config):
+            print(line, flush=True)
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
     except OSError as error:
@@ -127,7 +133,9 @@ async def run_recipe(
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(with_trace=config.trace)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
-    watches = [SharingWatch()] if config.trainer.share_prefixes else []
+    watches: list[Watch] = [SharingWatch()] if config.trainer.share_prefixes else []
+    if config.data != "rollouts":
+        watches.append(LossWatch("trainer.lr"))
     async with Recorder(
         run_dir,
         config.steps,

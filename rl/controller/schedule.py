@@ -63,7 +63,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Step (from 1) -> share of the learning rate. The first step after the warm-up has all of it."""
+    """Step (from 1) -> share of the learning rate. The first step after the warm-up has all of it.
+
+    With a kind that goes down, the warm-up takes at most half of the steps, so that the rate goes
+    down in a short run too.
+    """
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
     num_steps: int
@@ -72,11 +76,12 @@ class LRSchedule:
     decay_ratio: float = 0.2
 
     def __call__(self, step: int) -> float:
-        if step <= self.warmup_steps:
-            return step / self.warmup_steps
+        rises = self.warmup_steps if self.kind == "constant" else min(self.warmup_steps, self.num_steps // 2)
+        if step <= rises:
+            return step / rises
         if self.kind == "constant":
             return 1.0
-        first = self.warmup_steps  # steps after which it goes down
+        first = rises  # steps after which it goes down
         if self.kind == "wsd":
             first = max(first, self.num_steps - round(self.decay_ratio * self.num_steps))
         done = max(0, step - 1 - first) / max(1, self.num_steps - first)

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -13,8 +14,10 @@ import tyro
 
 from rl.controller.config import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
-from rl.fields import expand_paths, expectation, postpone_refusals, short, shown
+from rl.fields import describe_type, expand_paths, postpone_refusals, short, shown, type_hints
 from rl.loss.kl import KL
+
+_TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 
 # What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
 FOREIGN_NAMES = {
@@ -143,7 +146,6 @@ FOREIGN_NAMES = {
     "num_rollout_workers": "generator.num_replicas",
 }
 
-
 # Of foreign names whose value means something else there: what to change in it.
 FOREIGN_VALUES = {
     "mini_batch_size": "is a number of them, not their size",
@@ -168,23 +170,39 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
     Values out of bounds are left for `check_fields`, which reports them all. Prints and exits for --help.
     """
     if {"-h", "--help"} & set(arguments):
-        _parse(config, [["--help"]], prog)
-    with postpone_refusals():  # a flag alone may conflict with one that follows
-        return _overridden(config, arguments, prog)
-
-
-def _overridden(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
+        _show_help(config, prog)
     flags, found = _flags(config, arguments)
-    try:
-        changed = _parse(config, flags, prog) if flags else config
-    except ConfigError:  # one by one, to find all that is wrong
-        changed = config
-        for flag in flags:
+    changed = config
+    with postpone_refusals():  # a flag alone may conflict with one that follows
+        for flag, *values in flags:
             try:
-                changed = _parse(changed, [flag], prog)
+                changed = _with(changed, flag[2:].split("."), values)
             except ConfigError as error:
                 found.append(str(error))
-    return expand_paths(_without_what_was_switched_off(config, changed)), found
+        return expand_paths(_without_what_was_switched_off(config, changed)), found
+
+
+def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str = "") -> Any:
+    """The part of the config with one field read from the command line. Raises ConfigError."""
+    name, *rest = names
+    path, current = f"{within}{name}", getattr(owner, name)
+    if rest:
+        new = _with(current, rest, values, f"{path}.")
+    else:
+        hint = type_hints(type(owner)).get(name, Any)
+        new = _read(path, type(current) if hint is Any else hint, current, values)
+    return dataclasses.replace(owner, **{name: new})
+
+
+def _read(name: str, hint: Any, current: Any, values: Sequence[str]) -> Any:
+    """A value of a type from words, as tyro reads it. name: of the setting, for the error."""
+    holder = dataclasses.make_dataclass("Setting", [("value", hint, dataclasses.field(default=current))])
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            read: Any = tyro.cli(holder, args=_words("--value", *values), use_underscores=True, config=_TYRO)
+            return read.value
+    except SystemExit:
+        raise ConfigError(f"--{name} {short(shlex.join(values))} must be {describe_type(hint)}") from None
 
 
 def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
@@ -199,6 +217,8 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
             groups[-1].append(argument)
         else:
             found.append(_stray(argument, known))
+    counts = Counter(flag for flag, *_ in groups)
+    found += [f"{flag} is given {count} times; give it once" for flag, count in counts.items() if count > 1]
     for flag, *values in groups:
         name = flag[2:]
         if name not in known:
@@ -226,24 +246,9 @@ def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
     return f"{where} belongs to no setting; settings are written --section.field VALUE"
 
 
-def _parse(config: RunConfig, flags: Sequence[Sequence[str]], prog: str) -> RunConfig:
-    """flags: each with its values. Raises ConfigError where a value of the first cannot be read."""
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(
-                RunConfig,
-                default=config,
-                args=[word for flag in flags for word in _words(*flag)],
-                prog=prog,
-                use_underscores=True,
-                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
-            )
-    except SystemExit as exit:
-        if not exit.code:
-            raise
-        flag, *values = flags[0]
-        expected = expectation(config, flag.removeprefix("--"))
-        raise ConfigError(f"{flag} {short(shlex.join(values))} must be {expected}") from None
+def _show_help(config: RunConfig, prog: str) -> None:
+    """And exit."""
+    tyro.cli(RunConfig, default=config, args=["--help"], prog=prog, use_underscores=True, config=_TYRO)
 
 
 def _words(flag: str, *values: str) -> list[str]:

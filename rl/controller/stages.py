@@ -19,7 +19,7 @@ from rl.controller.parity import Parity, default_limit
 from rl.controller.resume import is_own
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import SaveClock, Schedule
-from rl.controller.supervised import SupervisedData, warm_up
+from rl.controller.supervised import SupervisedData, warm_up, warmup_lr
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
 from rl.controller.updaters import rollout_buffer, rollouts, scorers, updaters
@@ -275,7 +275,7 @@ class RunStages:
             self._actors.adapter,
             steps=warmup.steps,
             batch_size=warmup.batch_size,
-            lr=warmup.lr,
+            lr=warmup_lr(config),
             report=lambda step, loss: self._recorder.warmup(step, warmup.steps, loss),
         )
         if warmup.steps:

@@ -22,6 +22,7 @@ from rl.fields import check_fields
 from rl.models.hf import max_positions
 from rl.models.hf_checks import check_rope_is_fixed, check_supported
 from rl.models.layout import Layout
+from rl.owned_directory import SHARED_MEMORY
 from rl.paths import why_not_made
 from rl.types import LoRA
 
@@ -71,6 +72,8 @@ def validate(
     found += _engine(config, machine) + check_devices(config, machine, model_known=not model_problems)
     if config.resume:
         found += check_resume(config)
+    if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        found.append(f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there")
     found += _run_dir(config, in_place) + config.tracking.validate()
     return found
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
+from typing import Any
 
 from rl.bounds import PositiveInt, Problems
 from rl.errors import ConfigError
-from rl.fields import kind
+from rl.fields import kind, shown
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.sequences import lay_out
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason, Verdict
@@ -35,7 +36,42 @@ def checked(problem: object) -> Problem:
             raise ConfigError(f"generate() made a Problem whose {name} is {kind(value)}; make it a string")
     if not problem.question.strip() and not problem.messages:
         raise ConfigError(f"generate() made the problem {problem.id!r} with an empty question; ask something")
+    if why := _why_not_sent(problem):
+        raise ConfigError(f"generate() made the problem {problem.id!r:.60} with {why}")
     return problem
+
+
+def _why_not_sent(problem: Problem) -> str:
+    """What keeps its messages or metadata from models, other processes or a fixed key; empty if nothing."""
+    for message in problem.messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return (
+                f"the message {shown(message)}, which has no role; write {{'role': 'user', 'content': '...'}}"
+            )
+    if not isinstance(problem.metadata, Mapping):
+        return f"metadata that are {kind(problem.metadata)}; make them a dictionary"
+    parts = [problem.id, problem.question, problem.answer, problem.task, problem.messages, problem.metadata]
+    for value in _leaves(parts):
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            return "half of a character (a lone surrogate, \\ud800 to \\udfff); leave it out"
+        if isinstance(value, set | frozenset):
+            return f"{kind(value)}, whose order differs between processes; use a sorted list"
+        if type(value).__repr__ is object.__repr__:
+            return f"{kind(value)}, which is another one in each process; use strings, numbers and lists"
+    return ""
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """All that lists, tuples and dictionaries hold, keys included."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 @dataclass(frozen=True)
@@ -73,6 +109,22 @@ class Env:
 
     stop: tuple[str, ...] = ()
     """Texts that end a completion, as EOS does; each has to be one token of the tokenizer."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ConfigError where the class sets an inherited field without an annotation.
+
+        Python takes `num_eval = 2` for an attribute of the class. Instances would keep the inherited default.
+        """
+        super().__init_subclass__(**arguments)
+        inherited = {field.name for base in cls.__bases__ if is_dataclass(base) for field in fields(base)}
+        annotated = vars(cls).get("__annotations__", {})
+        for name, value in vars(cls).items():
+            if name in inherited and name not in annotated:
+                annotation = type(value).__name__
+                raise ConfigError(
+                    f"env {cls.__name__} sets {name} without a type, so it is no field and has no effect; "
+                    f"write {name}: {annotation} = {shown(value)}"
+                )
 
     @property
     def made_of(self) -> tuple["Env", ...]:
@@ -131,6 +183,13 @@ class Env:
         )
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
+        """Raises ConfigError where the problem has messages and the environment no chat template."""
+        if problem.messages and not self.chat:
+            raise ConfigError(f"the problem {problem.id!r} has messages, which need env.chat=True; set it")
+        if problem.messages:
+            system = [{"role": "system", "content": self.prompt_prefix}] if self.prompt_prefix else []
+            text = tokenizer.render([*system, *problem.messages], (), True)
+            return Prompt(problem, tuple(tokenizer.encode_plain(text)))
         if self.chat:
             return Prompt(problem, tuple(tokenizer.encode_chat(problem.question, self.prompt_prefix)))
         return Prompt(problem, tuple(tokenizer.encode(self.prompt_prefix + problem.question)))

@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 @dataclass(frozen=True)
 class QuestionFile(Env):
     """Each line, or row, has `question` and `answer`; of an answer with ####, as GSM8K's, what follows it.
+    In place of the question there may be `messages`, a conversation so far, which ends with the user's turn.
 
     The first `num_eval` lines are held out, the others train. Supervised learning reads `response`, or else
     the whole answer, as the demonstration, and `chosen` and `rejected` as a preference.
@@ -109,14 +110,26 @@ def _number(text: str) -> float:
 @lru_cache(maxsize=8)
 def _train_problems(path: str, modified: int, num_eval: int) -> list[Problem]:
     problems = _parse(path, modified)
-    held_out = {problem.question for problem in problems[:num_eval]}
-    return [problem for problem in problems[num_eval:] if problem.question not in held_out]
+    held_out = {_asked(problem) for problem in problems[:num_eval]}
+    return [problem for problem in problems[num_eval:] if _asked(problem) not in held_out]
+
+
+def _asked(problem: Problem) -> str:
+    return json.dumps([problem.question, problem.messages])
 
 
 @lru_cache(maxsize=8)
 def _parse(path: str, modified: int) -> list[Problem]:
     name, rows = Path(path).name, _rows(path, modified)
-    return [Problem(f"{name}:{i}", row["question"], _final(str(row["answer"]))) for i, row in rows.items()]
+    return [
+        Problem(
+            f"{name}:{i}",
+            row.get("question") or "",
+            _final(str(row["answer"])),
+            messages=tuple(row.get("messages") or ()),
+        )
+        for i, row in rows.items()
+    ]
 
 
 def _final(answer: str) -> str:
@@ -163,21 +176,37 @@ def _parquet_rows(path: str) -> dict[int, dict]:
     return rows
 
 
+def _wrong_question(question: object) -> str:
+    if not isinstance(question, str):
+        return f"has a question that is not a string ({question!r:.40})"
+    return "" if question.strip() else "has an empty question"
+
+
+def _wrong_messages(messages: object) -> str:
+    if not isinstance(messages, list) or not messages:
+        return f"has messages that are no list of messages ({messages!r:.40})"
+    for message in messages:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            return f"has a message without a role and a content ({message!r:.40})"
+    return "" if messages[-1]["role"] == "user" else "has messages that do not end with the user's"
+
+
 def _what_is_wrong(row: object) -> str:
     if not isinstance(row, dict):
         return "is not an object"
-    if missing := [name for name in ("question", "answer") if name not in row]:
+    asks = "messages" if row.get("messages") is not None else "question"
+    if missing := [name for name in (asks, "answer") if name not in row]:
         return f"has no {' and no '.join(missing)}"
-    if not isinstance(row["question"], str):
-        return f"has a question that is not a string ({row['question']!r:.40})"
-    if not row["question"].strip():
-        return "has an empty question"
+    if wrong := _wrong_messages(row["messages"]) if asks == "messages" else _wrong_question(row["question"]):
+        return wrong
     if isinstance(row["answer"], bool) or not isinstance(row["answer"], str | int | float):
         return f"has an answer that is neither a string nor a number ({row['answer']!r:.40})"
     for name in (name for name in ("response", "chosen", "rejected") if name in row):
         if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
             return f"has a {name} that is neither a string nor a number ({row[name]!r:.40})"
-    texts = [text for text in row.values() if isinstance(text, str)]
-    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    if any("\ud800" <= character <= "\udfff" for character in text):
         return "holds half of a character (a lone surrogate, \\ud800 to \\udfff)"
     return ""

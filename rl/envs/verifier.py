@@ -103,6 +103,12 @@ def score_of(reward: float | Rewards | Mapping[str, float] | Verdict) -> Score:
         what = f"the reward function returned {reward!r:.60}; return a number, Rewards or Verdict"
         return Score(0.0, what, cause="type")
     parts = reward if isinstance(reward, Rewards) else Rewards()
+    if any(isinstance(turn, Mapping) for turn in parts.turns):
+        return _sum_of_turns(parts)
+    if bad := [part for part in (*parts.turns, *parts.tokens) if not _is_number(part)]:
+        return Score(
+            0.0, f"{bad[0]!r:.60} in {type(parts).__name__} is no number; give numbers", cause="type"
+        )
     parts = Rewards(tuple(map(float, parts.turns)), tuple(map(float, parts.tokens)))
     total = float(sum(parts.turns) + sum(parts.tokens)) if isinstance(reward, Rewards) else float(reward)
     if not math.isfinite(total):
@@ -110,6 +116,26 @@ def score_of(reward: float | Rewards | Mapping[str, float] | Verdict) -> Score:
     if bool(parts.turns) == bool(parts.tokens) and isinstance(reward, Rewards):
         return Score(0.0, f"{reward} has to have turns or tokens", cause="type")
     return Score(total, None, parts)
+
+
+def _sum_of_turns(parts: Rewards) -> Score:
+    """Of turns with named parts. A number beside them is the part `unnamed`, unless it is 0."""
+    if parts.tokens:
+        return Score(0.0, f"{parts!r:.60} has to have turns or tokens", cause="type")
+    turns: list[dict[str, float]] = []
+    components: dict[str, float] = {}
+    for turn in parts.turns:
+        named = turn if isinstance(turn, Mapping) else {"unnamed": turn} if turn != 0 else {}
+        if not all(_is_number(part) and math.isfinite(part) for part in named.values()):
+            what = (
+                f"the reward function returned {dict(named)!r:.60} for a turn; give each part a finite number"
+            )
+            return Score(0.0, what, cause="type")
+        turns.append({str(name): float(part) for name, part in named.items()})
+        for name, part in turns[-1].items():
+            components[name] = components.get(name, 0.0) + part
+    sums = tuple(float(sum(turn.values())) for turn in turns)
+    return Score(sum(sums), None, Rewards(sums), components, tuple(turns))
 
 
 def _is_number(value: object) -> bool:

@@ -14,6 +14,7 @@ from rl.bounds import FilePath
 from rl.errors import ConfigError
 from rl.hub import config_directory, model_directory
 from rl.models import hf, hf_checks
+from rl.models.known_shapes import known_config
 from rl.models.tokenizer import HFTokenizer
 from rl.types import LoRA
 
@@ -65,7 +66,13 @@ class ModelDir:
         return {parts[-2] for parts in matrices if len(parts) > 1} - _OF_THE_VOCABULARY - of_experts
 
     def config(self) -> dict:
-        return hf.read_config(config_directory(self.path))
+        """Of a public model that is not here and cannot be fetched, its sizes. Raises ConfigError."""
+        try:
+            return hf.read_config(config_directory(self.path))
+        except ConfigError:
+            if (known := known_config(self.path)) is None:
+                raise
+            return known
 
     def unknown_characters(self, text: str) -> str:
         return ""

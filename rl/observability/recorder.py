@@ -14,13 +14,13 @@ from rl.observability.files import Files
 from rl.observability.rollout_log import MAX_FAILED, Trained
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
-from rl.observability.watches import CollapseWatch, ParityWatch, Watch
+from rl.observability.watches import CollapseWatch, LossWatch, ParityWatch, Watch
 from rl.types import Group
 from rl.waiting import Deadlines
 
 T = TypeVar("T")
 
-_SILENCE_SECONDS = 15.0
+_SILENCE_SECONDS = 10.0
 
 
 class Recorder:
@@ -53,6 +53,7 @@ class Recorder:
         self._last_kept = time.monotonic()
         self._said_no_signal = False
         self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
+        self._warmup_watch = LossWatch("warmup.lr")
         self._timeline = timeline
         self._step_seconds: list[float] = []
         self.rewards: dict[int, float] = {}  # step -> mean reward
@@ -105,9 +106,12 @@ class Recorder:
 
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._tell(step, {"warmup/loss": loss})
-        if step == num_steps or step % 100 == 0 or self._out.isatty():
+        is_due = step in (1, num_steps) or time.monotonic() - self._last_kept >= _SILENCE_SECONDS
+        if is_due or self._out.isatty():
             keep = step == num_steps or not self._out.isatty()
             self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=keep)
+        if message := self._warmup_watch.observe({"loss": loss}):
+            self._line(f"warm-up {step}: {message}", keep=True)
 
     def step(
         self,

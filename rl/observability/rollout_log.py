@@ -114,6 +114,7 @@ def rollout_record(index: int, rollout: Rollout, score: Score) -> dict[str, Any]
     of_chats = {
         "messages": rollout.messages,
         "components": score.components,
+        "turn_rewards": score.turn_components or score.parts.turns,
         "notes": score.notes,
         "cause": score.cause,
     }

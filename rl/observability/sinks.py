@@ -2,12 +2,15 @@
 
 import asyncio
 import importlib.util
+import netrc
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from rl.errors import RunError, message_of, one_line
 from rl.observability.trackers import MLflow, Sink, TensorBoard, WandB
@@ -30,6 +33,8 @@ class TrackingConfig:
 
     def validate(self) -> list[str]:
         """One line for each problem."""
+        if twice := sorted({name for name in self.sinks if self.sinks.count(name) > 1}):
+            return [f"tracking.sinks={self.sinks} names {twice[0]} twice; name each once"]
         missing = [name for name in self.sinks if importlib.util.find_spec(name) is None]
         problems = [
             f"tracking.sinks names {name}, which is not installed; run: pip install {_PACKAGES[name]}"
@@ -40,7 +45,26 @@ class TrackingConfig:
                 f"tracking.project={self.project} has no effect without wandb or mlflow in tracking.sinks; "
                 f"add one"
             )
+        if "wandb" in self.sinks and not missing and _lacks_wandb_key():
+            problems.append(
+                "tracking.sinks names wandb, which has no key here; set WANDB_API_KEY, run wandb login, "
+                "or set WANDB_MODE=offline"
+            )
         return problems
+
+
+def _lacks_wandb_key() -> bool:
+    """Whether W&B would ask for a key, or fail for want of one, after processes have started."""
+    has_key = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    if has_key or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+        return False
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        return False
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is None
+    except (OSError, netrc.NetrcParseError):
+        return True
 
 
 def open_sinks(tracking: TrackingConfig, run_dir: Path, settings: Mapping[str, Any]) -> "Sinks":

@@ -7,6 +7,8 @@ from typing import Protocol
 _STEPS = 10
 _ENTROPY = 0.1  # nats a token
 _SIGNAL = 0.4  # share of groups whose rewards differ
+_LOSSES = 3  # steps of which the losses' mean is taken
+_RISE, _RISE_NATS = 1.25, 0.1  # how far it may be over the best
 _SOLVED = 0.9  # mean reward: above it certainty is what was asked for
 
 
@@ -52,6 +54,31 @@ class ParityWatch:
         return (
             f"the generator's logprobs differ from the trainer's by {metrics['logprob_diff/mean']:.2g} nats "
             f"a token on average, over max_logprob_diff; the run ends if this lasts"
+        )
+
+
+class LossWatch:
+    """Says when the loss of supervised steps rises: the learning rate is too high for these weights."""
+
+    def __init__(self, setting: str) -> None:
+        """setting: the learning rate's."""
+        self._setting = setting
+        self._recent: deque[float] = deque(maxlen=_LOSSES)
+        self._best = float("inf")
+        self._said = False
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        self._recent.append(metrics["loss"])
+        mean = sum(self._recent) / len(self._recent)
+        if len(self._recent) < _LOSSES or self._said:
+            return None
+        self._best = min(self._best, mean)
+        if mean < _RISE * self._best + _RISE_NATS:
+            return None
+        self._said = True
+        return (
+            f"the loss rises: {mean:.2f} nats a token over the last {_LOSSES} steps, after {self._best:.2f} "
+            f"at best; lower {self._setting}"
         )
 
 

@@ -106,6 +106,10 @@ def serve(config: ServeConfig) -> int:
         raise ConfigError("\n".join(problems))
     if odd := [name for name in config.names if ":" in name or name.count("/") == 2]:
         raise ConfigError(f"names={odd[0]!r}: the SDK takes no name with a colon or two slashes")
+    if any(not name.strip() for name in config.names) or len(set(config.names)) < len(config.names):
+        raise ConfigError(f"names={config.names} has an empty name, or one twice; give each once")
+    if config.no_api_key and config.api_key_file:
+        raise ConfigError("api_key_file has no effect with no_api_key=True; leave one of them out")
     missing = sorted(set(LoRA.targets) - source.linear_layers())
     if missing:
         raise ConfigError(f"model {config.model} has no layers called {missing}, which Tinker's LoRA trains")

@@ -336,6 +336,8 @@ FLAGS = [
     quick("transformers' report_to", "--report_to wandb", "it is called --tracking.sinks here"),
     quick("transformers' output_dir", "--output_dir x", "it is called --run_dir here"),
     quick("its name for a tuple", "--lora_target_modules q_proj", "--trainer.lora.targets here"),
+    quick("a flag given twice", "--steps 3 --steps 5", "--steps is given 2 times; give it once"),
+    quick("a flag given twice, with another spelling", "--trainer.lr_warmup_steps 1 --trainer.lr-warmup-steps 1", "--trainer.lr_warmup_steps is given 2 times"),
 ]
 
 VALUES = [
@@ -379,7 +381,7 @@ VALUES = [
     quick("shared without GPUs", "--placement shared", "placement=shared has no effect without GPUs; leave it out"),
     quick("graphs without GPUs", "--generator.cuda_graphs on", "generator.cuda_graphs=on needs a GPU; set it to off"),
     quick("less than no cache", "--generator.kv_cache_gib -1", "generator.kv_cache_gib=-1.0 must be at least 0"),
-    quick("no time", "--deadlines.start 0", "deadlines.start=0.0 must be over 0"),
+    quick("no time", "--deadlines.start 0", "deadlines.start=0.0 must be at least 1"),
     quick("a share over 1", "--loss.low 2", "loss.low=2.0 must be at least 0 and at most 1"),
     quick("a negative share", "--loss.low -0.1", "loss.low=-0.1 must be at least 0 and at most 1"),
     quick("an env's share", "--env.corruption 1.5", "env.corruption=1.5 must be at least 0 and at most 1"),
@@ -421,13 +423,17 @@ VALUES = [
     quick("a chat without a template", "--env.chat True", "no chat template; set --env.chat False"),
     quick("a wandb project for nobody", "--tracking.project x", "has no effect without wandb or mlflow"),
     quick("a path for a model", "--model.path x", "unknown setting --model.path"),
+    quick("10**8 threads", "--trainer.num_threads 100000000", "trainer.num_threads=100000000 must be at least 0 and at most 1024"),
+    quick("10**8 threads of a generator", "--generator.num_threads 100000000", "generator.num_threads=100000000 must be at least 0 and at most 1024"),
+    quick("no time to start", "--deadlines.start 0.001", "deadlines.start=0.001 must be at least 1"),
+    quick("a sink twice", "--tracking.sinks tensorboard tensorboard", "names tensorboard twice; name each once"),
 ]
 
 SEVERAL = [
     quick("unknown and type", "--no_such 1 --steps abc", "--no_such", "--steps abc must be", problems=2),
     quick("unknown, type and bound", "--no_such 1 --steps abc --seed -1", "--no_such", "--steps abc", "seed=-1", problems=3),
     quick("two types", "--steps abc --trainer.lr def", "--steps abc", "--trainer.lr def", problems=2),
-    quick("the same setting twice, wrong both times", "--steps abc --steps def", "--steps", problems=2),
+    quick("the same setting twice, wrong both times", "--steps abc --steps def", "--steps is given 2 times; give it once", "--steps abc must be", "--steps def must be", problems=3),
     quick("two bounds", "--steps 0 --group_size 0", "steps=0", "group_size=0", problems=2),
     quick("a bound and a rule", "--steps 0 --group_size 1", "steps=0", "group_size=1 gives", problems=2),
     quick("bound, env and machine", "--steps 0 --env.max_letters 9 --generator.num_replicas 500", "steps=0", "use 10", "use fewer", problems=3),
@@ -538,8 +544,8 @@ ENVS = [
     env("raises", "    def generate(self, seed): return 1 / 0\n$reward\n", "mine.py line", "ZeroDivisionError", "fix it"),
     env("raises at times", "    def generate(self, seed): return Problem('', str(1 // (seed % 2)), '')\n$reward\n", "ZeroDivision", "mine.py line"),
     env("leaves", "    def generate(self, seed): raise SystemExit(3)\n$reward\n", "SystemExit", "fix it"),
-    env("wrong parameters", "    def generate(self): pass\n$reward\n", "TypeError", "generate"),
-    env("an async generate", "    async def generate(self, seed): pass\n$reward\n", "return a Problem"),
+    env("wrong parameters", "    def generate(self): pass\n$reward\n", "E.generate (mine.py line", "cannot be called with (seed)", "write def generate(self, seed)"),
+    env("an async generate", "    async def generate(self, seed): pass\n$reward\n", "E.generate (mine.py line", "is async, which nothing awaits"),
     env("a list for a field", "    items: list = field(default_factory=list)\n$generate\n$reward\n", "its field items is a list; use frozen=True, and tuples"),
     env("a dict for a field", "    items: dict = field(default_factory=dict)\n$generate\n$reward\n", "its field items is a dict"),
     env("not frozen", "$generate\n$reward\n", "frozen", frozen=False),
@@ -563,6 +569,13 @@ ENVS = [
     env("eval_problems of none", "    def eval_problems(self): return []\n$generate\n$reward\n", "eval_problems()"),
     env("eval_problems of a None", "    def eval_problems(self): return None\n$generate\n$reward\n", "eval_problems()"),
     env("post_init raises", "    def __post_init__(self): raise ValueError('never')\n$generate\n$reward\n", "ValueError: never; fix the recipe"),
+    env("a field without a type", "    num_eval = 2\n$generate\n$reward\n", "E sets num_eval without a type", "write num_eval: int = 2", make="E()"),
+    env("a reward of two parameters", "    def reward(self, problem, response): return 0.0\n$generate\n", "cannot be called with (problem, response, stop)"),
+    env("an async reward", "    async def reward(self, problem, response, stop): return 0.0\n$generate\n", "is async, which nothing awaits"),
+    env("other problems each time", "    def generate(self, seed): return Problem('', str(__import__('random').random()), '')\n$reward\n", "makes another problem each time from one seed"),
+    env("messages without a role", "    def generate(self, seed): return Problem(str(seed), messages=({'content': str(seed)},))\n$reward\n", "has no role"),
+    env("half of a character", "    def generate(self, seed): return Problem(str(seed), str(seed) + chr(0xd800))\n$reward\n", "half of a character"),
+    env("a set in metadata", "    def generate(self, seed): return Problem(str(seed), str(seed), metadata={'a': {1, 2}})\n$reward\n", "a set, whose order differs between processes"),
 ]
 
 _GOOD = '{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": "3"}\n'
@@ -740,12 +753,12 @@ def _with_file(path: Path, size: int, needed: int) -> None:
 
 CHECKPOINTS = [
     quick("missing", "--resume nowhere/step-7", "nowhere/step-7 is not a complete checkpoint"),
-    quick("a wrong name", "--resume nowhere", "resume='nowhere' is not named step-N; give runs/.../checkpoints/step-N"),
+    quick("a wrong name", "--resume nowhere", "resume='nowhere' does not exist, and is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"),
     quick("a Hub id", "--resume owner/name", "is not named step-N"),
     quick("latest without runs", "--resume latest", "a run of quickstart in runs/ has no complete checkpoint"),
     quick("latest in capitals", "--resume LATEST", "is not named step-N"),
-    quick("True", "--resume True", "resume='True' is not named step-N; give runs/.../checkpoints/step-N"),
-    quick("a number", "--resume 7", "resume='7' is not named step-N"),
+    quick("True", "--resume True", "resume='True' does not exist, and is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"),
+    quick("a number", "--resume 7", "resume='7' does not exist, and is not named step-N"),
     quick("a step without a number", "--resume step-", "is not named step-N"),
     row("a path with NUL", lambda p: ["train", "quickstart", "--resume", "a\0/step-7"], "resume"),
     quick("a path too long", f"--resume {'x' * 5000}/step-7", "resume"),
@@ -838,6 +851,8 @@ EARLIER = [
     command("a directory named so", lambda p: (p.directory / "config.json").mkdir(), "train {here}/config.json", "is not the config.json of a run"),
     command("not UTF-8", lambda p: p.write("config.json", b"\xff\xfe"), "train {here}/config.json", "is not the config.json of a run"),
     command("of a directory", lambda p: p.write("config.json", "what"), "train {here}", "is not the config.json of a run"),
+    row("a run that is not there", "train runs/none", "unknown recipe 'runs/none': it is no run either, for it has no config.json"),
+    command("a run without config.json", lambda p: p.write("run/x", ""), "train {here}/run", "it is no run either, for it has no config.json"),
 ]
 
 RUN_DIRECTORIES = [
@@ -855,6 +870,9 @@ RUN_DIRECTORIES = [
     quick("a path too long", f"--run_dir {'x/' * 3000}", "is longer than a path may be"),
     quick("a name too long in bytes", f"--run_dir {'é' * 200}", "is longer than a path may be"),
     row("NUL", lambda p: ["train", "quickstart", "--run_dir", "a\0b"], "run_dir='a\\x00b'", "NUL"),
+    row("a control character", lambda p: ["train", "quickstart", "--run_dir", "a\x1b[31mb"], "holds a control character"),
+    row("a line break", lambda p: ["train", "quickstart", "--run_dir", "a\nb"], "holds a control character"),
+    row("resume from a run that is none", "train quickstart --resume runs/none", "resume='runs/none' does not exist, and is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"),
 ]
 
 ALGORITHMS = [
@@ -932,7 +950,7 @@ COMMANDS = [
     row("replay without a step", "replay runs/x", "--step is missing"),
     row("replay of a step that is none", "replay runs/x --step first", "--step first must be a step, at least 1"),
     row("replay of no run", "replay runs/x --step 3", "runs/x is not the directory of a run"),
-    row("unknown", "trian", "unknown command 'trian'; use train, eval, replay, serve, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
+    row("unknown", "trian", "unknown command 'trian'; use train, check, eval, replay, serve, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
     row("capitals", "TRAIN quickstart", "unknown command 'TRAIN'"),
     row("empty", "''", "unknown command ''"),
     row("a flag", "--steps 3", "unknown command '--steps'"),
@@ -959,6 +977,10 @@ COMMANDS = [
     row("fetch under /proc", "fetch smollm2 /proc/x", "/proc"),
     row("fetch to a name too long", f"fetch smollm2 {'x' * 300}", "longer than a path may be"),
     row("fetch to NUL", lambda p: ["fetch", "smollm2", "a\0b"], "NUL"),
+    row("plan for GPUs of 8000 GB", "plan quickstart --devices 8xH100-8000", "no GPU has 8000 GB; write its memory"),
+    row("plan for GPUs of nothing", "plan quickstart --devices 8xH100-0", "no GPU has 0 GB"),
+    row("check of nothing", "check nowhere.py:f", "does not exist"),
+    row("check of an unknown setting", "check quickstart --stepz 3", "unknown setting --stepz; did you mean --steps?"),
 ]
 
 # fmt: on

@@ -71,7 +71,10 @@ def test_skyrl_gym(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"question": "2 + {i}?", "answer": "{2 + i}"}}\n' for i in range(9)))
     env = SkyRLGym(
-        questions=QuestionFile(path=str(path), match="exact", num_eval=4), turn_seconds=60.0, max_turns=3
+        questions=QuestionFile(path=str(path), match="exact", num_eval=4),
+        turn_seconds=60.0,
+        max_turns=3,
+        turn_rewards=True,
     )
     assert env.validate() == []
     problem = env.eval_problems()[2]
@@ -223,7 +226,9 @@ def openenv():
 
 
 def test_an_openenv_server_of_texts_rewards_each_turn(tokenizer, openenv):
-    env = OpenEnv(url=openenv[1], action="message", observation="text", question="Go.", max_turns=3)
+    env = OpenEnv(
+        url=openenv[1], action="message", observation="text", question="Go.", max_turns=3, turn_rewards=True
+    )
     assert env.validate() == [] and OpenEnv(url="localhost").validate()
     rollout = play(tokenizer, env, Problem("7", "x"), ["abc", "end"])
     assert [m["content"] for m in rollout.messages] == ["Go.\n\nseed 7", "abc", "ABC", "end"]
@@ -231,7 +236,7 @@ def test_an_openenv_server_of_texts_rewards_each_turn(tokenizer, openenv):
 
 
 def test_an_openenv_server_of_tools(tokenizer, openenv):
-    env = OpenEnv(url=openenv[1], max_turns=4)
+    env = OpenEnv(url=openenv[1], max_turns=4, turn_rewards=True)
     call = '<tool_call>{"name": "double", "arguments": ARGUMENTS}</tool_call>'
     calls = [call.replace("ARGUMENTS", arguments) for arguments in ('{"number": 4}', "{}")]
     rollout = play(tokenizer, env, Problem("7", "x"), [*calls, "8"])

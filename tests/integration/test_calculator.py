@@ -9,14 +9,28 @@ import pytest
 from rl.observability.json_lines import read_records
 from tests.integration.runs import read_metrics, rl
 
+_RECIPES = """
+from dataclasses import replace
+from configs.calculator import calculator
+from rl.loss.advantages.reinforce_pp import ReinforcePP
+
+def episode():
+    return calculator()
+
+def turns():
+    return replace(calculator(), advantages=ReinforcePP())  # which reads them
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "rewards"), [(0, "episode"), (1, "turns"), (2, "episode")])
 def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
     """Three seeds and both ways of rewards, in half of the recipe's steps: the curve is flat from the 20th on."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(_RECIPES)
     done = rl(
         "train",
-        "calculator",
+        f"{recipe}:{rewards}",
         "--seed",
         seed,
         "--env.rewards",

@@ -162,7 +162,15 @@ def test_what_was_logged_before_is_there_when_steps_are_forgotten():
 
 def test_what_is_not_installed_is_found_before_the_run(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "mlflow" else object())
+    monkeypatch.setenv("WANDB_API_KEY", "key")
     assert TrackingConfig(sinks=("tensorboard", "wandb")).validate() == []
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("NETRC", "/nowhere")
+    (line,) = TrackingConfig(sinks=("wandb",)).validate()
+    assert "wandb, which has no key here; set WANDB_API_KEY" in line
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert TrackingConfig(sinks=("wandb",)).validate() == []
     (line,) = TrackingConfig(sinks=("mlflow",)).validate()
     assert line == "tracking.sinks names mlflow, which is not installed; run: pip install mlflow-skinny"
     (line,) = TrackingConfig(project="x").validate()

@@ -24,7 +24,7 @@ _MAX_BYTES = 100 * 2**20  # of a message, as OpenEnv's own client has it
 class OpenEnv(ChatEnv):
     """Each episode is a session of the server, which has to allow that many (max_concurrent_envs).
 
-    Its rewards are those of the policy's turns.
+    Its rewards are those of the policy's turns: see `turn_rewards`.
     """
 
     url: str = ""
@@ -37,6 +37,8 @@ class OpenEnv(ChatEnv):
     """The user's first words, before what reset() of the server says."""
     reset: tuple[tuple[str, Any], ...] = ()
     """What its reset() takes beside the seed."""
+    turn_rewards: bool = False
+    """Its rewards turn by turn, for advantages that read them (GAE, ReinforcePP); else their sum."""
     num_eval: PositiveInt = 64
 
     def generate(self, seed: int) -> Problem:
@@ -79,8 +81,10 @@ class OpenEnv(ChatEnv):
         observed = _act(episode, {self.action: episode.response})
         return None if episode.done else self._said(observed)
 
-    def reward_episode(self, episode: Episode) -> Rewards:
+    def reward_episode(self, episode: Episode) -> float | Rewards:
         rewards = episode.state["rewards"]
+        if not self.turn_rewards:
+            return float(sum(rewards.values()))
         return Rewards(turns=tuple(rewards.get(i, 0.0) for i in range(len(episode.turn_tokens))))
 
     def validate(self) -> list[str]:

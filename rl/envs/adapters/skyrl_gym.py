@@ -12,7 +12,7 @@ from rl.types import Message, Problem, Rewards
 
 @dataclass(frozen=True)
 class SkyRLGym(ChatEnv):
-    """Its observations are the next messages, its rewards those of the turns."""
+    """Its observations are the next messages, its rewards those of the turns: see `turn_rewards`."""
 
     environment: str = "gsm8k_multi_turn"
     """A name that skyrl_gym.make takes."""
@@ -20,6 +20,9 @@ class SkyRLGym(ChatEnv):
     """Its env_config."""
     questions: QuestionFile = QuestionFile(match="exact")
     """The rows: their answer is the environment's ground truth."""
+
+    turn_rewards: bool = False
+    """Its rewards turn by turn, for advantages that read them (GAE, ReinforcePP); else their sum."""
 
     def prepare(self) -> None:
         import skyrl_gym  # noqa: F401
@@ -50,9 +53,11 @@ class SkyRLGym(ChatEnv):
         episode.state["rewards"].append(float(out["reward"]))
         return None if out["done"] else out["observations"]
 
-    def reward_episode(self, episode: Episode) -> Rewards:
+    def reward_episode(self, episode: Episode) -> float | Rewards:
         """A turn that a budget cut off has none."""
         rewards = episode.state["rewards"]
+        if not self.turn_rewards:
+            return float(sum(rewards))
         return Rewards(turns=(*rewards, *[0.0] * (len(episode.turn_tokens) - len(rewards))))
 
     def validate(self) -> list[str]:

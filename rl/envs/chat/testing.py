@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, EpisodeRunner, Opening, Reply
 from rl.envs.chat.loop import chat_template
 from rl.envs.verifier import score_of
-from rl.interfaces import Tokenizer
+from rl.interfaces import Sampler, Tokenizer
 from rl.sequences import joined
 from rl.types import (
     Completion,
@@ -47,21 +47,42 @@ def play(
 ) -> Played:
     """An episode in which the policy says these texts, one a turn, the last again and again.
 
-    What the environment's code raises is raised. Nothing is limited; no model is needed.
+    An AgentEnv's agent runs too: it finds the policy behind an endpoint, as in a run. What the environment's
+    code raises is raised. Nothing is limited; no model is needed. Raises ValueError where `says` is empty.
     """
+    if not says:
+        raise ValueError(
+            "play() has no texts for the policy; give at least one, as play(env, tokenizer, ['7'])"
+        )
     problem = problem or env.train_problem(derive_seed(seed))
-    texts = itertools.chain(says, itertools.repeat(says[-1]))
-    sampler = _Saying(tokenizer, texts, chat_template(tokenizer, env.call_format).end_id)
-    context = RolloutContext(sampler, tokenizer, SamplingParams(10**6, seed=seed), 10**6, _Here(env))
-    (rollout,) = asyncio.run(env.drive(Prompt(problem, ()), 1, context))
+    sampler = CannedPolicy(tokenizer, says, chat_template(tokenizer, env.call_format).end_id)
+    rollout = asyncio.run(_played(env, problem, sampler, tokenizer, seed))
     tokens = joined([segment.tokens for segment in rollout.segments]).tolist()
     return Played(rollout, tokenizer.decode_with_special(tokens))
 
 
-class _Saying:
-    def __init__(self, tokenizer: Tokenizer, texts: Iterator[str], end: int):
+async def _played(
+    env: ChatEnv, problem: Problem, sampler: Sampler, tokenizer: Tokenizer, seed: int
+) -> Rollout:
+    from rl.envs.chat.endpoint import AgentEndpoint  # a web server, which nothing else here needs
+
+    door = AgentEndpoint(tokenizer)
+    params = SamplingParams(10**6, seed=seed)
+    context = RolloutContext(sampler, tokenizer, params, 10**6, _Here(env), door)
+    try:
+        (rollout,) = await env.drive(Prompt(problem, ()), 1, context)
+        return rollout
+    finally:
+        await door.close()
+
+
+class CannedPolicy:
+    """A Sampler that says texts, one a turn, the last again and again."""
+
+    def __init__(self, tokenizer: Tokenizer, says: Sequence[str], end: int):
+        """end: the token that ends a turn."""
         self._tokenizer = tokenizer
-        self._texts = texts
+        self._texts = itertools.chain(says, itertools.repeat(says[-1]))
         self._end = end
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:

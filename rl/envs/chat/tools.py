@@ -62,6 +62,7 @@ def as_tool(function: Callable[..., Any]) -> Tool:
         texts = {param.arg_name: param.description for param in described.params}
         bare = [parameter for parameter in parameters if parameter not in hints]
         unknown = [text for text in texts if text not in parameters]
+        unnamed = [p for p in parameters.values() if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         fields: dict[str, Any] = {
             p.name: (
                 hints.get(p.name, Any),
@@ -75,6 +76,10 @@ def as_tool(function: Callable[..., Any]) -> Tool:
         raise ConfigError(
             f"the tool {name} cannot be described ({error}); give its parameters types that JSON knows"
         ) from error
+    if unnamed:
+        raise ConfigError(
+            f"the tool {name} takes {unnamed[0]}, which cannot be called by name; name each parameter"
+        )
     if bare:
         raise ConfigError(f"the tool {name} has no type hint for {bare[0]}; write one, as {bare[0]}: str")
     if unknown:

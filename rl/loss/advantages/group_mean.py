@@ -22,6 +22,7 @@ class GroupMean:
 
     compares_in_groups: ClassVar[bool] = True
     group_by_group: ClassVar[bool] = True
+    reads_turns: ClassVar[bool] = False
 
     adv_norm: Literal["group_std", "none"] = "group_std"
     """Divide by the group's standard deviation (GRPO), or not (Dr.GRPO, arXiv 2503.20783)."""

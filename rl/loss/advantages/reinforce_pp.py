@@ -44,6 +44,10 @@ class ReinforcePP:
     def compares_in_groups(self) -> bool:
         return self.baseline == "group_mean"
 
+    @property
+    def reads_turns(self) -> bool:
+        return self.baseline == "none"
+
     def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
         return whiten([self._returns(group) for group in groups], self.eps)
 

@@ -18,6 +18,7 @@ class RLOO:
 
     compares_in_groups: ClassVar[bool] = True
     group_by_group: ClassVar[bool] = True
+    reads_turns: ClassVar[bool] = False
 
     def __call__(self, groups: Groups) -> list[list[float]]:
         return each_group(groups, _advantages)

@@ -1,0 +1,74 @@
+"""`rl check RECIPE`: a recipe's settings, and its environment at work, in seconds and without a model.
+
+The same checks come before each run. What this machine lacks (the model's files, devices) is only named.
+"""
+
+from collections.abc import Sequence
+
+from rl.cluster.machine import this_machine
+from rl.controller.config import RunConfig
+from rl.controller.device_defaults import by_device
+from rl.controller.device_rules import check_devices
+from rl.controller.recipe_modules import modules_of
+from rl.controller.recipes import load_recipe, source_of
+from rl.controller.rehearsal import rehearse
+from rl.controller.settings import override
+from rl.controller.validate import validate
+from rl.errors import ConfigError
+from rl.fields import check_fields
+from rl.interfaces import Tokenizer
+from rl.models.sources import ModelSource, TinyQwen3
+
+_USAGE = "usage: rl check RECIPE [--section.field value ...]"
+_PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Print what the environment did. Raises ConfigError with every problem of the recipe."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    name, *flags = arguments
+    recipe, config = load_recipe(name)
+    config, wrong = check_fields(config)
+    config, misread = override(config, flags, prog=f"rl check {name}")
+    with modules_of(source_of(name)):
+        missing = _missing_here(config)
+        problems = [line for line in validate(config, [*wrong, *misread]) if line not in missing]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        rehearsal = rehearse(config, _tokenizer(config.model))
+        if rehearsal.problems:
+            raise ConfigError("\n".join(rehearsal.problems))
+        num_eval = len(config.env.eval_problems())
+    print(f"{recipe}: {type(config.env).__name__}, {num_eval} held-out problems")
+    print("\n".join(rehearsal.notes))
+    for line in missing:
+        print(f"this machine cannot run it: {line}")
+    print(f"{recipe} is sound" if missing else f"{recipe} is sound; start it with: rl train {name}")
+    return 0
+
+
+def _missing_here(config: RunConfig) -> list[str]:
+    """What `validate` says of this machine, and of the files of models, which another machine may have."""
+    try:
+        config, _ = check_fields(config)
+    except ConfigError:
+        return []
+    models = {"": config.model, "judge.model: ": config.judge.model}
+    lines = [f"{name}{line}" for name, model in models.items() if model for line in _absent(model)]
+    lines += _absent(config.reference.model) if config.reference.model else []
+    machine = this_machine()
+    known = not config.model.validate()
+    on_machine = by_device(config, machine) if known else config
+    return list(dict.fromkeys([*lines, *check_devices(on_machine, machine, model_known=known)]))
+
+
+def _absent(model: ModelSource) -> list[str]:
+    """Why a model's files are not here. A TinyQwen3 has none."""
+    return [] if isinstance(model, TinyQwen3) else model.validate()
+
+
+def _tokenizer(model: ModelSource) -> Tokenizer:
+    """The model's, or, where its files are not here, one of single characters."""
+    return (TinyQwen3(alphabet=_PRINTABLE) if _absent(model) else model).tokenizer()

@@ -1,0 +1,220 @@
+"""An environment at work before a run: a policy that says fixed texts, in processes as workers have.
+
+Pickled as for the workers, made ready, driven and rewarded under the run's own limits. No model is needed.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.controller.config import RunConfig
+from rl.envs.base import Env, RolloutContext, derive_seed
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.host import EpisodeHost
+from rl.envs.chat.loop import chat_template
+from rl.envs.chat.testing import CannedPolicy
+from rl.envs.chat.tool_calls import write_call
+from rl.envs.remake import keys_elsewhere, some_problems
+from rl.envs.verifier import Verifier
+from rl.errors import ConfigError, RunError, one_line
+from rl.fields import shown
+from rl.interfaces import Tokenizer
+from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Score
+from rl.waiting import within
+
+_MOST_SECONDS = 60.0
+_OF_ANY_ANSWER = ("type", "timeout")
+"""Causes that say a mistake of the reward's, whatever the answer. Others may be the answer's own."""
+
+
+@dataclass
+class Rehearsal:
+    """What came of it."""
+
+    problems: list[str] = field(default_factory=list)
+    """What keeps a run from starting, one line each."""
+    notes: list[str] = field(default_factory=list)
+    """What happened, for people."""
+
+
+@dataclass(frozen=True)
+class _Take:
+    """An answer of the canned policy, and what came of it."""
+
+    texts: Sequence[str]
+    rollout: Rollout
+    score: Score
+
+
+def rehearse(config: RunConfig, tokenizer: Tokenizer) -> Rehearsal:
+    """Of a config whose environment has passed `check_env`."""
+    env, rehearsal = config.env, Rehearsal()
+    with _without_output(), ThreadPoolExecutor(1) as beside:
+        elsewhere = beside.submit(_made_elsewhere, env)
+        try:
+            asyncio.run(_rehearse(config, tokenizer, rehearsal))
+        except TimeoutError:
+            rehearsal.notes.append(f"not all was tried: it takes over {_MOST_SECONDS:g} s")
+        except (ConfigError, RunError) as error:
+            rehearsal.problems.append(f"env {type(env).__name__}: {error}")
+        except Exception as error:  # the user's own code: encode(), drive()
+            rehearsal.problems.append(f"env {type(env).__name__} failed with {one_line(error)}; fix it")
+        if problems := elsewhere.result():  # which other failures may come from
+            return Rehearsal(problems)
+    return rehearsal
+
+
+def _made_elsewhere(env: Env) -> list[str]:
+    elsewhere, name = keys_elsewhere(env), type(env).__name__
+    if isinstance(elsewhere, str):
+        return [f"env {name} does not work in a process of its own: {elsewhere}; fix it"]
+    for here, there in zip(some_problems(env), elsewhere, strict=False):
+        if here.key != there:
+            return [
+                f"env {name}.generate() makes another problem in another process (of {here.id!r:.40}); draw "
+                f"all from random.Random(seed), and sort what comes from a set"
+            ]
+    return []
+
+
+async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsal) -> None:
+    from rl.envs.chat.endpoint import AgentEndpoint  # a web server, which only agents need
+
+    env = config.env
+    problems = {problem.task: problem for problem in [*env.eval_problems(), env.train_problem(config.seed)]}
+    door = AgentEndpoint(tokenizer)
+    stage = _Stage(config, tokenizer, door)
+    try:
+        async with within(_MOST_SECONDS):
+            for problem in problems.values():
+                takes = [await stage.take(problem, texts) for texts in _answers(env, problem, tokenizer)]
+                _judge(config, takes, rehearsal)
+    finally:
+        await door.close()
+        stage.close()
+
+
+class _Stage:
+    """The environment's processes, and a canned policy."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, door: Any):
+        """Raises RunError where the environment does not get ready."""
+        env, seconds = config.env, config.reward.limit_seconds
+        self._config, self._tokenizer, self._door = config, tokenizer, door
+        self._host = EpisodeHost(env, seconds) if isinstance(env, ChatEnv) else None
+        self._verifier = None if isinstance(env, ChatEnv) else Verifier(env, seconds)
+
+    def close(self) -> None:
+        for part in (self._host, self._verifier):
+            if part is not None:
+                part.close()
+
+    async def take(self, problem: Problem, texts: Sequence[str]) -> _Take:
+        """The policy says the texts, one a turn, the last again and again."""
+        env, tokenizer = self._config.env, self._tokenizer
+        end = (
+            chat_template(tokenizer, env.call_format).end_id if isinstance(env, ChatEnv) else tokenizer.eos_id
+        )
+        prompt = env.encode(problem, tokenizer)
+        if not isinstance(prompt, Prompt):
+            raise ConfigError(f"encode() returned {shown(prompt)}; return a Prompt")
+        params = SamplingParams(env.max_new_tokens, seed=derive_seed("rehearsal"))
+        context = RolloutContext(
+            CannedPolicy(tokenizer, texts, end),
+            tokenizer,
+            params,
+            self._config.trainer.max_tokens,
+            self._host,
+            self._door,
+        )
+        num_rollouts = 2 if isinstance(env, ChatEnv) and env.rewards_groups else 1
+        rollout, *_ = await env.drive(prompt, num_rollouts, context)
+        score = rollout.score
+        if score is None:
+            assert self._verifier is not None  # only a ChatEnv's episodes score themselves
+            (score,) = await asyncio.to_thread(self._verifier.score, [rollout])
+        return _Take(texts, rollout, score)
+
+
+def _answers(env: Env, problem: Problem, tokenizer: Tokenizer) -> list[list[str]]:
+    """What the policy says, in each rollout: the right answer, a wrong one, calls of tools."""
+    answers = [[problem.answer or "yes"], ["x"]]
+    if isinstance(env, ChatEnv) and (tools := env.tools()):
+        written = chat_template(tokenizer, env.call_format).written
+        calls = [
+            write_call({"name": tool.name, "arguments": _arguments(tool.schema["function"])}, written)
+            for tool in tools
+        ]
+        answers.append([*calls[: env.max_turns - 1], problem.answer or "yes"])
+    return answers
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Some that suit a tool's schema."""
+    parameters = function["parameters"]
+    shapes = parameters.get("properties", {})
+    return {name: _value(shapes[name]) for name in parameters.get("required", ()) if name in shapes}
+
+
+def _value(shape: Mapping[str, Any]) -> Any:
+    if "enum" in shape:
+        return shape["enum"][0]
+    if "anyOf" in shape:
+        return _value(shape["anyOf"][0])
+    by_type = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+    return by_type.get(shape.get("type", ""), "x")
+
+
+def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> None:
+    """Add to the rehearsal what the takes of one problem show."""
+    name = type(config.env).__name__
+    asked = takes[0].rollout.problem
+    rehearsal.notes.append(f"asked {shown(asked.question or asked.messages)}")
+    for take in takes:
+        said = " then ".join(shown(text) for text in take.texts)
+        end = f"fails: {take.score.error:.160}" if take.score.error else f"reward {take.score.reward:g}"
+        rehearsal.notes.append(f"  to {said}: {end}")
+        for message in take.rollout.messages:
+            if message["role"] == "tool" and str(message["content"]).startswith("Error: "):
+                rehearsal.notes.append(f"  the tool {message['name']} says {shown(message['content'])}")
+    if config.judge.model is not None and any("JudgeFailed" in (t.score.error or "") for t in takes):
+        rehearsal.notes.append("  its judge is not here before the run: the reward was not tried to its end")
+        return
+    if any(take.score.parts != Rewards() for take in takes) and not config.algorithm.reads_turns:
+        rehearsal.problems.append(
+            f"env {name} rewards each turn, or token, which advantages {type(config.advantages).__name__} "
+            f"does not read: all would have the same advantage; use GAE() or ReinforcePP(), or return one "
+            f"reward"
+        )
+    failed = [take for take in takes if take.score.error]
+    sure = [take for take in failed if take.score.cause in _OF_ANY_ANSWER]
+    if sure or len(failed) == len(takes):
+        worst = (sure or failed)[0]
+        rehearsal.problems.append(
+            f"env {name} fails where the policy says {shown(worst.texts[-1])}: {worst.score.error:.300}; "
+            f"fix it"
+        )
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Nothing that the environment's processes write is shown: their logs in a run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as log, contextlib.ExitStack() as kept:
+        for number in (1, 2):
+            try:
+                copy = os.dup(number)
+            except OSError:  # closed by whoever started us
+                continue
+            kept.callback(os.close, copy)
+            kept.callback(os.dup2, copy, number)
+            os.dup2(log.fileno(), number)
+        with contextlib.redirect_stdout(open(os.devnull, "w")):
+            yield

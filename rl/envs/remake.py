@@ -1,0 +1,74 @@
+"""Makes problems again in a fresh process, where they have to be the same: `python -m rl.envs.remake`.
+
+The held-out problems of a run are made anew by each resume and by `rl eval`. Where generate() depends on the
+process (the order of a set, hash(), a clock), they would be other problems, and training would draw them.
+"""
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+
+import cloudpickle
+
+from rl.envs.base import Env, checked, derive_seed
+from rl.envs.pipes import receive, send, send_pickled
+from rl.envs.verifier import START_SECONDS, described
+from rl.processes import end_with_parent
+from rl.types import Problem
+
+_NUM_PROBLEMS = 3
+
+
+def some_problems(env: Env) -> list[Problem]:
+    """A few problems of each task: held-out ones, and one to train on. Not from any cache."""
+    return [checked(problem) for part in env.made_of for problem in _some_of(part)]
+
+
+def _some_of(env: Env) -> Iterator[Problem]:
+    if type(env).generate is Env.generate:
+        yield from env.eval_problems()[:_NUM_PROBLEMS]
+        yield env.train_problem(0)
+        return
+    for i in range(_NUM_PROBLEMS):
+        yield env.generate(derive_seed("eval", i))
+    yield env.generate(derive_seed("train", 0, 0))
+
+
+def keys_elsewhere(env: Env) -> list[str] | str:
+    """The keys of `some_problems` in a fresh process; or why the environment does not work there."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rl.envs.remake"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None and child.stdout is not None
+    with child:
+        try:
+            send(child.stdin.fileno(), sys.path)  # where a recipe finds the modules beside it
+            send_pickled(child.stdin.fileno(), cloudpickle.dumps(env))
+            return receive(child.stdout.fileno(), START_SECONDS)
+        except TimeoutError:
+            return f"it took over {START_SECONDS:g} s to make a few problems"
+        except (EOFError, OSError):
+            return "the process ended"
+        finally:
+            child.kill()
+
+
+def main() -> None:
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the environment prints must not mix with the answer
+    end_with_parent()
+    try:
+        sys.path[:] = receive(requests)
+        env: Env = receive(requests)
+        answer: list[str] | str = [problem.key for problem in some_problems(env)]
+    except Exception as error:  # the user's own code: named by whoever started this process
+        traceback.print_exc()
+        answer = described(error)
+    send(answers, answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Short runs, warm-ups of pretrained weights, and settings that change on a resume."""
+
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.controller.config import WarmupConfig
+from rl.controller.config_json import write_config
+from rl.controller.resume import changed_settings
+from rl.controller.schedule import LRSchedule
+from rl.controller.supervised import warmup_lr
+from rl.models.sources import ModelDir
+from rl.observability.watches import LossWatch
+from rl.types import LoRA
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup_steps", range(8))
+@pytest.mark.parametrize("num_steps", range(3, 20))
+def test_a_schedule_acts_in_every_run(kind, warmup_steps, num_steps):
+    shares = [LRSchedule(kind, num_steps, warmup_steps, decay_ratio=0.5)(k + 1) for k in range(num_steps)]
+    assert shares[-1] < 1 and max(shares) == 1
+    top = shares.index(1)
+    assert shares[: top + 1] == sorted(shares[: top + 1])
+    assert shares[top:] == sorted(shares[top:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "expected"),
+    [
+        (quickstart().model, 0, 3e-3),
+        (quickstart().model, 8, 3e-3),
+        (ModelDir("x"), 0, 1e-4),
+        (ModelDir("x"), 8, 5e-4),
+    ],
+)
+def test_a_warm_ups_rate_suits_the_weights(model, rank, expected):
+    trainer = replace(quickstart().trainer, lora=LoRA(rank=rank))
+    config = replace(quickstart(), model=model, trainer=trainer, warmup=WarmupConfig(steps=3))
+    assert warmup_lr(config) == expected
+    assert warmup_lr(replace(config, warmup=WarmupConfig(steps=3, lr=2e-3))) == 2e-3
+
+
+def said(losses):
+    watch = LossWatch("warmup.lr")
+    return [message for loss in losses if (message := watch.observe({"loss": loss}))]
+
+
+def test_a_loss_that_rises_is_named_once():
+    assert said([2.0, 1.5, 1.2, 1.0, 0.9, 0.95, 0.85, 1.0, 0.8]) == []
+    assert said([5.0]) == [] and said([0.5, 2.0]) == []
+    (message,) = said([0.6, 0.5, 0.7, 2.0, 4.0, 5.96, 6.0])
+    assert "the loss rises" in message and "0.60 at best; lower warmup.lr" in message
+
+
+def test_what_changed_on_a_resume_is_named(tmp_path):
+    config = quickstart()
+    write_config(tmp_path, "quickstart", config)
+    checkpoint = str(tmp_path / "checkpoints" / "step-2")
+    resumed = replace(config, resume=checkpoint, run_dir="elsewhere")
+    assert changed_settings(resumed) == []
+    resumed = replace(resumed, steps=7, trainer=replace(config.trainer, lr=0.5))
+    assert changed_settings(resumed) == [
+        "changed since the checkpoint's run: trainer.lr 0.0005 -> 0.5",
+        "changed since the checkpoint's run: steps 100 -> 7",
+    ]
+    assert changed_settings(replace(config, steps=7)) == []
+    assert changed_settings(replace(resumed, resume=str(tmp_path / "other" / "checkpoints" / "step-2"))) == []
