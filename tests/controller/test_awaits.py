@@ -36,6 +36,7 @@ OTHERS = {
     "cluster/spawn.py": "real processes: tests/chaos, tests/integration",
     "controller/evaluate.py": "tests/controller/test_evaluate.py, tests/integration",
     "controller/replay.py": "tests/integration/test_replay.py",
+    "controller/rehearsal.py": "before a run: tests/controller/test_check.py",
     "controller/run.py": "tests/test_processes.py, tests/controller/test_bad_days.py",
     "gpu_check.py": "is no run",
     "gpu_checks.py": "is no run",

@@ -37,8 +37,8 @@ def test_parts_of_turns_are_summed_by_turn_and_by_name():
 
 def test_they_are_recorded():
     record = rollout_record(0, rollout(), score_of(NAMED))
-    assert record["turn_rewards"] == ({"called": 0.5, "form": 0.25}, {}, {"right": 1.0, "form": 0.25})
-    assert rollout_record(0, rollout(), score_of(Rewards(turns=(0.5, 1))))["turn_rewards"] == (0.5, 1.0)
+    assert record["turn_rewards"] == [{"called": 0.5, "form": 0.25}, {}, {"right": 1.0, "form": 0.25}]
+    assert rollout_record(0, rollout(), score_of(Rewards(turns=(0.5, 1))))["turn_rewards"] == [0.5, 1.0]
     assert "turn_rewards" not in rollout_record(0, rollout(), score_of(1.0))
 
 

@@ -271,6 +271,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.timeout(1200)
 def test_a_tenant_beside_one_that_attacks_keeps_a_third_of_its_throughput(tmp_path):
     flags = (
         "--deadlines.train",
@@ -350,6 +351,7 @@ async def pelt(server, training, seconds, answers):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes cgroups")
+@pytest.mark.timeout(300 + 120 * MINUTES)
 def test_any_bodies_within_two_gib_and_a_kill_lose_nothing_that_was_acknowledged(tmp_path):
     (tmp_path / "idle").mkdir()
     idle = Server(tmp_path / "idle").start()

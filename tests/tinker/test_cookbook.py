@@ -18,6 +18,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_recipes_of_the_cookbook_run_to_their_end(tmp_path):
     """Two at a time, since most of a recipe's time is that of its imports."""
     if importlib.util.find_spec("tinker_cookbook") is None or not MODEL_DIR.is_dir():
