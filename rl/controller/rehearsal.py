@@ -183,7 +183,7 @@ def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> N
         for message in take.rollout.messages:
             if message["role"] == "tool" and str(message["content"]).startswith("Error: "):
                 rehearsal.notes.append(f"  the tool {message['name']} says {shown(message['content'])}")
-    if config.judge.model is not None and any("JudgeFailed" in (t.score.error or "") for t in takes):
+    if config.judge.model is not None and any(take.score.cause == "judge" for take in takes):
         rehearsal.notes.append("  its judge is not here before the run: the reward was not tried to its end")
         return
     if any(take.score.parts != Rewards() for take in takes) and not config.algorithm.reads_turns:

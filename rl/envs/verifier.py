@@ -19,7 +19,7 @@ from rl.envs.base import Env
 from rl.envs.failures import described, failure_of
 from rl.envs.pipes import receive, send, send_pickled
 from rl.errors import RunError
-from rl.processes import end_with_parent, mark_descendants
+from rl.processes import adopt_orphans, end_with_parent, kill_tree, mark_descendants
 from rl.types import Rewards, Rollout, Score, Verdict
 
 START_SECONDS = 60.0  # to start Python and import what the Env needs
@@ -37,7 +37,12 @@ class Verifier:
         return [self._score(rollout) for rollout in rollouts]
 
     def close(self) -> None:
-        """End the child and what its reward function has started."""
+        """End the child and what its reward function has started, in whatever session.
+
+        Of a child that has ended by itself, what stayed in its session.
+        """
+        if self._child.poll() is None:
+            kill_tree(self._child.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
@@ -170,6 +175,7 @@ def _serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     end_with_parent()
+    adopt_orphans()
     mark_descendants()
     try:
         sys.path[:] = receive(requests)

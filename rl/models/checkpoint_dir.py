@@ -10,13 +10,13 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING, Any
 
 from rl.errors import DamagedCheckpoint, RunError
-from rl.models.checkpoint_metadata import CheckpointReader
 from rl.paths import sync, write_whole
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 RECORD = "record.json"
 OF_THE_REST = "rest"
@@ -147,7 +147,11 @@ def _sizes(path: Path) -> dict[str, int]:
     return ends
 
 
-def _metadata(path: Path) -> Metadata:
+def _metadata(path: Path) -> "Metadata":
+    from rl.models.checkpoint_metadata import (
+        CheckpointReader,  # over half a second, which each command waits for
+    )
+
     try:
         return CheckpointReader(path).read_metadata()
     except Exception as error:  # it is a pickle: anything may go wrong

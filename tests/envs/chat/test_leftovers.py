@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost
+from rl.envs.verifier import Verifier
 from rl.errors import EpisodeFailed
 from rl.processes import kill_tree
 from rl.types import Problem, StopReason
+from tests.envs.test_envs import rollout
 
 START = """
 import os, subprocess, sys
@@ -82,6 +85,35 @@ def test_nothing_that_an_episode_starts_outlives_it(ends):
             assert wait(lambda: not psutil.Process(host._process.pid).children(recursive=True))
     finally:
         host.close()
+        for process in marked(mark):
+            process.kill()
+
+
+@dataclass(frozen=True)
+class StartingReward(Env):
+    mark: str = ""
+    ends: str = "closed"
+
+    def reward(self, problem, response, stop):
+        exec(START.format(mark=self.mark))
+        if self.ends == "hung":
+            time.sleep(600)
+        return 1.0
+
+
+@pytest.mark.parametrize("ends", ["closed", "hung"])
+def test_nothing_that_a_reward_function_starts_outlives_its_process(ends):
+    mark = f"rl-test-reward-{os.getpid()}-{ends}"
+    verifier = Verifier(StartingReward(mark=mark, ends=ends), limit_seconds=30.0 if ends == "closed" else 3.0)
+    try:
+        (score,) = verifier.score([rollout("x")])
+        assert score.cause == ("timeout" if ends == "hung" else "")
+        if ends == "closed":
+            assert wait(lambda: len(marked(mark)) == 2)
+            verifier.close()
+        assert wait(lambda: not marked(mark))
+    finally:
+        verifier.close()
         for process in marked(mark):
             process.kill()
 
