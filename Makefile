@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help python setup tasks environments cookbook quickstart smollm2 test test-all test-pythons chaos bench-shared lint lock
+.PHONY: help python setup tasks environments cookbook quickstart smollm2 test test-all test-pythons chaos mutants bench-shared lint lock
 
 help:
 	@echo "make quickstart  set up, then train a tiny model: minutes on two CPU cores"
@@ -14,6 +14,7 @@ help:
 	@echo "make smollm2     set up, then train SmolLM2-135M on reasoning-gym"
 	@echo "make chaos       kill processes of runs at random moments, 50 times: half an hour"
 	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: a quarter of an hour"
+	@echo "make mutants     make small mistakes in the code, and see whether a test notices: an hour"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
 	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers, OpenEnv"
 	@echo "make test-pythons  run the unit tests under each Python from 3.11 to 3.13 that is there"
@@ -98,6 +99,10 @@ test-pythons: setup
 
 chaos: setup
 	$(BIN)/python -m tests.chaos.chaos
+
+# Small mistakes in the code, 600 of them: which does no test notice? An hour on two cores.
+mutants: setup
+	$(BIN)/python -m tests.mutants --write
 
 bench-shared: setup
 	$(BIN)/python -m benchmarks.shared_machine

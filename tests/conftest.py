@@ -47,6 +47,7 @@ class SideBySide(LoadScopeScheduling):
         return "processes" if nodeid.startswith(PROCESSES) else nodeid.split("::")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SideBySide:
     config.option.loadscopereorder = False  # the group of the tests with processes is among the first
     return SideBySide(config, log)

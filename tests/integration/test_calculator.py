@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
     """The directory of a short run."""
     directory = tmp_path_factory.mktemp("calculator") / "run"
     done = rl(
-        "train", "calculator", "--steps", 2, "--warmup.steps", 40, "--prompts_per_step", 4, "--env.num_eval", 8,
+        "train", "calculator", "--steps", 2, "--warmup.steps", 200, "--prompts_per_step", 4, "--env.num_eval", 8,
         "--run_dir", directory,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
