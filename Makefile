@@ -16,7 +16,7 @@ help:
 	@echo "make cookbook    run tinker-cookbook's recipes against rl serve with SmolLM2-135M: a quarter of an hour"
 	@echo "make mutants     make small mistakes in the code, and see whether a test notices: an hour"
 	@echo "make bench-shared  two quickstarts side by side against one alone"
-	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers, OpenEnv"
+	@echo "make environments  install other libraries' environments: TextArena, SkyRL-Gym, verifiers, OpenEnv, NeMo Gym"
 	@echo "make test-pythons  run the unit tests under each Python from 3.11 to 3.13 that is there"
 	@echo "make setup       create $(VENV) alone;  make python: which Python that takes;  make lint, make lock: for developers"
 
@@ -57,15 +57,20 @@ $(VENV)/.tasks: $(VENV)/.setup-$(DEVICE) requirements/tasks.txt
 	@touch $@
 
 # TextArena, SkyRL-Gym and verifiers 0.3.1 (v0), without what of their dependencies would downgrade ours. verifiers 0.4
-# (v1 alone) in a directory for PYTHONPATH; OpenEnv's servers in a virtual environment of their own.
+# (v1 alone) in a directory for PYTHONPATH; OpenEnv's and NeMo Gym's servers in virtual environments of their own.
+# NeMo Gym's metadata asks for Python 3.13.14; what the tests use of it runs on 3.11 too. Ray, whose version it
+# reads, never starts.
 environments: $(VENV)/.environments
-$(VENV)/.environments: $(VENV)/.setup-$(DEVICE) requirements/environments.txt requirements/openenv.txt
+$(VENV)/.environments: $(VENV)/.setup-$(DEVICE) requirements/environments.txt requirements/openenv.txt requirements/nemo_gym.txt
 	@echo "installing requirements/environments.txt ..."
 	@$(PIP) install -qq --no-deps -r requirements/environments.txt
 	@$(PIP) install -qq --no-deps --upgrade --target $(VENV)/verifiers-0.4 verifiers==0.4.0
 	@echo "installing requirements/openenv.txt ..."
 	@$(BIN)/python -m venv $(VENV)/openenv
 	@$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/openenv.txt
+	@echo "installing requirements/nemo_gym.txt ..."
+	@$(BIN)/python -m venv $(VENV)/nemo-gym
+	@$(VENV)/nemo-gym/bin/python -m pip --disable-pip-version-check install -qq --no-deps --ignore-requires-python -r requirements/nemo_gym.txt
 	@touch $@
 
 # tinker-cookbook's metadata asks for a package that PyPI does not have; its recipes here do without.

@@ -359,6 +359,9 @@ class NeMoGymServer(BaseHTTPRequestHandler):
         ]
         kinds = [item["type"] for item in body["response"]["output"]]
         reward = float(said[-1:] == [body["answer"]] and session == f"session={body['answer']}")
+        if said[-1:] == ["mask"]:
+            masked = {"mask_sample": True, "failure_kind": "judge_failed", "failure_reason": "no judge"}
+            return self.answer(200, {**body, "reward": 0.0, **masked})
         return self.answer(200, {**body, "reward": reward, "kinds": kinds})
 
     def answer(self, status, body, cookie=""):
@@ -412,6 +415,29 @@ def test_a_nemo_gym_server_runs_the_tools_and_verifies(tokenizer, nemo_gym):
     assert "number is missing" in told[0] and json.loads(told[1]) == {"twice": 8, "session": "session=8"}
     kinds = ["function_call", "function_call_output"] * 2 + ["message"]
     assert rollout.score.notes["verified"] == {"reward": 1.0, "kinds": kinds}
+
+
+def test_a_sample_that_nemo_gym_masks_is_dropped(tokenizer, nemo_gym):
+    """Its verifier says that the reward measures nothing: the infrastructure failed."""
+    score = play(tokenizer, nemo_gym, nemo_gym.generate(4), ["mask"]).score
+    assert score.cause == "server" and "judge_failed: no judge" in score.error
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ("", ["message"]),
+        ("<think>8?</think>8", ["reasoning", "message"]),
+        ("<think>8?</think>", ["reasoning"]),
+        ('<think>8?</think><tool_call>{"name": "double", "arguments": {}}</tool_call>', ["reasoning"]),
+    ],
+)
+def test_a_turn_is_to_nemo_gyms_verifier_what_its_own_model_server_makes_of_it(
+    tokenizer, nemo_gym, said, kinds
+):
+    calls = ["function_call", "function_call_output", "message"] if "tool_call" in said else []
+    rollout = play(tokenizer, nemo_gym, nemo_gym.generate(4), [said, "8"])
+    assert rollout.score.notes["verified"]["kinds"] == [*kinds, *calls]
 
 
 def test_a_nemo_gym_server_that_is_gone_costs_the_sample(tokenizer, nemo_gym, tmp_path):

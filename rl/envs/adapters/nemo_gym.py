@@ -56,9 +56,12 @@ class NeMoGym(ChatEnv):
         answered = {"response": _response(episode, row[_PARAMS])}
         verified = _post(episode.state["session"], "verify", {**row, **answered})
         verified.raise_for_status()
-        found = verified.json()
-        episode.notes["verified"] = {k: v for k, v in found.items() if k not in (*row, "response")}
-        return float(found["reward"])
+        verdict = verified.json()
+        if verdict.get("mask_sample"):
+            reason = " ".join(f"{verdict.get('failure_kind')}: {verdict.get('failure_reason')}".split())
+            raise ServerLost(f"the NeMo Gym server could not score the episode ({reason})")
+        episode.notes["verified"] = {k: v for k, v in verdict.items() if k not in (*row, "response")}
+        return float(verdict["reward"])
 
     def validate(self) -> list[str]:
         if not self.url.startswith(("http://", "https://")):
@@ -132,15 +135,24 @@ def _response(episode: Episode, params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _turn_items(number: int, message: Message) -> Iterator[dict[str, Any]]:
+    """A turn is never nothing: one without words, thoughts and calls is a message with an empty text."""
+    thoughts, calls = message.get("reasoning_content"), message.get("tool_calls") or ()
+    if thoughts:
+        summary = [{"type": "summary_text", "text": thoughts}]
+        yield {"id": f"rs_{number}", "type": "reasoning", "summary": summary, "status": "completed"}
+    if message["content"] or not (thoughts or calls):
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
+        item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed"}
+        yield {**item, "content": [text]}
+    for call in calls:
+        yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+
+
 def _items(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     for number, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("content"):
-            said = {"type": "output_text", "text": message["content"], "annotations": []}
-            item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed"}
-            yield {**item, "content": [said]}
         if message["role"] == "assistant":
-            for call in message.get("tool_calls") or ():
-                yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+            yield from _turn_items(number, message)
         if message["role"] == "tool":
             told = {"type": "function_call_output", "call_id": message["tool_call_id"]}
             yield {**told, "output": message["content"]}
