@@ -144,9 +144,12 @@ def _serve(arguments: list[str]) -> int:
         ) from None
     import tyro
 
-    from rl.fields import check_fields, expand_paths
+    from rl.fields import check_fields, expand_paths, repeated
     from rl.tinker.serve import ServeConfig, serve
 
+    flags = [word.partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
+    if twice := repeated("--" + flag[2:] for flag in flags):
+        raise ConfigError("\n".join(twice))
     options = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     said = io.StringIO()
     try:

@@ -7,7 +7,8 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -233,6 +234,12 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any or getattr(hint, "_is_protocol", False):
         return True
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def repeated(flags: Iterable[str]) -> list[str]:
+    """One line for each flag that a command line has more than once: the last would win in silence."""
+    counts = Counter(flags)
+    return [f"{flag} is given {count} times; give it once" for flag, count in counts.items() if count > 1]
 
 
 def shown(value: Any) -> str:

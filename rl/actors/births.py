@@ -11,6 +11,7 @@ from typing import TypeVar
 import psutil
 
 from rl.actors.remote import Caller, ProcessDied
+from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo, is_gone
 from rl.waiting import beside
 
@@ -24,8 +25,10 @@ _NUMBERS = count()
 class Births:
     """Of one mesh, which may be spawned again and again under its name."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, timeline: Timeline | None = None):
+        """timeline: what is told of the wait for them."""
         self._name = name
+        self._timeline = timeline or Timeline()
         self._mesh = ""
         self._num_procs = 0
         self._born: list[ProcessInfo] = []
@@ -38,8 +41,9 @@ class Births:
 
     async def watching(self, starting: Awaitable[T]) -> T:
         """What `starting` gives. Raises ProcessDied where a process is gone before that."""
-        async with beside(self.until_one_dies()):
-            return await starting
+        with self._timeline.starting(self._name):
+            async with beside(self.until_one_dies()):
+                return await starting
 
     async def until_one_dies(self, verb: str = "start") -> None:
         """Never returns; raises ProcessDied. verb: what they do."""

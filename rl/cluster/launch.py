@@ -266,7 +266,7 @@ class _Launcher:
         return mesh
 
     def _births_of(self, name: str) -> Births:
-        return self._births.setdefault(name, Births(name))
+        return self._births.setdefault(name, Births(name, self._timeline))
 
     async def _started(self, name: str, answer: Awaitable[Any]) -> Any:
         return await Caller(name).call(answer, "start", Deadline("start", self._specs.deadlines.start))

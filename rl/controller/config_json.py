@@ -35,28 +35,49 @@ def why_no_run(directory: Path) -> str:
     if _NAME not in names:
         return "exists and is not empty; give another directory"
     try:
-        _, data = read_config(str(directory))
-    except ConfigError:
-        data = {}
+        data = _contents(directory / _NAME)
+    except ValueError as error:
+        remedy = f"mend {directory / _NAME}, or give another directory"
+        return f"has a {_NAME} that is not a run's ({error}); {remedy}"
     return "" if "type" in data else f"has a {_NAME} that no run wrote; give another directory"
 
 
-def is_config(name: str) -> bool:
-    """Whether a recipe's name is that of a config.json, or of the directory of a run."""
-    return name.endswith(".json") or (os.sep in name and os.path.isfile(os.path.join(name, _NAME)))
+def config_file(name: str) -> Path:
+    """name: a run's config.json, or the directory of the run."""
+    return Path(name) / _NAME if Path(name).is_dir() else Path(name)
 
 
 def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
-    """The recipe that a config.json was written for, and the contents. `path`: the file or its directory."""
-    file = Path(path) / _NAME if Path(path).is_dir() else Path(path)
+    """The recipe that a config.json was written for, and the contents. `path`: the file or its directory.
+
+    Raises ConfigError with the file, the line and the remedy.
+    """
+    file = config_file(path)
     try:
-        data = json.loads(file.read_text())
-        if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
-            raise ValueError("it names no recipe")
-        return data["recipe"], {name: value for name, value in data.items() if name != "recipe"}
-    except (OSError, ValueError, RecursionError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{file} is not the config.json of a run ({what}); give a recipe") from error
+        data = _contents(file)
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is not the config.json of a run ({error}); mend it, or give a recipe"
+        ) from error
+    return data["recipe"], {name: value for name, value in data.items() if name != "recipe"}
+
+
+def _contents(file: Path) -> dict[str, Any]:
+    """Raises ValueError, which says what is wrong and in which line."""
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line}: the byte {error.object[error.start]:#04x} is no UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
+        raise ValueError("it names no recipe")
+    return data
 
 
 def to_json(value: Any) -> Any:

@@ -14,11 +14,13 @@ from rl.envs.chat.loop import chat_template
 from rl.envs.mixture import Mixture
 from rl.envs.remake import some_problems
 from rl.errors import ConfigError, one_line
-from rl.fields import kind, shown
+from rl.fields import kind, short, shown
 from rl.interfaces import Tokenizer
+from rl.models.sources import TinyQwen3
 from rl.types import Problem
 
 _PACKAGE = Path(__file__).parents[1]
+_MOST_PROMPTS = 256
 
 
 def check_env(config: RunConfig) -> list[str]:
@@ -173,5 +175,30 @@ def _at_work(config: RunConfig) -> list[str]:
         return [f"env {type(env).__name__}'s problems have messages, which need env.chat=True; set it"]
     texts = [*(part.prompt_prefix for part in env.made_of), *(p.question + p.answer for p in problems)]
     if unknown := config.model.unknown_characters("".join(texts)):
-        return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
+        if isinstance(config.model, TinyQwen3):
+            return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
+        return [
+            f"the task uses characters that the model's tokenizer lacks: {short(repr(unknown))}; use another "
+            f"model, or one that was made for this task"
+        ]
     return []
+
+
+def check_prompts(env: Env, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """Which held-out problem leaves no room for an answer. limit: tokens of the longest sequence.
+
+    Of many, the longest texts are looked at. A ChatEnv's prompts are made as its episodes begin.
+    """
+    problems = sorted(env.eval_problems(), key=lambda p: len(p.question) + len(str(p.messages)), reverse=True)
+    try:
+        prompts = [env.encode(problem, tokenizer) for problem in problems[:_MOST_PROMPTS]]
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+        if len(longest.tokens) < limit:
+            return []
+    except Exception:  # the user's own code: the rehearsal says what is wrong with it
+        return []
+    return [
+        f"the problem {shown(longest.problem.id)} has a prompt of {len(longest.tokens)} tokens, which leaves "
+        f"no room for an answer in {limit} tokens (the model's positions, trainer.max_tokens); shorten it, "
+        f"or use another model"
+    ]

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rl.controller.config import RunConfig
-from rl.controller.config_json import from_json, is_config, read_config
+from rl.controller.config_json import config_file, from_json, read_config
 from rl.controller.recipe_modules import call_in_recipe, import_recipe, split_name
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, parts_of, postpone_refusals, short
@@ -38,7 +38,7 @@ def load_recipe(name: str) -> tuple[str, RunConfig]:
 
 def _load(name: str) -> tuple[str, RunConfig]:
     _configs()  # which a file's recipes may import
-    if is_config(name):
+    if _is_config(name):
         return _from_config(name)
     if ".py" in name:
         return _from_file(name)
@@ -65,9 +65,16 @@ def _load(name: str) -> tuple[str, RunConfig]:
 
 def source_of(name: str) -> str:
     """What config.json notes, from which `load_recipe` finds the same recipe from anywhere."""
-    if is_config(name):
+    if _is_config(name):
         return read_config(name)[0]
     return os.path.abspath(os.path.expanduser(name)) if ".py" in name else name
+
+
+def _is_config(name: str) -> bool:
+    """Whether it is a config.json, or the directory of a run. A recipe's name stays the recipe's."""
+    if name.endswith(".json"):
+        return True
+    return os.path.isdir(name) and config_file(name).is_file() and (os.sep in name or name not in _recipes())
 
 
 def recipe_names() -> dict[str, str]:
@@ -115,7 +122,7 @@ def _from_config(name: str) -> tuple[str, RunConfig]:
         if not Path(path).is_file():
             raise ConfigError(f"{name} was written for {recipe}, which is gone; give a recipe")
         _run_user_code(path, lambda: import_recipe(path))
-    config = from_json(data, name)
+    config = from_json(data, str(config_file(name)))
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} is not the config.json of a run; give a recipe")
     return Path(recipe).name.rpartition(":")[2], dataclasses.replace(config, run_dir="")

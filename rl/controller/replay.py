@@ -17,6 +17,7 @@ from rl.controller.config import RunConfig
 from rl.controller.device_defaults import specs_on
 from rl.controller.recipes import load_recipe
 from rl.controller.recovery import step_of
+from rl.controller.replay_rules import NEEDS
 from rl.controller.resume import with_drawn_weights
 from rl.controller.settings import override
 from rl.controller.side_run import own_directory
@@ -33,16 +34,12 @@ from rl.owned_directory import temporary_directory
 
 NOT_STARTED = ("generator", "judge", "reward")
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
-_NEEDS = (
-    "needs a run with --record_batches at least --save_every: the batches from a checkpoint on to step N; "
-    "--keep_checkpoints 0 keeps all checkpoints"
-)
 
 
 def replay(arguments: Sequence[str]) -> int:
     """Print each metric of the step, as it was recorded and as it is now. Raises ConfigError."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{_USAGE}\n\n{_NEEDS}")
+        print(f"{_USAGE}\n\n{NEEDS}")
         return 0
     run_dir, rest = Path(arguments[0]), list(arguments[1:])
     step = _take_step(rest)
@@ -92,7 +89,7 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
         if first <= step and all(has_batch(run_dir, i) for i in range(first, step + 1)):
             return path
     raise ConfigError(
-        f"{run_dir} has no checkpoint before step {step} with the batches from there on; rl replay {_NEEDS}"
+        f"{run_dir} has no checkpoint before step {step} with the batches from there on; rl replay {NEEDS}"
     )
 
 

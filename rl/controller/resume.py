@@ -62,14 +62,15 @@ def newest_good(config: RunConfig, run_dir: Path) -> Path | None:
 def changed_settings(config: RunConfig) -> list[str]:
     """What differs from the settings of the run whose checkpoint it goes on from, one line each.
 
-    Empty where the run's config.json is not there or cannot be read: an older version may have written it.
+    Empty where the checkpoint has no config.json beside it. One that cannot be read is named.
     """
-    if not config.resume:
+    path = _home(Path(config.resume).parent.parent) / "config.json"
+    if not config.resume or not path.exists():
         return []
     try:
-        _, before = read_config(str(_home(Path(config.resume).parent.parent) / "config.json"))
-    except ConfigError:
-        return []
+        _, before = read_config(str(path))
+    except ConfigError as error:
+        return [f"what has changed since the checkpoint's run is not known: {error}"]
     old, new = _leaves(before), _leaves(to_json(config))
     names = [name for name in dict.fromkeys([*old, *new]) if name not in ("resume", "run_dir")]
     return [

@@ -18,6 +18,7 @@ from rl.controller.device_defaults import specs_on
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
 from rl.controller.rehearsal import rehearse
+from rl.controller.replay_rules import what_a_replay_needs
 from rl.controller.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
 from rl.controller.specs import roles
 from rl.controller.validate import validate
@@ -31,7 +32,7 @@ from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
 from rl.paths import lock_directory
 from rl.processes import on_interrupt
-from rl.waiting import give_way_often
+from rl.waiting import beside, give_way_often
 
 _SAME_SIGNAL_SECONDS = 1.0
 
@@ -62,7 +63,7 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
                 config, _ = with_newest_checkpoint(recipe, replace(config, resume="latest"))
             if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
-        for line in changed_settings(config):
+        for line in [*changed_settings(config), *what_a_replay_needs(config)]:
             print(line, flush=True)
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
@@ -148,7 +149,7 @@ async def run_recipe(
         if in_place:
             await recorder.rewind(step_of(config.resume) if config.resume else -1)
         specs = specs_on(this_machine(), config, model_dir, run_dir)
-        async with launch(specs, run_dir, timeline) as actors:
+        async with beside(recorder.break_silence()), launch(specs, run_dir, timeline) as actors:
             await train_and_export(config, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))

@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import io
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -14,7 +13,7 @@ import tyro
 
 from rl.controller.config import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
-from rl.fields import describe_type, expand_paths, postpone_refusals, short, shown, type_hints
+from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown, type_hints
 from rl.loss.kl import KL
 
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
@@ -217,8 +216,7 @@ def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]]
             groups[-1].append(argument)
         else:
             found.append(_stray(argument, known))
-    counts = Counter(flag for flag, *_ in groups)
-    found += [f"{flag} is given {count} times; give it once" for flag, count in counts.items() if count > 1]
+    found += repeated(flag for flag, *_ in groups)
     for flag, *values in groups:
         name = flag[2:]
         if name not in known:

@@ -13,8 +13,9 @@ from rl.controller.config import RunConfig
 from rl.controller.config_json import why_no_run
 from rl.controller.device_defaults import by_device
 from rl.controller.device_rules import check_devices
-from rl.controller.env_rules import check_chat_env, check_env
+from rl.controller.env_rules import check_chat_env, check_env, check_prompts
 from rl.controller.judge_rules import check_judge
+from rl.controller.replay_rules import check_replay
 from rl.controller.specs import roles
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
@@ -48,7 +49,7 @@ def validate(
     if not env_problems:  # with a default in its place it is another task
         env_problems = check_env(config)
         found += env_problems
-    found += check_algorithm(config) + without_effect(config) + check_judge(config)
+    found += check_algorithm(config) + without_effect(config) + check_judge(config) + check_replay(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
     )
@@ -62,6 +63,9 @@ def validate(
             found.append(f"env.chat=True but the model's tokenizer {why}; {without}")
         elif isinstance(config.env, ChatEnv) and not env_problems:
             found += check_chat_env(config.env, config.model.tokenizer())
+        if not env_problems and config.data == "rollouts":
+            limit = min(max_positions(config.model.config()), config.trainer.max_tokens)
+            found += check_prompts(config.env, config.model.tokenizer(), limit)
         found += [
             f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
             for env in config.env.made_of

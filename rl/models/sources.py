@@ -75,7 +75,11 @@ class ModelDir:
             return known
 
     def unknown_characters(self, text: str) -> str:
-        return ""
+        """Those that its tokenizer has no token for. None where it has no tokenizer, as `validate` says."""
+        try:
+            return HFTokenizer(self.directory).unknown_characters(text)
+        except ConfigError:
+            return ""
 
     def not_one_token(self, texts: Iterable[str]) -> list[str]:
         """Those that its tokenizer does not make one token of."""

@@ -54,6 +54,15 @@ class HFTokenizer:
         """Token -> id."""
         return self._tokenizer.get_vocab()
 
+    def unknown_characters(self, text: str) -> str:
+        """Those that it makes its token for unknown words of; none where it falls back to bytes."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        unknown = getattr(backend and backend.model, "unk_token", None) or self._tokenizer.unk_token
+        if unknown is None:
+            return ""
+        number = self._tokenizer.convert_tokens_to_ids(unknown)
+        return "".join(char for char in sorted(set(text)) if number in self.encode_plain(char))
+
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer puts at the beginning of a text."""
         return self._tokenizer.encode(text)

@@ -19,7 +19,7 @@ _HASTE_SECONDS = 60.0
 
 
 class Files:
-    """metrics.jsonl, rollouts.jsonl with rollouts/, trace.json.
+    """metrics.jsonl, rollouts.jsonl with rollouts/, trace.json, progress.log.
 
     Metrics are never dropped: a resumed run counts on them. Rollouts and the trace are for people: where the
     disk does not keep up they are dropped, and that is said. A disk that is full, or gone, is raised by
@@ -46,6 +46,13 @@ class Files:
         if rows:
             size = sum(row.size for row in rows)
             self._offer("rollouts.jsonl", lambda: self._append_rollouts(step, split, rows), size)
+
+    def write_progress(self, line: str) -> None:
+        def append() -> None:
+            with (self._run_dir / "progress.log").open("a") as file:
+                print(line, file=file)
+
+        self._offer("progress.log", append, len(line))
 
     def write_trace(self, lines: str) -> None:
         trace = self._trace

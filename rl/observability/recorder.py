@@ -21,6 +21,7 @@ from rl.waiting import Deadlines
 T = TypeVar("T")
 
 _SILENCE_SECONDS = 10.0
+_MOST_WAITS = 4
 
 
 class Recorder:
@@ -50,7 +51,7 @@ class Recorder:
         self._out = out or sys.stdout
         self._sinks = sinks
         self._files = Files(run_dir, num_rollouts, timeline.trace is not None, write_seconds)
-        self._last_kept = time.monotonic()
+        self._last_kept = self._last_shown = timeline.now()
         self._said_no_signal = False
         self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
         self._warmup_watch = LossWatch("warmup.lr")
@@ -104,9 +105,25 @@ class Recorder:
         }
         self._timeline.skip()
 
+    async def break_silence(self) -> None:
+        """Until the first step is done: after ten seconds without a line, one that says what is waited for.
+
+        Also in progress.log, with the time of day. A step's own lines tell how it goes from there on.
+        """
+        began = self._timeline.now()
+        while not self._step_seconds:
+            quiet = self._timeline.now() - self._last_shown
+            if quiet >= _SILENCE_SECONDS:
+                waits = self._timeline.waits()
+                more = f" and {len(waits) - _MOST_WAITS} more" if len(waits) > _MOST_WAITS else ""
+                text = f"waiting for {', '.join(waits[:_MOST_WAITS]) or 'the controller'}{more}"
+                self._line(f"{self._timeline.now() - began:.0f} s: {text}", keep=not self._out.isatty())
+                self._files.write_progress(f"{time.strftime('%F %T')} {text}")
+            await asyncio.sleep(min(_SILENCE_SECONDS, max(_SILENCE_SECONDS - quiet, 0.1)))
+
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._tell(step, {"warmup/loss": loss})
-        is_due = step in (1, num_steps) or time.monotonic() - self._last_kept >= _SILENCE_SECONDS
+        is_due = step in (1, num_steps) or self._timeline.now() - self._last_kept >= _SILENCE_SECONDS
         if is_due or self._out.isatty():
             keep = step == num_steps or not self._out.isatty()
             self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=keep)
@@ -121,7 +138,7 @@ class Recorder:
         trained: Trained = lambda _: (),
     ) -> None:
         times = self._timeline.window()
-        now, seconds = time.monotonic(), times["time/step"]
+        now, seconds = self._timeline.now(), times["time/step"]
         self._step_seconds.append(seconds)
         if "reward/mean" in metrics:
             self.rewards[step] = metrics["reward/mean"]
@@ -236,7 +253,9 @@ class Recorder:
     def _line(self, text: str, keep: bool) -> None:
         """On a terminal the next line overwrites one that is not kept; elsewhere only kept ones appear."""
         if keep:
-            self._last_kept = time.monotonic()
+            self._last_kept = self._timeline.now()
+        if keep or self._out.isatty():
+            self._last_shown = self._timeline.now()
         if self._out.isatty():
             print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
         elif keep:

@@ -36,6 +36,7 @@ class Timeline:
         self._window_start = clock()
         self._spans: list[Span] = []  # ended, and not yet behind the window
         self._open: dict[int, tuple[str, str, float]] = {}
+        self._starting: dict[int, tuple[str, str, float]] = {}
         self._next_id = 0
         self._lanes: dict[str, int] = {}
         self.trace = Trace(clock()) if with_trace else None
@@ -54,6 +55,31 @@ class Timeline:
             self._spans.append(span)
             if self.trace:
                 self.trace.add(span, self._lanes[lane])
+
+    @contextmanager
+    def starting(self, lane: str) -> Iterator[None]:
+        """While an actor's processes start: they are waited for, and no step's time goes there."""
+        number, self._next_id = self._next_id, self._next_id + 1
+        self._starting[number] = lane, "start", self._clock()
+        try:
+            yield
+        finally:
+            del self._starting[number]
+
+    def now(self) -> float:
+        """Seconds, of the clock that spans are measured by."""
+        return self._clock()
+
+    def waits(self) -> list[str]:
+        """What is waited for now, the longest wait first: each actor with its verb, calls and seconds."""
+        begins: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for lane, verb, began in [*self._starting.values(), *self._open.values()]:
+            begins[lane, verb].append(began)
+        now = self._clock()
+        return [
+            f"{lane} to {verb} ({f'{len(times)} calls, ' if len(times) > 1 else ''}{now - min(times):.0f} s)"
+            for (lane, verb), times in sorted(begins.items(), key=lambda item: min(item[1]))
+        ]
 
     def skip(self) -> None:
         """Forget the time since the last window: what lies between steps, such as the warm-up."""

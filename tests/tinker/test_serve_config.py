@@ -15,6 +15,7 @@ from rl.cli import _serve
 from rl.cluster.machine import GPU, Machine
 from rl.cluster.placement import place
 from rl.controller.memory_plan import USABLE, on_devices, placed
+from rl.controller.settings import setting_names
 from rl.errors import ConfigError
 from rl.models.layout import Layout
 from rl.models.memory import GIB, longest_sequence_bytes
@@ -228,3 +229,12 @@ def test_a_server_with_a_gpu_for_each_process_fits_them_or_is_refused(tmp_path):
         _specs(config, tmp_path, 131072, Machine(8, 64.0, two))
     large = (GPU("H100", 79.6, (9, 0)),) * 2
     assert _specs(config, tmp_path, 2048, Machine(8, 64.0, large)).generator.kv_cache_gib is None
+
+
+@pytest.mark.parametrize("name", setting_names(ServeConfig("x")))
+def test_a_flag_twice_is_refused(name):
+    """In either spelling; else the last would win in silence."""
+    flag = f"--{name}"
+    for again in (flag, flag.replace("_", "-"), f"{flag}=1"):
+        with pytest.raises(ConfigError, match=f"^{flag} is given 2 times; give it once$"):
+            _serve(["x", flag, "1", again, "1"])

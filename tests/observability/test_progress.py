@@ -1,0 +1,94 @@
+"""Until the first step there is a line every ten seconds, which says what is waited for. On a virtual clock."""
+
+# holds: exact
+
+import asyncio
+import io
+from itertools import pairwise
+
+import pytest
+
+from rl.actors.births import Births
+from rl.observability.recorder import Recorder
+from rl.observability.sinks import Sinks
+from rl.observability.timeline import Timeline
+from rl.waiting import beside
+from tests.virtual_time import run_virtually
+
+EVALUATION = {"eval/accuracy": 0.5, "eval/standard_error": 0.1}
+STEP = {"reward/mean": 0.5, "logprob_diff/mean": 0.0, "loss": 1.0}
+
+
+class Screen(io.StringIO):
+    """Notes when each line came."""
+
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.times, self._is_terminal = [0.0], is_terminal
+
+    def isatty(self):
+        return self._is_terminal
+
+    def write(self, text):
+        if text.strip():
+            self.times.append(asyncio.get_running_loop().time())
+        return super().write(text)
+
+
+def played(run_dir, is_terminal, start, warmup, evaluation, step, after=0.0):
+    """The screen of a run whose parts take so many seconds."""
+    screen = Screen(is_terminal)
+
+    async def main():
+        timeline = Timeline(clock=asyncio.get_running_loop().time)
+        recorder = Recorder(run_dir, 3, timeline, Sinks({}), out=screen)
+        async with recorder, beside(recorder.break_silence()):
+            births = [Births("generator-0", timeline), Births("trainer", timeline)]
+            await asyncio.gather(
+                *(b.watching(asyncio.sleep(start * s)) for b, s in zip(births, (1, 0.5), strict=True))
+            )
+            for number in range(1, 4):
+                with timeline.span("trainer", "forward_backward"):
+                    await asyncio.sleep(warmup)
+                recorder.warmup(number, 3, 0.5)
+            with timeline.span("generator-0", "sample"), timeline.span("generator-0", "sample"):
+                await asyncio.sleep(evaluation)
+            recorder.evaluation(0, EVALUATION, [])
+            await asyncio.sleep(step)
+            recorder.step(1, STEP, [])
+            screen.first_step = asyncio.get_running_loop().time()
+            await asyncio.sleep(after)
+
+    run_virtually(main())
+    return screen
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize(
+    "seconds", [(0, 0, 0, 0), (95, 0, 0, 0), (3, 27, 0, 9), (9, 9, 9, 9), (0, 1, 301, 14)]
+)
+def test_no_ten_seconds_without_a_line(seconds, is_terminal, tmp_path):
+    screen = played(tmp_path, is_terminal, *seconds)
+    gaps = [after - before for before, after in pairwise(screen.times)]
+    assert max(gaps) <= 10.0 + 0.2
+    assert min(gaps[:-2] or [0]) >= 0
+
+
+def test_a_line_names_what_is_waited_for_and_so_does_the_file(tmp_path):
+    screen = played(tmp_path, False, 25, 0, 35, 15)
+    lines = [line for line in screen.getvalue().splitlines() if ": waiting for " in line]
+    assert lines[:2] == [
+        "10 s: waiting for generator-0 to start (10 s), trainer to start (10 s)",
+        "20 s: waiting for generator-0 to start (20 s)",
+    ]
+    assert lines[2].endswith("waiting for generator-0 to sample (2 calls, 10 s)")
+    assert lines[-1].endswith("waiting for the controller")
+    written = (tmp_path / "progress.log").read_text().splitlines()
+    assert [line.partition(" waiting ")[2] for line in written] == [
+        line.partition(" waiting ")[2] for line in lines
+    ]
+
+
+def test_steps_tell_of_themselves(tmp_path):
+    screen = played(tmp_path, False, 0, 0, 0, 0, after=500)
+    assert screen.times[-1] == screen.first_step and not (tmp_path / "progress.log").exists()
