@@ -157,7 +157,7 @@ def written(turn):
 def by_ours(env, tokenizer, problem, turns):
     texts = [written(turn) for turn in turns]
     writer = Writer(tokenizer, ChatTemplate(tokenizer).end_id, texts, random.Random(0))
-    score = playing.play(env, tokenizer, writer, problem)[0].score
+    score = playing.play_here(env, tokenizer, writer, problem)[0].score
     if score.cause == "raised" and "500" in score.error:
         return score.reward, None
     assert score.error is None
