@@ -63,9 +63,6 @@ def validate(
             found.append(f"env.chat=True but the model's tokenizer {why}; {without}")
         elif isinstance(config.env, ChatEnv) and not env_problems:
             found += check_chat_env(config.env, config.model.tokenizer())
-        if not env_problems and config.data == "rollouts":
-            limit = min(max_positions(config.model.config()), config.trainer.max_tokens)
-            found += check_prompts(config.env, config.model.tokenizer(), limit)
         found += [
             f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
             for env in config.env.made_of
@@ -79,6 +76,9 @@ def validate(
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         found.append(f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there")
     found += _run_dir(config, in_place) + config.tracking.validate()
+    if not found and config.data == "rollouts":  # with the model that all of the above holds for
+        limit = min(max_positions(config.model.config()), config.trainer.max_tokens)
+        found += check_prompts(config.env, config.model.tokenizer(), limit)
     return found
 
 

@@ -60,14 +60,18 @@ def run(capsys, monkeypatch, *arguments):
 
 
 def write_model_with_tokenizer(path):
-    TinyQwen3(alphabet=ALPHABET).materialize(path.parent)  # writes to path.parent / "model", which is `path`
+    TinyQwen3(alphabet=ALPHABET + "0123456789+").materialize(
+        path.parent
+    )  # writes to path.parent / "model", which is `path`
     write_model(path)
 
 
 @pytest.fixture
 def one_line(capsys, monkeypatch):
     def check(*arguments):
-        (line,) = run(capsys, monkeypatch, *arguments)
+        lines = run(capsys, monkeypatch, *arguments)
+        assert len(lines) == 1, lines
+        (line,) = lines
         assert line.startswith("rl: error: ")
         return line
 
