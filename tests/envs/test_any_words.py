@@ -158,7 +158,10 @@ def test_skyrl_gym(tokenizer, data):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("verifiers.legacy") is None, reason="needs verifiers' v0 API")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None or importlib.util.find_spec("verifiers.legacy") is None,
+    reason="needs verifiers' v0 API",
+)
 @given(data=st.data())
 @SETTINGS
 def test_verifiers_v0(tokenizer, data):  # noqa: F811
