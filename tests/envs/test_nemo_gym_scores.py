@@ -72,7 +72,7 @@ def components(row):
     city = row["expected_call"]["arguments"]["city"]
     right = call("get_weather", city=city)
     return [
-        (3.0, [("", [right]), ("", [])]),
+        (2.0, [("", [right]), ("", [])]),
         (2.0, [("", [right]), ("It is sunny.", [])]),
         (2.0, [("", [call("get_weather", city="Warsaw")]), ("", [])]),
         (1.0, [("", [call("get_weather", town=city)]), ("", [])]),
