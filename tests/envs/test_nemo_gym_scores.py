@@ -74,10 +74,10 @@ def components(row):
     return [
         (2.0, [("", [right]), ("", [])]),
         (2.0, [("", [right]), ("It is sunny.", [])]),
-        (2.0, [("", [call("get_weather", city="Warsaw")]), ("", [])]),
-        (1.0, [("", [call("get_weather", town=city)]), ("", [])]),
+        (1.0, [("", [call("get_weather", city="Warsaw")]), ("", [])]),
+        (0.0, [("", [call("get_weather", town=city)]), ("", [])]),
         (2.0, [("", [right, right]), ("", [])]),
-        (2.0, [("", [call("no_such_tool")]), ("", [])]),
+        (1.0, [("", [call("no_such_tool")]), ("", [])]),
         (0.0, [(f"It is sunny in {city}.", [])]),
     ]
 
