@@ -4,18 +4,18 @@
 
 import json
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 
 from rl.envs.adapters.nemo_gym import NeMoGym
 from rl.envs.chat.template import ChatTemplate
+from tests import json_server
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
 from tests.envs.chat.test_session import Writer
 from tests.envs.nemo_gym_servers import IS_INSTALLED, serving
+from tests.json_server import JSONHandler, completion
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,45 +106,24 @@ EXAMPLES = {
 }
 
 
-class Policy(BaseHTTPRequestHandler):
+class Policy(JSONHandler):
     """An OpenAI endpoint that says the server's `turns`, one for each assistant message."""
 
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        turn = sum(message["role"] == "assistant" for message in body["messages"])
+    def answer(self, asked):
+        turn = sum(message["role"] == "assistant" for message in asked["messages"])
         text, calls = self.server.turns[turn]
         functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
         tool_calls = [
             {"id": f"call_{turn}_{i}", "type": "function", "function": function}
             for i, function in enumerate(functions)
         ]
-        message = {"role": "assistant", "content": text or None, "tool_calls": tool_calls}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        reply = {"id": "0", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        data = json.dumps({**reply, "usage": usage}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
+        return completion({"content": text or None, "tool_calls": tool_calls})
 
 
 @pytest.fixture
 def policy():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with json_server.serving(Policy) as server:
+        yield server
 
 
 def written(turn):

@@ -1,10 +1,7 @@
 """Environments that verifiers has, unmodified: what they score by themselves and through our adapter is equal."""
 
 import asyncio
-import json
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +9,7 @@ from rl.envs.chat.template import ChatTemplate
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
 from tests.envs.chat.test_session import Writer
+from tests.json_server import JSONHandler, completion, serving
 
 pytestmark = pytest.mark.slow  # they import verifiers
 
@@ -22,38 +20,17 @@ ENVIRONMENTS = {
 }  # fmt: skip
 
 
-class Policy(BaseHTTPRequestHandler):
+class Policy(JSONHandler):
     """An OpenAI endpoint that says what the server's `text` is."""
 
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
-        message = {"role": "assistant", "content": self.server.text}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        reply = {"id": "0", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        data = json.dumps({**reply, "usage": usage}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
+    def answer(self, asked):
+        return completion({"content": self.server.text})
 
 
 @pytest.fixture
 def server():
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
-    made.daemon_threads = True
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    with serving(Policy) as made:
+        yield made
 
 
 def by_itself(env, row, text, server):

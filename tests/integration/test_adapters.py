@@ -10,16 +10,15 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from rl.observability.json_lines import read_records
 from tests.integration.runs import read_metrics, rl
+from tests.json_server import JSONHandler, completion, serving
 
 pytestmark = pytest.mark.slow
 
@@ -227,31 +226,18 @@ def openenv_port(tmp_path):
     process.wait()
 
 
-class _Judge(BaseHTTPRequestHandler):
+class _Judge(JSONHandler):
     """Grades by the length of the answer."""
 
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    def answer(self, asked):
         grade = json.dumps({"grade": len(asked["messages"][-1]["content"]) % 11})
-        data = json.dumps({"choices": [{"message": {"role": "assistant", "content": grade}}]}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
+        return completion({"content": grade})
 
 
 @pytest.fixture
 def judge_port():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(_Judge) as server:
+        yield server.server_port
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
