@@ -4,16 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.bounds import (
-    FilePath,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Seed,
-    Share,
-    Threads,
-)
+from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
@@ -25,87 +16,11 @@ from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelSource
 from rl.observability.sinks import TrackingConfig
-from rl.types import LoRA
+from rl.plan.sections import GeneratorConfig as GeneratorConfig
+from rl.plan.sections import RewardConfig as RewardConfig
+from rl.plan.sections import TrainerConfig as TrainerConfig
+from rl.plan.sections import WeightSyncConfig as WeightSyncConfig
 from rl.waiting import Deadlines
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """The PolicyTrainer: its processes, memory and optimizer."""
-
-    engine: Literal["titan", "hf"] = "titan"
-    """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models,
-    under FSDP2."""
-    layout: Layout = Layout()
-    lora: LoRA = LoRA()
-    float8: bool = False
-    """Linear layers in float8: real on GPUs, emulated on a CPU."""
-    dropout: bool = False
-    """The model's own dropout while it learns, with engine=hf. The generator has none, so ratios are not 1
-    even on-policy."""
-    compile: bool = False
-    """torch.compile each layer; on GPUs, in bfloat16 and without context parallelism."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
-    num_threads: Threads = 0
-    """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
-    max_tokens: PositiveInt = 8192
-    """Most tokens of a packed micro-batch, and so of a sequence."""
-    max_restarts: NonNegativeInt = 3
-    """How often trainer, critic and reference are started again, from the newest checkpoint, because a
-    process of theirs died."""
-    share_prefixes: bool = True
-    """Compute leading tokens that samples share once. Results are the same but for rounding."""
-    lr: NonNegativeFloat = 1e-6
-    """Learning rate: the highest of lr_schedule."""
-    lr_warmup_steps: NonNegativeInt = 5
-    """Steps over which the learning rate rises linearly; where a schedule follows, at most half of all."""
-    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up. linear, cosine: down to lr_min_ratio at the last step. wsd (warmup-stable-decay):
-    constant, then down over the last lr_decay_ratio of the steps."""
-    lr_min_ratio: Share = 0.0
-    """The share of the learning rate towards which the schedule goes down."""
-    lr_decay_ratio: Share = 0.2
-    """With lr_schedule=wsd: the share of the steps, at the end, over which it goes down linearly."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
-    eps: NonNegativeFloat = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
-    decay_all: bool = True
-    """Norms, biases and embeddings decay too; False spares them."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are clipped to this norm; 0 turns clipping off."""
-
-
-@dataclass(frozen=True)
-class GeneratorConfig:
-    """The vLLM generators."""
-
-    num_replicas: PositiveInt = 1
-    """Engines, each with the whole model."""
-    tensor_parallel: PositiveInt = 1
-    """Processes of each engine, which split its layers."""
-    num_threads: Threads = 0
-    """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
-    max_num_seqs: PositiveInt = 256
-    """Most sequences an engine runs at a time."""
-    kv_cache_gib: NonNegativeFloat = 0.0
-    """Memory of each process's key-value cache. 0: 0.25 on a CPU; on a GPU what is free, or what other roles
-    leave."""
-    block_size: PositiveInt = 32
-    """Tokens of a block of that cache; samples of a prompt share its whole blocks. On a CPU a
-    multiple of 32."""
-    compile: bool = False
-    """Compile the model: faster tokens after a slow start (40 s on a CPU)."""
-    cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Decode by CUDA graphs. auto: on a GPU."""
-    updates: Literal["in_flight", "drain"] = "in_flight"
-    """New weights while samples are under way. in_flight: these go on with the new weights, which compute
-    their tokens so far again. drain: they finish first; faster where answers are short."""
-    max_restarts: NonNegativeInt = 3
-    """How often a generator, or judge, that dies or no longer answers is started again."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +46,6 @@ class CriticConfig:
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
     layout: Layout = Layout()
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """The processes that verify."""
-
-    num_procs: PositiveInt = 1
-    """Reward processes; each verifies one rollout at a time."""
-    limit_seconds: PositiveFloat = 5.0
-    """Time for one call of the reward function; past it the sample is dropped and counted."""
-    max_restarts: NonNegativeInt = 3
-    """How often a reward process that dies is started again."""
 
 
 @dataclass(frozen=True)
@@ -172,14 +75,6 @@ class WarmupConfig:
     """Demonstrations of a step."""
     lr: NonNegativeFloat = 0.0
     """Learning rate, constant. 0: 3e-3 for random weights, 1e-4 for pretrained ones, of an adapter 5e-4."""
-
-
-@dataclass(frozen=True)
-class WeightSyncConfig:
-    """How weights reach the generators."""
-
-    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
-    """shared_memory between processes of one host; torchstore goes through storage actors."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rl.controller.memory_plan import USABLE, Process, num_device_procs, on_devi
 from rl.controller.specs import generator_config, judge_config, roles
 from rl.errors import ConfigError
 from rl.models.hf_checks import check_expert_width
-from rl.models.memory import GIB, ModelShape, longest_sequence_bytes
+from rl.plan.memory import GIB, ModelShape, longest_sequence_bytes
 
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
 _PROCESSES_PER_CORE = 4

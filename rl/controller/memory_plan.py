@@ -19,7 +19,7 @@ from rl.controller.specs import (
     roles,
     trainer_config,
 )
-from rl.models.memory import GIB, Memory, ModelShape, engine_memory, generator_memory
+from rl.plan.memory import GIB, Memory, ModelShape, engine_memory, generator_memory
 from rl.types import LoRA
 
 USABLE = 0.92

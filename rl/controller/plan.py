@@ -11,7 +11,7 @@ from rl.controller.recipes import load_recipe
 from rl.controller.settings import override
 from rl.errors import ConfigError
 from rl.fields import check_fields
-from rl.models.memory import GIB
+from rl.plan.memory import GIB
 
 _USAGE = "usage: rl plan RECIPE [--devices 8xH100-80 | cpu] [--section.field value ...]"
 _PARTS = (

@@ -5,6 +5,9 @@ from typing import Literal
 
 from rl.models.layout import Layout, row_multiple
 
+CHUNK_ELEMENTS = 1 << 27
+"""Logits held at a time, in elements (half a GiB in fp32); beyond it, backward recomputes them in chunks."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -11,9 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rl.loss.logprobs import logprobs_and_entropy
-
-CHUNK_ELEMENTS = 1 << 27
-"""Logits held at a time, in elements (half a GiB in fp32); beyond it, backward recomputes them in chunks."""
+from rl.models.engine_config import CHUNK_ELEMENTS
 
 
 def target_logprobs(

@@ -9,7 +9,7 @@ from rl.cluster.machine import Machine
 from rl.controller.memory_plan import USABLE, cache_left, num_device_procs, on_devices, placed, with_budgets
 from rl.errors import ConfigError
 from rl.models.hf import read_config
-from rl.models.memory import (
+from rl.plan.memory import (
     GIB,
     Memory,
     ModelShape,

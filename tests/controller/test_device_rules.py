@@ -105,7 +105,7 @@ def test_the_parameters_counted_are_those_that_torchtitan_makes(tmp_path):
     import torch
 
     from rl.models.decoder_config import model_spec
-    from rl.models.memory import ModelShape
+    from rl.plan.memory import ModelShape
 
     for name in ("qwen3-0.6b", "qwen3-30b-a3b", "llama-3.1-70b"):
         hf = CONFIGS[name] | ({"rope_scaling": None} if "llama" in name else {})

@@ -6,7 +6,7 @@ from rl.cluster.machine import parse_machine
 from rl.controller.plan import describe
 from rl.controller.recipes import load_recipe
 from rl.models.known_shapes import KNOWN, known_config
-from rl.models.memory import ModelShape
+from rl.plan.memory import ModelShape
 from rl.models.sources import ModelDir
 
 PUBLISHED = {  # parameters in billions, as the models' own pages have them

@@ -18,7 +18,7 @@ from rl.controller.memory_plan import USABLE, on_devices, placed
 from rl.controller.settings import setting_names
 from rl.errors import ConfigError
 from rl.models.layout import Layout
-from rl.models.memory import GIB, longest_sequence_bytes
+from rl.plan.memory import GIB, longest_sequence_bytes
 from rl.models.sources import TinyQwen3
 from rl.paths import lock_directory
 from rl.tinker import memory

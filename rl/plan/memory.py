@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import ConfigError
-from rl.models.engine_config import EngineConfig
+from rl.models.engine_config import CHUNK_ELEMENTS, EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
-from rl.models.target_logprobs import CHUNK_ELEMENTS
 from rl.types import LoRA
 
 GIB = 2**30
@@ -193,8 +192,9 @@ def _head(shape: ModelShape, config: EngineConfig, learns: bool) -> float:
 
 
 def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Memory:
-    """Of a rank of a generator. A cache of None counts as nothing: vLLM takes what is left for it."""
+    """Of a rank of a generator. A cache of no given size counts as nothing: vLLM takes what is left for it."""
     size, tp = _BYTES[config.dtype], config.tensor_parallel
+    cache = config.kv_cache_gib if isinstance(config.kv_cache_gib, float | int) else 0.0
     tokens = max(config.max_model_len, 4096)  # of a step, as vllm_engine.py asks for
     width = 4 * shape.dim + 3 * max(shape.hidden_dim, shape.top_k * shape.expert_dim) / tp
     sampled = min(config.max_num_seqs, tokens) * shape.vocab_size
@@ -206,7 +206,7 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
         {
             "weights": weights,
             "loading": loading,
-            "cache": (config.kv_cache_gib or 0.0) * GIB,
+            "cache": cache * GIB,
             "activations": tokens * width * size + sampled * (size + 2 * _FP32),
             "overhead": OVERHEAD_CPU["generator"] if on_cpu else OVERHEAD_GPU + _GRAPHS,
         }

@@ -1,0 +1,142 @@
+"""Passes: what each process takes, the generators' cache, and what an engine that shares a GPU may take."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rl.models.generator.vllm_config import Fill
+from rl.plan.cluster import USABLE, Cluster
+from rl.plan.demand import ENGINE_ROLES, Demand, Facts, RoleName
+from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
+from rl.plan.phases import Presences, remaining
+from rl.plan.places import Places
+from rl.plan.specs import Spec
+from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase
+from rl.types import LoRA
+
+MARGIN = 1.1
+"""For engines beside a cache that was worked out: what arithmetic does not see."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+_CPU_CACHE_GIB = 0.25
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of each process of a role, without a cache. least_cache: GiB that one sequence takes of a generator's."""
+
+    memory: Mapping[RoleName, Memory]
+    least_cache: Mapping[RoleName, float]
+
+
+def memories(demand: Demand, facts: Facts, made: Mapping[RoleName, Spec], on_cpu: bool) -> Taken | None:
+    """None where a model's sizes are not known: then nothing is claimed."""
+    parts, least = dict[RoleName, Memory](), dict[RoleName, float]()
+    for role, spec in made.items():
+        if role == "reward":
+            continue
+        shape = facts.models[role].shape
+        if shape is None:
+            return None
+        if isinstance(spec, EngineSpec):
+            lora = demand.learned_adapters if role == "trainer" else LoRA()
+            parts[role] = engine_memory(shape, spec.config, lora, role != "reference", on_cpu)
+        elif isinstance(spec, GeneratorSpec):
+            memory = generator_memory(shape, replace(spec.config, kv_cache_gib=0.0), on_cpu)
+            if role == "generator" and demand.clients_adapters is not None:
+                held = shape.adapter_elements(demand.learned_adapters) * _BYTES[spec.config.dtype]
+                memory = Memory({**memory.parts, "adapters": held})
+            parts[role], least[role] = memory, longest_sequence_bytes(shape, spec.config) / GIB
+    return Taken(parts, least)
+
+
+def with_cache(memory: Memory, cache: float | Fill) -> Memory:
+    return Memory({**memory.parts, "cache": gib(cache) * GIB})
+
+
+def gib(cache: float | Fill) -> float:
+    return cache.expected_gib if isinstance(cache, Fill) else cache
+
+
+def asked_caches(demand: Demand) -> dict[RoleName, float]:
+    """GiB of each process; a role is missing where it asks for none."""
+    asked: dict[RoleName, float] = {}
+    if demand.judge is not None:
+        asked["judge"] = demand.judge.kv_cache_gib
+    if demand.generator is not None and demand.generator.kv_cache_gib:
+        asked["generator"] = demand.generator.kv_cache_gib
+    return asked
+
+
+def check_asked(demand: Demand, made: Mapping[RoleName, Spec], taken: Taken, notes: Notes) -> None:
+    """vLLM does not start with a cache under one sequence."""
+    for role, size in asked_caches(demand).items():
+        spec, setting, least = made[role], demand.name(f"{role}.kv_cache_gib"), taken.least_cache[role]
+        assert isinstance(spec, GeneratorSpec)
+        notes.settle(setting, f"{size:g}", f"{size:g}", "asked for")
+        if size < least:
+            longest = demand.name("trainer.max_tokens" if role == "generator" else "judge.max_tokens")
+            notes.problem(
+                "caches",
+                f"{setting}={size:g} is less than one sequence of {spec.config.max_model_len} tokens takes, "
+                f"{least:.2g} GiB; raise it, or lower {longest}",
+            )
+
+
+def generators_cache(
+    demand: Demand, taken: Taken, present: Presences, places: Places, cluster: Cluster, notes: Notes
+) -> float | Fill:
+    """Of each process where none is asked for: never less than one sequence takes, even if that does not fit."""
+    least = taken.least_cache["generator"]
+    if not cluster.gpus:
+        cache: float | Fill = max(_CPU_CACHE_GIB, least)
+        value, why = f"{cache:.4g}", "a CPU's default" if cache == _CPU_CACHE_GIB else "one sequence"
+    elif places.shared:
+        cache = max(_left(demand, taken, present, places, cluster), least)
+        value, why = f"{cache:.4g}", "what the other roles leave of the fullest GPU"
+    else:
+        room = min(cluster.hosts[host].gpus[gpu].gib for host, gpu in places.devices_of("generator")) * USABLE
+        cache = Fill(max(room - taken.memory["generator"].total / GIB, least))
+        value, why = f"about {cache.expected_gib:.1f}", "a GPU of its own: what vLLM finds free"
+    notes.settle(demand.name("generator.kv_cache_gib"), 0, value, why)
+    return cache
+
+
+def _left(demand: Demand, taken: Taken, present: Presences, places: Places, cluster: Cluster) -> float:
+    """GiB for the cache of each generator that shares its GPU, in the phase in which it works."""
+    caches, left = asked_caches(demand), math.inf
+    margin = MARGIN if demand.sharing != "by_turns" else 1.0  # suspended, they take what they took before
+    beside = {
+        role: remaining(with_cache(memory, caches.get(role, 0.0)), present["generate"][role]).total / GIB
+        for role, memory in taken.memory.items()
+    }
+    for (host, gpu), roles in places.on_devices().items():
+        if gpu is None or not (num_caches := roles.count("generator")):
+            continue
+        others = sum(beside[role] for role in roles if role != "generator") * margin
+        room = cluster.hosts[host].gpus[gpu].gib * USABLE
+        left = min(left, (room - others - num_caches * beside["generator"]) / num_caches)
+    return math.floor(left * 10) / 10
+
+
+def engine_budgets(
+    memory: Mapping[RoleName, Mapping[Phase, Memory]], present: Presences, places: Places, cluster: Cluster
+) -> dict[RoleName, float]:
+    """GiB that a process of an engine may take of a GPU that it shares: what is planned for nobody else.
+
+    memory: of each process of a role, by phase.
+    """
+    budgets: dict[RoleName, float] = {}
+    if not places.shared:
+        return budgets
+    for (host, gpu), roles in places.on_devices().items():
+        if gpu is None:
+            continue
+        room = cluster.hosts[host].gpus[gpu].gib * USABLE
+        for role in (role for role in ENGINE_ROLES if role in roles):
+            others = max(
+                (sum(memory[other][phase].total for other in roles) - memory[role][phase].total) / GIB
+                for phase, there in present.items()
+                if there[role] == "whole"
+            )
+            budgets[role] = min(budgets.get(role, math.inf), room - others)
+    return budgets

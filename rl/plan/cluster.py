@@ -1,0 +1,80 @@
+"""What there is to run on: hosts with their cores, memory and GPUs. Plain data."""
+
+import re
+from dataclasses import dataclass
+
+from rl.errors import ConfigError
+
+_CAPABILITIES = {
+    "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A6000": (8, 6), "L4": (8, 9), "L40S": (8, 9),
+    "RTX4090": (8, 9), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "RTX5090": (12, 0),
+}  # fmt: skip
+_VISIBLE = 0.985  # a card sold with 80 GB shows 79.6 GiB, one with 24 GB 23.6, one with 141 GB 139.8
+_MOST_GB = 1000  # of a GPU
+_CORES, _FREE_GIB = 16, 128.0  # of a host, for each of its GPUs, where hosts are stood in for
+USABLE = 0.92
+"""The share of a GPU's memory that is planned with, as vLLM's."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU. `gib`: its memory in all. `capability`: the compute capability, as (9, 0) for an H100."""
+
+    name: str
+    gib: float
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host, as far as a run may use it. `free_gib`: of its own memory, not the GPUs'."""
+
+    num_cores: int
+    free_gib: float
+    gpus: tuple[GPU, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return f"{self.num_cores} cores with {self.free_gib:.0f} GiB free"
+        return f"{len(self.gpus)} x {self.gpus[0].name} of {self.gpus[0].gib:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The hosts of a run. The first has the controller."""
+
+    hosts: tuple[Host, ...]
+
+    @property
+    def devices(self) -> tuple[tuple[int, int], ...]:
+        """(host, GPU) of each GPU, in the order in which they are dealt out."""
+        return tuple((h, g) for h, host in enumerate(self.hosts) for g in range(len(host.gpus)))
+
+    @property
+    def gpus(self) -> tuple[GPU, ...]:
+        return tuple(gpu for host in self.hosts for gpu in host.gpus)
+
+    def __str__(self) -> str:
+        one = str(self.hosts[0])
+        return one if len(self.hosts) == 1 else f"{len(self.hosts)} hosts, each {one}"
+
+
+def parse_cluster(text: str, here: Host) -> Cluster:
+    """ "8xH100-80": eight H100 of 80 GB each; "2 x 8xH100-80": two such hosts; "cpu": this host without GPUs.
+
+    Raises ConfigError.
+    """
+    if text == "cpu":
+        return Cluster((Host(here.num_cores, here.free_gib),))
+    match = re.fullmatch(r"(?:(\d{1,4}) x )?(?:(\d{1,4})x)?([A-Za-z]\w*)-(\d{1,4})", text)
+    if match is None or "0" in (match[1], match[2]) or match[3].upper() not in _CAPABILITIES:
+        raise ConfigError(
+            f"--cluster {text!r} is not understood; write 8xH100-80 (number, kind, GB), '2 x 8xH100-80' for "
+            f"two such hosts, or cpu; kinds: {', '.join(_CAPABILITIES)}"
+        )
+    name = match[3].upper()
+    if not 0 < int(match[4]) <= _MOST_GB:
+        raise ConfigError(f"--cluster {text!r}: no GPU has {match[4]} GB; write its memory, as 8xH100-80")
+    gpu = GPU(name, int(match[4]) * _VISIBLE, _CAPABILITIES[name])
+    count = int(match[2] or 1)
+    return Cluster((Host(_CORES * count, _FREE_GIB * count, (gpu,) * count),) * int(match[1] or 1))

@@ -1,0 +1,106 @@
+"""What a command asks for, and what is known of its models. With the cluster, a Plan follows from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rl.errors import ConfigError
+from rl.models.layout import Layout
+from rl.plan.memory import ModelShape
+from rl.plan.sections import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.types import LoRA
+from rl.waiting import Deadlines
+
+RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
+ENGINE_ROLES: tuple[RoleName, ...] = ("trainer", "critic", "reference")
+Sharing = Literal["auto", "alone", "side_by_side", "by_turns"]
+"""Of GPUs, by processes. alone: each has its own. side_by_side: they are dealt out in turn, and all stay there.
+by_turns: who does not work in a phase leaves its own. auto: side by side where there are too few."""
+
+
+@dataclass(frozen=True)
+class JudgeDemand:
+    """The engines of a judge. max_tokens: of a question with its verdict, where the model allows so many."""
+
+    num_replicas: int
+    tensor_parallel: int
+    max_tokens: int
+    kv_cache_gib: float
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Who is started, and the settings that say how. A role of None is not started."""
+
+    command: str
+    trainer: TrainerConfig
+    generator: GeneratorConfig | None = None
+    critic: Layout | None = None
+    reference: Layout | None = None
+    judge: JudgeDemand | None = None
+    reward: RewardConfig | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    sharing: Sharing = "auto"
+    overlap: bool = False
+    """Generators work at the same time as engines."""
+    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    deadlines: Deadlines = Deadlines()
+    longest_answer: int = 0
+    """Tokens. No remedy makes sequences shorter than twice as many."""
+    reference_is_adapter: bool = False
+    """The reference lives in the trainer, beside the adapter that is the policy."""
+    seed: int = 0
+    """Of an adapter's first weights."""
+    drawn: tuple[RoleName, ...] = ()
+    """Engines whose models have random weights, which the seed draws."""
+    clients_adapters: LoRA | None = None
+    """Of a server: what clients may make, with the largest rank. None: trainer.lora says what is learned."""
+    max_adapters: int = 1
+    """How many adapters a generator, and the trainer, may hold at a time."""
+    stop_texts: bool = False
+    """Generators end at texts, and answer by JSON schemas."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the command calls a setting, where that is not its name in a run's config."""
+
+    def name(self, setting: str) -> str:
+        return self.names.get(setting, setting)
+
+    @property
+    def learned_adapters(self) -> LoRA:
+        """All that the trainer may learn at a time, as one."""
+        lora = self.clients_adapters
+        return self.trainer.lora if lora is None else LoRA(rank=lora.rank * self.max_adapters)
+
+    @property
+    def max_rank(self) -> int:
+        """Of an adapter that generators sample with; 0: they sample with none."""
+        return (self.clients_adapters or self.trainer.lora).rank
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model's config.json says.
+
+    shape: None where it gives no sizes of a decoder. expert_width: of each expert; 0 where there is none.
+    """
+
+    shape: ModelShape | None
+    positions: int
+    expert_width: int = 0
+
+    @staticmethod
+    def of(hf: Mapping[str, Any], positions: int) -> "ModelFacts":
+        """hf: the contents of config.json."""
+        try:
+            shape = ModelShape.of(hf)
+        except ConfigError:
+            shape = None
+        is_sparse = hf.get("num_experts") or hf.get("num_local_experts")
+        return ModelFacts(shape, positions, hf.get("moe_intermediate_size") or 0 if is_sparse else 0)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was looked up before: by role, of the model that it runs."""
+
+    models: Mapping[RoleName, ModelFacts]

@@ -1,0 +1,102 @@
+"""Pass: whether it all fits: the fullest device, or host, with the figures."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rl.models.generator.vllm_config import Fill
+from rl.plan.budgets import MARGIN, Taken, with_cache
+from rl.plan.cluster import USABLE, Cluster
+from rl.plan.demand import Demand, RoleName
+from rl.plan.memory import GIB, Memory
+from rl.plan.phases import Presences, remaining
+from rl.plan.places import Places
+from rl.plan.types import Notes, Phase
+
+
+def check_fit(
+    demand: Demand,
+    taken: Taken,
+    caches: Mapping[RoleName, float | Fill],
+    present: Presences,
+    places: Places,
+    cluster: Cluster,
+    notes: Notes,
+) -> None:
+    """Where vLLM takes what it finds free, it has to find what one sequence takes."""
+    whole = dict(taken.memory)
+    for role, cache in caches.items():
+        whole[role] = with_cache(whole[role], taken.least_cache[role] if isinstance(cache, Fill) else cache)
+    if cluster.gpus:
+        _check_devices(demand, whole, present, places, cluster, notes)
+    else:
+        _check_host(demand, whole, places, cluster, notes)
+
+
+def _check_host(
+    demand: Demand, whole: Mapping[RoleName, Memory], places: Places, cluster: Cluster, notes: Notes
+) -> None:
+    (roles,) = places.on_devices().values()
+    free = cluster.hosts[0].free_gib
+    needed = sum(whole[role].total for role in roles) / GIB
+    if needed > free:
+        notes.problem(
+            "fit",
+            f"the {_command(demand)} needs about {needed:.1f} GiB ({_list(roles, whole)}) but {free:.1f} are "
+            f"free, {_tenths(needed - free)} GiB short",
+        )
+
+
+def _check_devices(
+    demand: Demand,
+    whole: Mapping[RoleName, Memory],
+    present: Presences,
+    places: Places,
+    cluster: Cluster,
+    notes: Notes,
+) -> None:
+    worked_out = demand.generator is not None and not demand.generator.kv_cache_gib
+    with_margin = places.shared and worked_out and demand.sharing != "by_turns"
+    fullest, text = 0.0, ""
+    for (host, gpu), roles in places.on_devices().items():
+        if gpu is None:
+            continue
+        room = cluster.hosts[host].gpus[gpu].gib * USABLE
+        margin = MARGIN if with_margin and "generator" in roles else 1.0
+        for phase in present:
+            there = {role: remaining(whole[role], present[phase][role]) for role in dict.fromkeys(roles)}
+            needed = sum(there[role].total / GIB * (1.0 if role == "generator" else margin) for role in roles)
+            if needed > room and needed > fullest:
+                fullest = needed
+                text = (
+                    f"{_name(host, gpu, cluster)} has {room:.1f} GiB for processes that need about "
+                    f"{needed:.1f} ({_list(roles, there)}), {_tenths(needed - room)} GiB short"
+                    f"{_when(demand, phase)}"
+                )
+    if text:
+        notes.problem("fit", text)
+
+
+def _when(demand: Demand, phase: Phase) -> str:
+    return f" in the phase {phase}" if demand.sharing == "by_turns" else ""
+
+
+def _name(host: int, gpu: int, cluster: Cluster) -> str:
+    return f"GPU {gpu}" if len(cluster.hosts) == 1 else f"GPU {gpu} of host {host}"
+
+
+def _command(demand: Demand) -> str:
+    return "server" if demand.command == "serve" else "run"
+
+
+def _list(roles: Sequence[RoleName], memory: Mapping[RoleName, Memory]) -> str:
+    """A cache is counted; where one was worked out, it is what is left, and at least one sequence's."""
+    return ", ".join(
+        f"{role} {f'{count} x ' if count > 1 else ''}{memory[role].total / GIB:.1f}"
+        for role, count in Counter(roles).items()
+    )
+
+
+def _tenths(gib: float) -> str:
+    """Rounded up, so that a shortfall is never 0."""
+    return f"{math.ceil(gib * 10) / 10:.1f}"

@@ -1,0 +1,28 @@
+"""Pass: what goes from role to role."""
+
+from rl.plan.demand import Demand, Facts
+from rl.plan.numerics import Numerics
+from rl.plan.places import Places
+from rl.plan.types import Link, Notes
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def links(demand: Demand, facts: Facts, numerics: Numerics, places: Places, notes: Notes) -> tuple[Link, ...]:
+    made: list[Link] = []
+    shape, lora = facts.models["trainer"].shape, demand.trainer.lora
+    hosts = {place.host for of_member in places.by_name.values() for place in of_member}
+    if demand.generator is not None:
+        if len(hosts) > 1 and demand.transport == "shared_memory":
+            notes.problem(
+                "links",
+                f"weight_sync.transport=shared_memory does not reach from one host to another, and the run is "
+                f"on {len(hosts)}; set --weight_sync.transport torchstore",
+            )
+        elements = 0 if shape is None else shape.adapter_elements(lora) if lora.rank else shape.num_parameters
+        carries = "adapter" if lora.rank else "weights"
+        num_bytes = elements * _BYTES[numerics.dtype]
+        made.append(Link("trainer", "generator", carries, demand.transport, num_bytes))  # type: ignore[arg-type]
+    if demand.judge is not None:
+        made.append(Link("reward", "judge", "questions", "http", 0))
+    return tuple(made)

@@ -1,0 +1,74 @@
+"""Pass: in which numbers, and by which kernels, a run computes on these devices."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.plan.cluster import GPU, Cluster
+from rl.plan.demand import Demand
+from rl.plan.types import Notes
+
+_BFLOAT16 = (8, 0)  # compute capabilities from which on GPUs have it
+_FLOAT8 = (8, 9)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    dtype: Literal["float32", "bfloat16"]
+    cuda_graphs: bool
+
+
+def settle_numerics(demand: Demand, cluster: Cluster, notes: Notes) -> Numerics:
+    numerics = Numerics(_dtype(demand, cluster, notes), _cuda_graphs(demand, cluster, notes))
+    if cluster.gpus:
+        _check_capability(demand, numerics.dtype, cluster, notes)
+    return numerics
+
+
+def _dtype(demand: Demand, cluster: Cluster, notes: Notes) -> Literal["float32", "bfloat16"]:
+    if demand.dtype != "auto":
+        notes.settle("dtype", demand.dtype, demand.dtype, "asked for")
+        return demand.dtype
+    if cluster.gpus:
+        notes.settle(
+            "dtype", "auto", "bfloat16", "GPUs multiply 16 bits many times faster; what learns is fp32"
+        )
+        return "bfloat16"
+    notes.settle("dtype", "auto", "float32", "a CPU multiplies 32 bits as fast")
+    return "float32"
+
+
+def _cuda_graphs(demand: Demand, cluster: Cluster, notes: Notes) -> bool:
+    if demand.generator is None:
+        return bool(cluster.gpus)
+    asked = demand.generator.cuda_graphs
+    if asked == "on" and not cluster.gpus:
+        notes.problem("numerics", "generator.cuda_graphs=on needs a GPU; set it to off")
+    if asked != "auto":
+        notes.settle("generator.cuda_graphs", asked, asked, "asked for")
+        return asked == "on"
+    why = "without graphs the host is slower than the kernels" if cluster.gpus else "there is no GPU"
+    notes.settle("generator.cuda_graphs", asked, "on" if cluster.gpus else "off", why)
+    return bool(cluster.gpus)
+
+
+def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -> None:
+    weakest: GPU = min(cluster.gpus, key=lambda gpu: gpu.capability)
+    is_old = f"this is a {weakest.name}, {weakest.capability[0]}.{weakest.capability[1]}"
+    if dtype == "bfloat16" and weakest.capability < _BFLOAT16:
+        notes.problem(
+            "numerics",
+            f"dtype=bfloat16 needs GPUs of compute capability 8.0 or more ({is_old}); set --dtype float32",
+        )
+    if not demand.trainer.float8:
+        return
+    if weakest.capability < _FLOAT8:
+        notes.problem(
+            "numerics",
+            f"trainer.float8=True needs GPUs of compute capability 8.9 or more ({is_old}); set it to False",
+        )
+    elif not demand.trainer.compile:
+        notes.problem(
+            "numerics",
+            "trainer.float8=True without trainer.compile is slower than bfloat16 on a GPU; set "
+            "--trainer.compile True",
+        )

@@ -1,0 +1,62 @@
+"""Pass: who is on its devices in which phase, and what that leaves of its memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rl.plan.demand import Demand, RoleName
+from rl.plan.memory import Memory
+from rl.plan.places import Member
+from rl.plan.types import PHASES, Notes, Phase, Stay
+
+Presence = Literal["whole", "weights", "suspended"]
+Presences = Mapping[Phase, Mapping[RoleName, Presence]]
+
+_WORKS: Mapping[Phase, tuple[RoleName, ...]] = {
+    "generate": ("generator",),
+    "grade": ("judge",),
+    "score": ("reference", "trainer", "critic"),
+    "train": ("trainer", "critic"),
+    "sync": (),
+}
+_SYNCED: tuple[RoleName, ...] = ("trainer", "generator")
+_KEPT = {"weights": ("weights", "optimizer", "loading", "adapters", "overhead"), "suspended": ("overhead",)}
+"""Parts of a process's memory that stay on its device. What leaves goes to the host's memory."""
+
+
+def presences(demand: Demand, roles: Sequence[RoleName], notes: Notes) -> Presences:
+    if demand.sharing != "by_turns":
+        return {phase: dict.fromkeys(roles, "whole") for phase in PHASES}
+    if demand.overlap:
+        notes.problem(
+            "phases",
+            "placement=by_turns does not go with max_offpolicy_steps or stream_groups, with which generators "
+            "and trainer work at the same time; set both to 0, or placement to shared",
+        )
+    return {phase: {role: _presence(role, phase) for role in roles} for phase in PHASES}
+
+
+def _presence(role: RoleName, phase: Phase) -> Presence:
+    if role in _WORKS[phase] or role == "reward":
+        return "whole"
+    return "weights" if phase == "sync" and role in _SYNCED else "suspended"
+
+
+def stays(started: Sequence[Member], present: Presences) -> tuple[Stay, ...]:
+    def names(phase: Phase, presence: Presence) -> tuple[str, ...]:
+        return tuple(member.name for member in started if present[phase][member.role] == presence)
+
+    return tuple(Stay(phase, names(phase, "whole"), names(phase, "weights")) for phase in PHASES)
+
+
+def by_phase(whole: Mapping[RoleName, Memory], present: Presences) -> dict[RoleName, dict[Phase, Memory]]:
+    """Of each process of a role, on its device."""
+    return {
+        role: {phase: remaining(memory, present[phase][role]) for phase in PHASES}
+        for role, memory in whole.items()
+    }
+
+
+def remaining(memory: Memory, presence: Presence) -> Memory:
+    if presence == "whole":
+        return memory
+    return Memory({part: size for part, size in memory.parts.items() if part in _KEPT[presence]})

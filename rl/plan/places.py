@@ -1,0 +1,212 @@
+"""Passes: on which host and devices each process is, and how many threads it has."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from rl.plan.cluster import Cluster
+from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
+from rl.plan.types import Notes
+
+_GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
+_PROCESSES_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica to be: its processes are started, and end, as one."""
+
+    name: str
+    role: RoleName
+    num_procs: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one process. gpu: its number on the host; None on a CPU."""
+
+    host: int
+    gpu: int | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Of each member's processes, and whether GPUs have several."""
+
+    started: tuple[Member, ...]
+    by_name: Mapping[str, tuple[Place, ...]]
+    shared: bool
+
+    def devices_of(self, role: RoleName) -> list[tuple[int, int]]:
+        """(host, GPU) of each process of a role. Empty on a CPU."""
+        of_role = (
+            place for member in self.started if member.role == role for place in self.by_name[member.name]
+        )
+        return [(place.host, place.gpu) for place in of_role if place.gpu is not None]
+
+    def on_devices(self) -> dict[tuple[int, int | None], list[RoleName]]:
+        """(host, GPU) -> the role of each process there; reward workers need no device."""
+        there: dict[tuple[int, int | None], list[RoleName]] = {}
+        for member in self.started:
+            if member.role != "reward":
+                for place in self.by_name[member.name]:
+                    there.setdefault((place.host, place.gpu), []).append(member.role)
+        return there
+
+
+def members(demand: Demand) -> tuple[Member, ...]:
+    """In the order in which devices are dealt out."""
+    generator, judge = demand.generator, demand.judge
+    made = [Member("trainer", "trainer", demand.trainer.layout.num_procs)]
+    if generator is not None:
+        made += [
+            Member(f"generator-{i}", "generator", generator.tensor_parallel)
+            for i in range(generator.num_replicas)
+        ]
+    if demand.critic is not None:
+        made.append(Member("critic", "critic", demand.critic.num_procs))
+    if demand.reference is not None:
+        made.append(Member("reference", "reference", demand.reference.num_procs))
+    if judge is not None:
+        made += [Member(f"judge-{i}", "judge", judge.tensor_parallel) for i in range(judge.num_replicas)]
+    if demand.reward is not None:
+        made += [Member(f"reward-{i}", "reward", 1) for i in range(demand.reward.num_procs)]
+    return tuple(made)
+
+
+def counts(started: Sequence[Member]) -> dict[RoleName, int]:
+    """Role -> number of processes."""
+    found: dict[RoleName, int] = {}
+    for member in started:
+        found[member.role] = found.get(member.role, 0) + member.num_procs
+    return found
+
+
+def deal_out(started: tuple[Member, ...], demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
+    """None where there is no place for somebody."""
+    before = len(notes.problems)
+    if not cluster.gpus:
+        _check_host(started, demand, cluster, notes)
+        places = {member.name: (Place(0, None),) * member.num_procs for member in started}
+        return Places(started, places, shared=False) if len(notes.problems) == before else None
+    on_devices = [member for member in started if member.role != "reward"]
+    shared = _is_shared(on_devices, demand, cluster, notes)
+    _check_one_role(on_devices, cluster, notes)
+    if len(notes.problems) > before:
+        return None
+    places, devices, next_device = {}, cluster.devices, 0
+    for member in started:
+        if member.role == "reward":
+            places[member.name] = (Place(0, None),)
+            continue
+        if not shared and member.role not in ENGINE_ROLES:  # a generator's ranks meet on one host
+            next_device = _on_one_host(member.num_procs, next_device, devices)
+        numbers = [i % len(devices) for i in range(next_device, next_device + member.num_procs)]
+        places[member.name] = tuple(Place(*devices[i]) for i in numbers)
+        next_device += member.num_procs
+    return Places(started, places, shared)
+
+
+def _on_one_host(num_procs: int, first: int, devices: Sequence[tuple[int, int]]) -> int:
+    """The first device from `first` on, from which so many are of one host; `first` where there is none."""
+    for start in range(first, len(devices) - num_procs + 1):
+        if devices[start][0] == devices[start + num_procs - 1][0]:
+            return start
+    return first
+
+
+def _is_shared(on_devices: Sequence[Member], demand: Demand, cluster: Cluster, notes: Notes) -> bool:
+    by_role, num_gpus = counts(on_devices), len(cluster.gpus)
+    needed = sum(by_role.values())
+    if demand.sharing == "alone" and needed > num_gpus:
+        parts = " + ".join(f"{role} {count}" for role, count in by_role.items())
+        notes.problem(
+            "places",
+            f"{needed} processes ({parts}) need a GPU each but the machine has {num_gpus}; use fewer, or set "
+            f"--placement shared",
+        )
+    shared = demand.sharing in ("side_by_side", "by_turns") or (
+        demand.sharing == "auto" and needed > num_gpus
+    )
+    asked = demand.sharing != "auto"
+    value = demand.sharing if asked else ("side_by_side" if shared else "alone")
+    why = f"{needed} processes for {num_gpus} GPU{'s' * (num_gpus > 1)}"
+    notes.settle(demand.name("placement"), demand.sharing, value, "asked for" if asked else why)
+    return shared
+
+
+def _check_one_role(on_devices: Sequence[Member], cluster: Cluster, notes: Notes) -> None:
+    """The ranks of an engine, or of one generator, cannot share a GPU."""
+    num_gpus, seen = len(cluster.gpus), set()
+    for member in on_devices:
+        if member.num_procs > num_gpus and member.role not in seen:
+            seen.add(member.role)
+            notes.problem(
+                "places",
+                f"{member.role} has {member.num_procs} processes and the machine {num_gpus} "
+                f"GPU{'s' * (num_gpus > 1)}: those of one role cannot share; use fewer",
+            )
+
+
+def _check_host(started: Sequence[Member], demand: Demand, cluster: Cluster, notes: Notes) -> None:
+    host, total = cluster.hosts[0], sum(member.num_procs for member in started)
+    most = min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
+    if demand.sharing == "side_by_side":
+        notes.problem("places", "placement=shared has no effect without GPUs; leave it out")
+    if total > most:
+        notes.problem(
+            "places",
+            f"{total} processes are more than this machine can hold ({host.num_cores} cores, "
+            f"{host.free_gib:.0f} GiB free: at most {most}); use fewer",
+        )
+
+
+_BESIDE: dict[RoleName, Collection[RoleName]] = {
+    "trainer": ("trainer", "critic"),  # both learn at the same time
+    "critic": ("trainer", "critic"),
+    "reference": ENGINE_ROLES,  # its forward pass meets those of both
+    "generator": {"generator"},
+    "judge": {"judge"},
+}
+"""Role -> who works at the same time, and shares the cores."""
+
+
+def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> dict[str, tuple[int, ...]]:
+    """Member -> threads of each of its processes."""
+    started = places.started
+    asked: dict[str, int] = {"trainer": demand.trainer.num_threads, "reward": 1}
+    if demand.generator is not None:
+        asked["generator"] = demand.generator.num_threads or (1 if cluster.gpus else 0)
+    settled: dict[str, tuple[int, ...]] = {}
+    for member in started:
+        hosts = [place.host for place in places.by_name[member.name]]
+        at_work = [_at_work(member.role, host, places, demand.overlap) for host in hosts]
+        cores = [cluster.hosts[host].num_cores for host in hosts]
+        settled[member.name] = tuple(
+            asked.get(member.role) or max(1, num // others)
+            for num, others in zip(cores, at_work, strict=True)
+        )
+    for role in counts(started):
+        if role == "reward":
+            continue
+        first = next(member for member in started if member.role == role)
+        host = places.by_name[first.name][0].host
+        others = _at_work(role, host, places, demand.overlap)
+        why = f"{cluster.hosts[host].num_cores} cores for {others} processes at work at a time"
+        if asked.get(role):
+            why = "asked for" if not (role == "generator" and cluster.gpus) else "it computes on a GPU"
+        setting = f"{role}.num_threads"
+        notes.settle(setting, asked.get(role) or "auto", settled[first.name][0], why)
+    return settled
+
+
+def _at_work(role: RoleName, host: int, places: Places, overlap: bool) -> int:
+    """Processes on a host that work at the same time as those of a role, itself among them."""
+    beside = {*_BESIDE.get(role, (role,))}
+    if overlap:
+        beside |= {*(ENGINE_ROLES if role == "generator" else ("generator",))}
+    return sum(
+        place.host == host
+        for member in places.started
+        if member.role in beside
+        for place in places.by_name[member.name]
+    )

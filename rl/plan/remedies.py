@@ -1,0 +1,58 @@
+"""What would make a run fit: changes of what is asked for, from the mildest on."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rl.plan.cluster import Cluster
+from rl.plan.demand import Demand
+
+_FULL = "--trainer.activation_checkpointing full"
+
+
+def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
+    """What to say, and the demand with it."""
+
+    def trainer(**settings: object) -> Demand:
+        return replace(demand, trainer=replace(demand.trainer, **settings))  # type: ignore[arg-type]
+
+    if demand.command == "serve":  # its settings are told by `last_remedy`
+        return
+    num_gpus = len(cluster.gpus)
+    if demand.trainer.activation_checkpointing != "full":
+        yield f"set {_FULL}", trainer(activation_checkpointing="full")
+    tokens = demand.trainer.max_tokens // 2
+    while tokens >= max(1, demand.longest_answer * 2):
+        yield (
+            f"set --trainer.max_tokens {tokens} and {_FULL}",
+            trainer(max_tokens=tokens, activation_checkpointing="full"),
+        )
+        tokens //= 2
+    shard = demand.trainer.layout.shard * 2
+    while shard <= num_gpus:
+        layout = replace(demand.trainer.layout, shard=shard)
+        yield f"set --trainer.layout.shard {shard}", trainer(layout=layout)
+        yield (
+            f"set --trainer.layout.shard {shard} and {_FULL}",
+            trainer(layout=layout, activation_checkpointing="full"),
+        )
+        shard *= 2
+    ranks = demand.generator.tensor_parallel * 2 if demand.generator else num_gpus + 1
+    while ranks <= num_gpus:
+        assert demand.generator is not None
+        generator = replace(demand.generator, tensor_parallel=ranks)
+        yield f"set --generator.tensor_parallel {ranks}", replace(demand, generator=generator)
+        ranks *= 2
+    lora = replace(demand.trainer.lora, rank=16)
+    if not demand.trainer.lora.rank:
+        yield "set --trainer.lora.rank 16", trainer(lora=lora)
+        yield f"set --trainer.lora.rank 16 and {_FULL}", trainer(lora=lora, activation_checkpointing="full")
+
+
+def last_remedy(demand: Demand, cluster: Cluster) -> str:
+    """Where none of these is enough."""
+    more = "GPUs" if cluster.gpus else "memory"
+    if demand.command != "serve":
+        return f"use a smaller model, or more {'devices' if cluster.gpus else 'memory'}"
+    asked = demand.generator is not None and demand.generator.kv_cache_gib
+    lower = "lower kv_cache_gib, or " if asked else ""
+    return f"{lower}use a smaller model, context_length, limits.max_rank or limits.max_models, or more {more}"

@@ -1,0 +1,159 @@
+"""resolve: from what is asked for to a Plan, or to everything that keeps it from being one.
+
+Each pass is a function of small values that calls no other pass. It writes down problems and reasons, and
+gives a value all the same, so that one look finds everything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rl.models.generator.vllm_config import Fill
+from rl.plan.budgets import (
+    asked_caches,
+    check_asked,
+    engine_budgets,
+    generators_cache,
+    memories,
+    with_cache,
+)
+from rl.plan.cluster import Cluster
+from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.fit import check_fit
+from rl.plan.links import links
+from rl.plan.memory import Memory
+from rl.plan.numerics import settle_numerics
+from rl.plan.phases import by_phase, presences, stays
+from rl.plan.places import Places, deal_out, members, threads
+from rl.plan.remedies import changes, last_remedy
+from rl.plan.shapes import check_shapes
+from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
+from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase, Plan, Problem, Process, Replica
+
+
+def resolve(demand: Demand, facts: Facts | None, cluster: Cluster) -> Plan | tuple[Problem, ...]:
+    """facts: None where a model cannot be read, which is a problem elsewhere: then no memory is looked at."""
+    plan, problems = _resolve(demand, facts, cluster)
+    if plan is not None:
+        return plan
+    if facts is None or not any(problem.made_by == "fit" for problem in problems):
+        return problems
+    remedy = _remedy(demand, facts, cluster, problems)
+    return tuple(
+        replace(problem, text=f"{problem.text}; {remedy}") if problem.made_by == "fit" else problem
+        for problem in problems
+    )
+
+
+def _resolve(
+    demand: Demand, facts: Facts | None, cluster: Cluster
+) -> tuple[Plan | None, tuple[Problem, ...]]:
+    notes, started = Notes(), members(demand)
+    numerics = settle_numerics(demand, cluster, notes)
+    places = deal_out(started, demand, cluster, notes)
+    if facts is None:
+        return None, tuple(notes.problems)
+    check_shapes(demand, facts, numerics, cluster, notes)
+    made = specs(demand, facts, numerics)
+    if places is None:
+        return None, tuple(notes.problems)
+    present = presences(demand, list(made), notes)
+    num_threads = threads(places, demand, cluster, notes)
+    caches: dict[RoleName, float | Fill] = {**asked_caches(demand)}
+    taken = memories(demand, facts, made, on_cpu=not cluster.gpus)
+    memory: Mapping[RoleName, Mapping[Phase, Memory]] = {}
+    if taken is None:
+        caches = _caches_of_unknown(demand, caches, places, cluster, notes)
+    else:
+        check_asked(demand, made, taken, notes)
+        if demand.generator is not None and "generator" not in caches:
+            caches["generator"] = generators_cache(demand, taken, present, places, cluster, notes)
+        memory = by_phase(_whole(taken.memory, caches), present)
+        made = _with_budgets(made, engine_budgets(memory, present, places, cluster))
+        check_fit(demand, taken, caches, present, places, cluster, notes)
+    made = _with_caches(made, caches)
+    ways = links(demand, facts, numerics, places, notes)
+    if notes.problems:
+        return None, tuple(notes.problems)
+    longest = longest_sequence(demand, facts)
+    notes.settle(
+        demand.name("trainer.max_tokens"), demand.trainer.max_tokens, longest, _of_length(demand, facts)
+    )
+    restarts, replicas = max_restarts(demand), []
+    for member in started:
+        processes = tuple(
+            Process(place.host, () if place.gpu is None else (place.gpu,), count, memory.get(member.role, {}))
+            for place, count in zip(places.by_name[member.name], num_threads[member.name], strict=True)
+        )
+        spec = made[member.role]
+        replicas.append(Replica(member.name, member.role, restarts[member.role], processes, spec))
+    present_there = stays(started, present)
+    settled = tuple(notes.settled)
+    plan = Plan(
+        demand.command, cluster, tuple(replicas), ways, present_there, longest, demand.deadlines, settled
+    )
+    return plan, ()
+
+
+def _whole(
+    memory: Mapping[RoleName, Memory], caches: Mapping[RoleName, float | Fill]
+) -> dict[RoleName, Memory]:
+    return {role: with_cache(of, caches[role]) if role in caches else of for role, of in memory.items()}
+
+
+def _with_budgets(made: Mapping[RoleName, Spec], budgets: Mapping[RoleName, float]) -> dict[RoleName, Spec]:
+    changed = dict(made)
+    for role, budget in budgets.items():
+        spec = changed[role]
+        assert isinstance(spec, EngineSpec)
+        changed[role] = replace(spec, config=replace(spec.config, device_memory_gib=budget))
+    return changed
+
+
+def _with_caches(
+    made: Mapping[RoleName, Spec], caches: Mapping[RoleName, float | Fill]
+) -> dict[RoleName, Spec]:
+    changed = dict(made)
+    for role, cache in caches.items():
+        spec = changed[role]
+        assert isinstance(spec, GeneratorSpec)
+        changed[role] = replace(spec, config=replace(spec.config, kv_cache_gib=cache))
+    return changed
+
+
+def _caches_of_unknown(
+    demand: Demand,
+    caches: Mapping[RoleName, float | Fill],
+    places: Places,
+    cluster: Cluster,
+    notes: Notes,
+) -> dict[RoleName, float | Fill]:
+    """Of models whose config.json gives no sizes of a decoder."""
+    if demand.generator is None or "generator" in caches:
+        return {**caches}
+    setting = demand.name("generator.kv_cache_gib")
+    if not cluster.gpus:
+        notes.settle(setting, 0, "0.25", "a CPU's default: the model's sizes are not known")
+        return {**caches, "generator": 0.25}
+    if places.shared:
+        notes.problem(
+            "caches",
+            f"{setting}=0 is what the other roles leave of a shared GPU, which config.json does not tell: it gives "
+            f"no sizes of a decoder; set {setting}",
+        )
+    notes.settle(setting, 0, "about 0", "a GPU of its own: what vLLM finds free")
+    return {**caches, "generator": Fill(0.0)}
+
+
+def _of_length(demand: Demand, facts: Facts) -> str:
+    positions = facts.models["trainer"].positions
+    return "the model's positions" if positions < demand.trainer.max_tokens else "asked for"
+
+
+def _remedy(demand: Demand, facts: Facts, cluster: Cluster, problems: tuple[Problem, ...]) -> str:
+    """The first change with which it fits, and which brings nothing else."""
+    before = {problem.text for problem in problems}
+    for text, changed in changes(demand, cluster):
+        _, left = _resolve(changed, facts, cluster)
+        if not any(problem.made_by == "fit" or problem.text not in before for problem in left):
+            return text
+    return last_remedy(demand, cluster)

@@ -1,0 +1,122 @@
+"""Pass: what each role's processes are started with."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.layout import Layout
+from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.numerics import Numerics
+from rl.plan.types import Adapter, EngineSpec, GeneratorSpec, WorkerSpec
+from rl.types import POLICY, REFERENCE
+
+Spec = EngineSpec | GeneratorSpec | WorkerSpec
+
+
+def longest_sequence(demand: Demand, facts: Facts) -> int:
+    """Tokens: prompt and all that is sampled."""
+    return min(facts.models["trainer"].positions, demand.trainer.max_tokens)
+
+
+def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Spec]:
+    """By role. A generator's cache is the one that is asked for, or 0."""
+    made: dict[RoleName, Spec] = {"trainer": _trainer(demand, numerics)}
+    trainer = _engine(demand, demand.trainer.layout, numerics)
+    if demand.generator is not None:
+        made["generator"] = _generator(demand, facts, numerics)
+    if demand.critic is not None:
+        # All of it learns, also where the policy is an adapter.
+        critic = replace(trainer, layout=demand.critic, adapters=False, head="value")
+        made["critic"] = EngineSpec(demand.trainer.engine, "model", _drawn(demand, "critic", critic))
+    if demand.reference is not None:
+        # With `adapters`, of which it gets none, nothing learns: weights are there once, in compute dtype.
+        reference = replace(trainer, layout=demand.reference, adapters=True)
+        config = _drawn(demand, "reference", reference)
+        made["reference"] = EngineSpec(demand.trainer.engine, "teacher", config)
+    if demand.judge is not None:
+        made["judge"] = _judge(demand, facts, numerics)
+    if demand.reward is not None:
+        made["reward"] = WorkerSpec(demand.reward.limit_seconds)
+    return made
+
+
+def _engine(demand: Demand, layout: Layout, numerics: Numerics) -> EngineConfig:
+    trainer = demand.trainer
+    return EngineConfig(
+        layout=layout,
+        share_prefixes=trainer.share_prefixes,
+        dtype=numerics.dtype,
+        activation_checkpointing=trainer.activation_checkpointing,
+        max_seq_len=trainer.max_tokens,
+        adapters=trainer.lora.rank > 0 or demand.clients_adapters is not None,
+        dropout=trainer.dropout,
+        float8=trainer.float8,
+        compile=trainer.compile,
+        timeout_seconds=demand.deadlines.train,
+        save_seconds=demand.deadlines.checkpoint,
+    )
+
+
+def _drawn(demand: Demand, role: RoleName, config: EngineConfig) -> EngineConfig:
+    return replace(config, seed=demand.seed) if role in demand.drawn else config
+
+
+def _trainer(demand: Demand, numerics: Numerics) -> EngineSpec:
+    lora, adapters = demand.trainer.lora, []
+    if lora.rank:
+        adapters.append(Adapter(POLICY, lora, demand.seed))
+    if demand.reference_is_adapter:
+        adapters.append(Adapter(REFERENCE, lora, demand.seed))
+    config = _drawn(demand, "trainer", _engine(demand, demand.trainer.layout, numerics))
+    return EngineSpec(demand.trainer.engine, "model", config, tuple(adapters))
+
+
+def _generator(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpec:
+    generator = demand.generator
+    assert generator is not None
+    config = VLLMConfig(
+        model_dir="",
+        dtype=numerics.dtype,
+        max_model_len=longest_sequence(demand, facts),
+        max_num_seqs=generator.max_num_seqs,
+        kv_cache_gib=generator.kv_cache_gib,
+        cuda_graphs=numerics.cuda_graphs,
+        block_size=generator.block_size,
+        compile=generator.compile,
+        tensor_parallel=generator.tensor_parallel,
+        max_lora_rank=demand.max_rank,
+        max_adapters=demand.max_adapters,
+        stop_texts=demand.stop_texts,
+    )
+    return GeneratorSpec("model", config, generator.updates == "in_flight")
+
+
+def _judge(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpec:
+    judge = demand.judge
+    assert judge is not None
+    config = VLLMConfig(
+        model_dir="",
+        weights="directory",
+        dtype=numerics.dtype,
+        max_model_len=min(facts.models["judge"].positions, judge.max_tokens),
+        kv_cache_gib=judge.kv_cache_gib,
+        cuda_graphs=numerics.cuda_graphs,
+        tensor_parallel=judge.tensor_parallel,
+        stop_texts=True,  # its verdicts are held to a JSON schema
+    )
+    return GeneratorSpec("judge", config)
+
+
+def max_restarts(demand: Demand) -> Mapping[RoleName, int]:
+    """Of each replica; of trainer, critic and reference for all of them together."""
+    of_engines = demand.trainer.max_restarts
+    of_generators = demand.generator.max_restarts if demand.generator else 0
+    return {
+        "trainer": of_engines,
+        "critic": of_engines,
+        "reference": of_engines,
+        "generator": of_generators,
+        "judge": of_generators,
+        "reward": demand.reward.max_restarts if demand.reward else 0,
+    }

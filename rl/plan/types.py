@@ -1,0 +1,165 @@
+"""Plan: what runs where, when, how, and with which memory. Settled: nothing in it is left for later."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.vllm_config import VLLMConfig
+from rl.plan.cluster import Cluster
+from rl.plan.demand import RoleName
+from rl.plan.memory import Memory
+from rl.types import LoRA
+from rl.waiting import Deadlines
+
+Phase = Literal["generate", "grade", "score", "train", "sync"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+VERSION = 1
+"""Of plan.json."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that an engine starts with. `seed` draws its first weights."""
+
+    name: str
+    lora: LoRA
+    seed: int
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine's processes are started with.
+
+    kind: a key of models.build.ENGINES. model: whose directory it loads: "model" or "teacher".
+    """
+
+    kind: str
+    model: str
+    config: EngineConfig
+    adapters: tuple[Adapter, ...] = ()
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """What a generator's or judge's processes are started with.
+
+    model: whose directory it reads: "model" or "judge". in_flight: new weights do not wait for requests.
+    """
+
+    model: str
+    config: VLLMConfig
+    in_flight: bool = True
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a reward worker is started with. limit_seconds: of one call of the reward function."""
+
+    limit_seconds: float
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process. host: its number in the cluster. gpus: their numbers on that host; none on a CPU.
+
+    memory: of each phase, by what it holds, in bytes; empty where the model's sizes are not known.
+    """
+
+    host: int
+    gpus: tuple[int, ...]
+    threads: int
+    memory: Mapping[Phase, Memory]
+
+    @property
+    def peak(self) -> float:
+        """Bytes, in the phase that takes most."""
+        return max((memory.total for memory in self.memory.values()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Processes that are started, and end, as one. max_restarts: of engines, of all of them together."""
+
+    name: str
+    role: RoleName
+    max_restarts: int
+    processes: tuple[Process, ...]
+    spec: EngineSpec | GeneratorSpec | WorkerSpec
+
+
+@dataclass(frozen=True)
+class Link:
+    """What goes from one role to another, how, and how many bytes of it at a time."""
+
+    source: RoleName
+    target: RoleName
+    carries: Literal["weights", "adapter", "questions"]
+    transport: Literal["shared_memory", "torchstore", "http"]
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Who is on its devices in a phase. Whoever is in neither has left them for the host's memory."""
+
+    phase: Phase
+    whole: tuple[str, ...]
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A setting, what was asked, what it is, and the fact that decided: for people."""
+
+    setting: str
+    asked: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why there is no Plan. made_by: the pass."""
+
+    text: str
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module."""
+
+    command: str
+    cluster: Cluster
+    replicas: tuple[Replica, ...]
+    links: tuple[Link, ...]
+    stays: tuple[Stay, ...]
+    max_seq_len: int
+    deadlines: Deadlines
+    settled: tuple[Settled, ...]
+
+    def of(self, role: RoleName) -> tuple[Replica, ...]:
+        return tuple(replica for replica in self.replicas if replica.role == role)
+
+    @property
+    def roles(self) -> dict[RoleName, int]:
+        """Role -> number of its processes, in the order in which devices are dealt out."""
+        counts: dict[RoleName, int] = {}
+        for replica in self.replicas:
+            counts[replica.role] = counts.get(replica.role, 0) + len(replica.processes)
+        return counts
+
+
+class Notes:
+    """What the passes write down. They only append."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.settled: list[Settled] = []
+
+    def problem(self, made_by: str, text: str) -> None:
+        self.problems.append(Problem(text, made_by))
+
+    def settle(self, setting: str, asked: object, value: object, why: str) -> None:
+        self.settled.append(Settled(setting, str(asked), str(value), why))
