@@ -14,10 +14,8 @@ from rl.actors.generator_replica import GeneratorReplica
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
-from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig, WarmupConfig
-from rl.controller.device_defaults import by_device
-from rl.controller.specs import trainer_config
+from rl.controller.settle import settle
 from rl.observability.timeline import Timeline
 from rl.types import Completion, Score, StopReason, VersionRange
 from rl.waiting import Signal
@@ -86,9 +84,8 @@ class FakeTrainer(TrainerHandle):
     """Packs as the real one does, so that the controller's part is all there."""
 
     def __init__(self, config: RunConfig, seconds: Seconds):
-        super().__init__(
-            "trainer", None, trainer_config(by_device(config, this_machine())), config.deadlines, Timeline()
-        )
+        spec = settle(config).of("trainer")[0].spec
+        super().__init__("trainer", None, spec.config, config.deadlines, Timeline())
         self._seconds = seconds
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:

@@ -25,8 +25,6 @@ import psutil
 
 from benchmarks.runs import write_table
 from rl.cluster.environment import prepare_environment
-from rl.cluster.machine import this_machine
-from rl.controller.device_defaults import by_device
 
 MODEL = "models/smollm2-135m-instruct"
 NUM_PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 48, 24
@@ -128,7 +126,7 @@ def copy_rate(num_bytes: int) -> float:
 async def main(rounds: int) -> None:
     from configs.smollm2 import smollm2
     from rl.cluster.launch import launch
-    from rl.controller.specs import actor_specs
+    from rl.controller.settle import settle
     from rl.models.generator.environment import generator_environment
     from rl.types import SamplingParams
 
@@ -139,9 +137,7 @@ async def main(rounds: int) -> None:
     config = replace(smollm2(), env=replace(smollm2().env, num_eval=1))
     run_dir = Path(tempfile.mkdtemp(prefix="rl-benchmark-"))
     loop = asyncio.get_running_loop()
-    async with launch(
-        actor_specs(by_device(config, this_machine()), Path(MODEL), run_dir), run_dir
-    ) as actors:
+    async with launch(settle(config), {"model": Path(MODEL)}, run_dir, config.env) as actors:
         pool = actors.generators
 
         async def by_actors(work: list[tuple[list[int], int]]) -> float:

@@ -99,10 +99,9 @@ def _machine(problems: list[str]) -> None:
 
 def _devices(torch: Any, problems: list[str]) -> None:
     """GPUs, what vLLM needs beside them, and which settings follow from the device."""
-    from rl.cluster.machine import this_machine
-    from rl.controller.device_defaults import DEVICE_DEFAULTS
+    from rl.cluster.machine import look_at_host
 
-    machine = this_machine()
+    machine = look_at_host()
     names = ", ".join(gpu.name for gpu in machine.gpus)
     print(f"devices        {names or 'no GPU: trainer and generator run on the CPU'}")
     if driver := _driver():
@@ -121,10 +120,22 @@ def _devices(torch: Any, problems: list[str]) -> None:
             problems.append(
                 "there is no Python.h, which Triton's kernels include; run: apt install python3-dev"
             )
-    print("settings that follow from the device, unless they are set:")
-    for default in DEVICE_DEFAULTS:
-        value = default.gpu if machine.gpus else default.cpu
-        print(f"  --{default.setting} {value:<10}  {default.why}")
+    print("what `rl train quickstart` would settle here:")
+    _settled(problems)
+
+
+def _settled(problems: list[str]) -> None:
+    from rl.controller.recipes import load_recipe
+    from rl.controller.settle import settle
+    from rl.errors import ConfigError
+
+    try:
+        made = settle(load_recipe("quickstart")[1])
+    except ConfigError as error:
+        problems += str(error).splitlines()
+        return
+    for line in made.settled:
+        print(f"  {line.setting:24} {line.value:<10}  {line.why}")
 
 
 def _listening() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.cluster.machine import Machine, this_machine
+from rl.cluster.machine import look_at_host
 from rl.errors import ConfigError
 from rl.gpu_checks import (
     attention,
@@ -30,6 +30,7 @@ from rl.gpu_checks import (
     with_weights,
 )
 from rl.models.hf import read_config
+from rl.plan.cluster import Host
 
 _SECONDS = 120.0
 
@@ -76,7 +77,7 @@ def gpu_check(arguments: Sequence[str]) -> int:
     own = Path(arguments[1]).resolve() if arguments else None
     if own:
         read_config(own)
-    machine, failed = this_machine(), []
+    machine, failed = look_at_host(), []
     print(f"{_describe(machine)}\n")
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
         model = own or _tiny_model(Path(scratch))
@@ -96,7 +97,7 @@ def gpu_check(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _why_not(check: Check, machine: Machine, own: Path | None) -> str:
+def _why_not(check: Check, machine: Host, own: Path | None) -> str:
     needs = max(check.needs, check.num_procs) if machine.gpus else check.needs
     if len(machine.gpus) < needs:
         return f"needs {needs} GPU{'s' * (needs > 1)}"
@@ -129,7 +130,7 @@ def _words(figures: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
-def _describe(machine: Machine) -> str:
+def _describe(machine: Host) -> str:
     if not machine.gpus:
         return f"no GPU: {machine.num_cores} cores"
     return "\n".join(

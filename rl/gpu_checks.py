@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.cluster.machine import this_machine
 from rl.envs.base import RolloutContext
 
 _NUM_PROMPTS = 64
@@ -222,7 +221,7 @@ async def _parity(
     from rl.batching import to_sample
     from rl.cluster.launch import launch
     from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig
-    from rl.controller.device_defaults import specs_on
+    from rl.controller.settle import model_dirs, settle
     from rl.envs.sort_letters import SortLetters
     from rl.loss.clip import Clip
     from rl.models.sources import ModelDir
@@ -237,7 +236,8 @@ async def _parity(
         dtype=dtype,  # type: ignore[arg-type]
     )
     tokenizer, gaps, seconds, sync, tokens = HFTokenizer(model), [], 0.0, 0.0, 0
-    async with launch(specs_on(this_machine(), config, model, run_dir), run_dir) as actors:
+    plan = settle(config)
+    async with launch(plan, model_dirs(config, plan, run_dir), run_dir, config.env) as actors:
         prompts = [config.env.encode(config.env.train_problem(i), tokenizer) for i in range(_NUM_PROMPTS)]
         for version in range(3):
             began = time.monotonic()

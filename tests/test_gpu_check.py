@@ -3,11 +3,11 @@
 import pytest
 
 from rl import gpu_check
-from rl.cluster.machine import GPU, Machine
 from rl.errors import ConfigError
+from rl.plan.cluster import GPU, Host
 from tests.tiny import write_config
 
-CPU, ONE = Machine(2, 8.0), Machine(16, 64.0, (GPU("H100", 78.8, (9, 0)),))
+CPU, ONE = Host(2, 8.0), Host(16, 64.0, (GPU("H100", 78.8, (9, 0)),))
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def table(monkeypatch, capsys, tmp_path):
     """The output of a run on a machine, with what each check answers; a name alone answers well."""
 
     def run(machine, answers, *arguments):
-        monkeypatch.setattr(gpu_check, "this_machine", lambda: machine)
+        monkeypatch.setattr(gpu_check, "look_at_host", lambda: machine)
         monkeypatch.setattr(gpu_check, "_tiny_model", lambda scratch: tmp_path)
         monkeypatch.setattr(
             gpu_check, "_run", lambda check, model: (answers.get(check.name, ""), {"gap max": 0.00123456})

@@ -5,14 +5,12 @@ The same checks come before each run. What this machine lacks (the model's files
 
 from collections.abc import Sequence
 
-from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import by_device
-from rl.controller.device_rules import check_devices
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recipes import load_recipe, source_of
 from rl.controller.rehearsal import rehearse
 from rl.controller.settings import override
+from rl.controller.settle import why_no_plan
 from rl.controller.validate import validate
 from rl.errors import ConfigError
 from rl.fields import check_fields
@@ -58,10 +56,7 @@ def _missing_here(config: RunConfig) -> list[str]:
     models = {"": config.model, "judge.model: ": config.judge.model}
     lines = [f"{name}{line}" for name, model in models.items() if model for line in _absent(model)]
     lines += _absent(config.reference.model) if config.reference.model else []
-    machine = this_machine()
-    known = not config.model.validate()
-    on_machine = by_device(config, machine) if known else config
-    return list(dict.fromkeys([*lines, *check_devices(on_machine, machine, model_known=known)]))
+    return list(dict.fromkeys([*lines, *why_no_plan(config, model_known=not config.model.validate())]))
 
 
 def _absent(model: ModelSource) -> list[str]:

@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import specs_on
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recipes import load_recipe, source_of
 from rl.controller.resume import with_drawn_weights
 from rl.controller.rollouts import check_rewards
 from rl.controller.settings import override
+from rl.controller.settle import model_dirs, settle
 from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
 from rl.controller.validate import validate
@@ -35,7 +34,6 @@ from rl.observability.rollout_log import rollout_record
 from rl.owned_directory import temporary_directory
 from rl.types import Group
 
-NOT_STARTED = ("critic", "reference")
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
 
 
@@ -154,15 +152,15 @@ def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
 async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list[Group], list[Group]]:
     with tempfile.TemporaryDirectory(prefix="eval-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
-        model_dir = config.model.materialize(directory)
-        specs = specs_on(this_machine(), config, model_dir, directory, without=NOT_STARTED)
-        async with launch(specs, out) as actors:
+        plan = settle(config, "eval")
+        models = model_dirs(config, plan, directory)
+        async with launch(plan, models, out, config.env) as actors:
             if config.resume:
                 await actors.trainer.load_checkpoint(config.resume)
             await actors.publish(0)
             generators = actors.generators
             await generators.wait_served(0)
-            made = rollouts(config, HFTokenizer(model_dir), actors)
+            made = rollouts(config, HFTokenizer(models["model"]), actors)
             try:
                 greedy = await made.evaluate(generators)
                 sampled = await made.evaluate(generators, num_samples, 1.0) if num_samples else []

@@ -1,29 +1,26 @@
-"""`rl plan RECIPE [--devices 8xH100-80]`: memory of each role, what does not fit, and what would make it."""
+"""`rl plan RECIPE [--cluster 8xH100-80]`: who runs where, with which memory, and what does not fit."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from rl.cluster.machine import Machine, parse_machine, this_machine
+from rl.cluster.machine import look_at_host
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import by_device
-from rl.controller.device_rules import check_devices
-from rl.controller.memory_plan import USABLE, Process, on_devices, processes, sync_bytes
 from rl.controller.recipes import load_recipe
 from rl.controller.settings import override
+from rl.controller.settle import demand_of, facts_of
 from rl.errors import ConfigError
 from rl.fields import check_fields
-from rl.plan.memory import GIB
+from rl.plan.cluster import Cluster, parse_cluster
+from rl.plan.resolve import resolve
+from rl.plan.show import differences, plan_json, show
+from rl.plan.types import VERSION, Plan
 
-_USAGE = "usage: rl plan RECIPE [--devices 8xH100-80 | cpu] [--section.field value ...]"
-_PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "activations",
-    "head",
-    "loading",
-    "cache",
-    "overhead",
+PLAN = "plan.json"
+"""What a run settled, in its directory."""
+_USAGE = (
+    "usage: rl plan RECIPE [--cluster 8xH100-80 | '2 x 8xH100-80' | cpu] [--json] [--diff RUN] "
+    "[--section.field value ...]"
 )
 
 
@@ -33,77 +30,70 @@ def plan(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     name, *rest = arguments
-    machine = this_machine()
+    as_json = "--json" in rest
+    rest = [word for word in rest if word != "--json"]
     if "--devices" in rest:
-        i = rest.index("--devices")
-        if i + 1 == len(rest):
-            raise ConfigError("--devices needs a value; write --devices 8xH100-80")
-        machine = parse_machine(rest[i + 1])
-        del rest[i : i + 2]
+        raise ConfigError("--devices is called --cluster now; write --cluster 8xH100-80")
+    cluster, run = _take(rest, "--cluster", "8xH100-80"), _take(rest, "--diff", "runs/RUN")
     recipe, config = load_recipe(name)
     config, misread = override(config, rest, prog=f"rl plan {name}")
     config, wrong = check_fields(config)
     if misread or wrong:
         raise ConfigError("\n".join([*misread, *wrong]))
-    lines, fits = describe(recipe, config, machine)
-    print("\n".join(lines))
-    return 0 if fits else 1
+    here = look_at_host()
+    hosts = parse_cluster(cluster, here) if cluster else Cluster((here,))
+    before = _read(Path(run)) if run else None
+    made = _resolve(config, hosts)
+    if isinstance(made, Plan):
+        if as_json:
+            print(json.dumps(plan_json(made), indent=1))
+        else:
+            lines = differences(before, made, run) if before is not None else describe(recipe, made)
+            print("\n".join(lines))
+        return 0
+    print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in made)]))
+    return 1
 
 
-def describe(recipe: str, config: RunConfig, machine: Machine) -> tuple[list[str], bool]:
-    """The lines, and whether the run fits."""
-    config = by_device(config, machine)
-    planned = processes(config, machine)
-    lines = [f"{recipe} on {_name(machine)}, {config.dtype}, GiB of each process:", ""]
-    lines += _table(planned)
-    lines.append("")
-    if machine.gpus:
-        used = on_devices(planned)
-        if idle := [str(i) for i in range(len(machine.gpus)) if i not in used]:
-            lines.append(
-                f"GPU {', '.join(idle)}: nothing runs there; use them with --trainer.layout.shard or "
-                f"--generator.num_replicas"
-            )
-        for device, those in used.items():
-            if device >= len(machine.gpus):  # the problems say so
-                continue
-            room = machine.gpus[device].gib * USABLE
-            needed = sum(process.memory.total for process in those) / GIB
-            takes_rest = any(p.role == "generator" for p in those) and not config.generator.kv_cache_gib
-            rest = f"; vLLM takes the other {room - needed:.1f} for its cache" * (
-                takes_rest and needed < room
-            )
-            who = ", ".join(f"{process.role} {process.rank}" for process in those)
-            lines.append(f"GPU {device}: {needed:.1f} of {room:.1f} GiB ({who}){rest}")
-    else:
-        needed = sum(process.memory.total for process in planned) / GIB
-        lines.append(f"host: {needed:.1f} of {machine.free_gib:.1f} GiB free")
-    lines.append(
-        f"weight sync: {sync_bytes(config) / GIB:.2f} GiB a version, through /dev/shm, which holds three"
-    )
-    found = check_devices(config, machine)
-    lines += [f"problem: {problem}" for problem in found] or ["it fits"]
-    return lines, not found
+def describe(recipe: str, made: Plan) -> list[str]:
+    return [*show(recipe, made), "it fits"]
 
 
-def _name(machine: Machine) -> str:
-    if not machine.gpus:
-        return f"{machine.num_cores} cores with {machine.free_gib:.0f} GiB free"
-    gpu = machine.gpus[0]
-    return f"{len(machine.gpus)} x {gpu.name} of {gpu.gib:.1f} GiB"
+def write_plan(run_dir: Path, made: Plan) -> None:
+    (run_dir / PLAN).write_text(json.dumps(plan_json(made), indent=1))
 
 
-def _table(planned: Sequence[Process]) -> list[str]:
-    """A row for each role: its processes are alike."""
-    roles: dict[str, list[Process]] = {}
-    for process in planned:
-        roles.setdefault(process.role, []).append(process)
-    rows = [["role", "processes", "on", *_PARTS, "total"]]
-    for role, those in roles.items():
-        parts = those[0].memory.parts
-        devices = ",".join("-" if p.device is None else str(p.device) for p in those)
-        figures = [f"{parts[part] / GIB:.2f}" if part in parts else "" for part in _PARTS]
-        where = devices if those[0].device is not None else "CPU"
-        rows.append([role, str(len(those)), where, *figures, f"{those[0].memory.total / GIB:.2f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def _resolve(config: RunConfig, cluster: Cluster) -> Plan | list[str]:
+    facts = facts_of(config)
+    if not facts.models:
+        config.model.config()  # raises what is wrong with it
+    made = resolve(demand_of(config, "train"), facts, cluster)
+    return made if isinstance(made, Plan) else [problem.text for problem in made]
+
+
+def _read(run: Path) -> dict:
+    """A run's plan.json. Raises ConfigError."""
+    try:
+        data = json.loads((run / PLAN).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--diff {run}: no {PLAN} can be read there ({error}); name a run's directory"
+        ) from None
+    if data.get("version") != VERSION:
+        raise ConfigError(
+            f"--diff {run}: its {PLAN} has version {data.get('version')}, and this rl reads {VERSION}; use "
+            f"the rl that wrote it"
+        )
+    return data
+
+
+def _take(rest: list[str], flag: str, example: str) -> str:
+    """The flag's value, which is taken out; empty where it is not there. Raises ConfigError."""
+    if flag not in rest:
+        return ""
+    i = rest.index(flag)
+    if i + 1 == len(rest):
+        raise ConfigError(f"{flag} needs a value; write {flag} {example}")
+    value = rest[i + 1]
+    del rest[i : i + 2]
+    return value

@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.cluster.machine import this_machine
 from rl.controller.checkpoints import load_checkpoint
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import specs_on
 from rl.controller.recipes import load_recipe
 from rl.controller.recovery import step_of
 from rl.controller.replay_rules import NEEDS
 from rl.controller.resume import with_drawn_weights
 from rl.controller.settings import override
+from rl.controller.settle import model_dirs, settle
 from rl.controller.side_run import own_directory
 from rl.controller.update import learn
 from rl.controller.updaters import updaters
@@ -32,7 +31,6 @@ from rl.observability.batches import has_batch, read_batch
 from rl.observability.json_lines import read_records
 from rl.owned_directory import temporary_directory
 
-NOT_STARTED = ("generator", "judge", "reward")
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
 
 
@@ -96,9 +94,8 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
 async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="replay-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
-        model_dir = config.model.materialize(directory)
-        specs = specs_on(this_machine(), config, model_dir, directory, without=NOT_STARTED)
-        async with launch(specs, out) as actors:
+        plan = settle(config, "replay")
+        async with launch(plan, model_dirs(config, plan, directory), out) as actors:
             await load_checkpoint(actors, config.resume)
             policy, critic = updaters(config, actors)
             learned: dict[str, float] = {}

@@ -10,17 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.cluster.machine import this_machine
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.config import RunConfig
 from rl.controller.config_json import to_json, write_config
-from rl.controller.device_defaults import specs_on
+from rl.controller.plan import write_plan
 from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
 from rl.controller.rehearsal import rehearse
 from rl.controller.replay_rules import what_a_replay_needs
 from rl.controller.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
-from rl.controller.specs import roles
+from rl.controller.settle import model_dirs, settle
 from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest
@@ -128,9 +127,11 @@ async def run_recipe(
     """
     give_way_often()
     take_over_weights(config, run_dir)
-    model_dir = config.model.materialize(run_dir)
-    tokenizer = HFTokenizer(model_dir)
-    started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
+    plan = settle(config)
+    write_plan(run_dir, plan)
+    models = model_dirs(config, plan, run_dir)
+    tokenizer = HFTokenizer(models["model"])
+    started = ", ".join(f"{count} {role}" for role, count in plan.roles.items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(with_trace=config.trace)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
@@ -148,8 +149,8 @@ async def run_recipe(
     ) as recorder:
         if in_place:
             await recorder.rewind(step_of(config.resume) if config.resume else -1)
-        specs = specs_on(this_machine(), config, model_dir, run_dir)
-        async with beside(recorder.break_silence()), launch(specs, run_dir, timeline) as actors:
+        processes = launch(plan, models, run_dir, config.env, timeline)
+        async with beside(recorder.break_silence()), processes as actors:
             await train_and_export(config, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(_title(recipe, config))
         print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))

@@ -13,7 +13,7 @@ from rl.controller.config import RunConfig
 from rl.controller.held_groups import read_prompts
 from rl.controller.rollouts import Rollouts
 from rl.controller.schedule import LRSchedule
-from rl.controller.specs import longest_sequence
+from rl.controller.settle import longest_sequence
 from rl.controller.training_batch import Scorers
 from rl.controller.update import Updater
 from rl.envs.chat.agent import AgentEnv

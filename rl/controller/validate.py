@@ -1,22 +1,18 @@
 """What keeps a run from starting: what is wrong with its settings, or what this machine cannot do."""
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.cluster.machine import Machine, this_machine
 from rl.controller.algorithm_rules import check_algorithm, without_effect
 from rl.controller.checkpoint_rules import check_resume
 from rl.controller.config import RunConfig
 from rl.controller.config_json import why_no_run
-from rl.controller.device_defaults import by_device
-from rl.controller.device_rules import check_devices
 from rl.controller.env_rules import check_chat_env, check_env, check_prompts
 from rl.controller.judge_rules import check_judge
 from rl.controller.replay_rules import check_replay
-from rl.controller.specs import roles
+from rl.controller.settle import demand_of, why_no_plan
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields
@@ -25,6 +21,7 @@ from rl.models.hf_checks import check_rope_is_fixed, check_supported
 from rl.models.layout import Layout
 from rl.owned_directory import SHARED_MEMORY
 from rl.paths import why_not_made
+from rl.plan.cluster import Cluster
 from rl.types import LoRA
 
 MAX_LORA_RANK = 512
@@ -32,11 +29,11 @@ _OF_A_CHAT = "a ChatEnv needs one: use another model (a TinyQwen3 has one if its
 
 
 def validate(
-    config: RunConfig, known: Sequence[str] = (), machine: Machine | None = None, in_place: bool = False
+    config: RunConfig, known: Sequence[str] = (), cluster: Cluster | None = None, in_place: bool = False
 ) -> list[str]:
     """Everything that keeps the run from starting, one line each; empty if none. Starts no process.
 
-    known: problems that were found before, and come first. machine: where it would run; None: here.
+    known: problems that were found before, and come first. cluster: where it would run; None: this host.
     in_place: run_dir may hold the run's own earlier steps.
     """
     try:
@@ -45,7 +42,6 @@ def validate(
         return [*known, *str(error).splitlines()]
     found = [*known, *wrong]
     env_problems = [line for line in found if line.startswith("env.")]
-    machine = machine or this_machine()
     if not env_problems:  # with a default in its place it is another task
         env_problems = check_env(config)
         found += env_problems
@@ -68,9 +64,7 @@ def validate(
             for env in config.env.made_of
             for text in config.model.not_one_token(env.stop)
         ]
-    if not model_problems:
-        config = by_device(config, machine)
-    found += _engine(config, machine) + check_devices(config, machine, model_known=not model_problems)
+    found += _engine(config) + why_no_plan(config, cluster, model_known=not model_problems)
     if config.resume:
         found += check_resume(config)
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
@@ -95,10 +89,10 @@ def _run_dir(config: RunConfig, in_place: bool) -> list[str]:
 def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
     """Setting -> the layout of each engine that the run starts, and its model."""
     layouts = {"trainer.layout": (config.trainer.layout, config.model)}
-    started = roles(config)
-    if "critic" in started:
+    demand = demand_of(config, "train")
+    if demand.critic is not None:
         layouts["critic.layout"] = (config.critic.layout, config.model)
-    if "reference" in started:
+    if demand.reference is not None:
         layouts["reference.layout"] = (config.reference.layout, config.reference.model or config.model)
     return layouts
 
@@ -152,8 +146,8 @@ def _lora_targets(config: RunConfig) -> list[str]:
     ]
 
 
-def _engine(config: RunConfig, machine: Machine) -> list[str]:
-    """What the chosen engine, or the machine, does not have; and settings that would be without effect."""
+def _engine(config: RunConfig) -> list[str]:
+    """What the chosen engine does not have; and settings that would be without effect."""
     trainer, lora, found = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
         found += [
@@ -168,13 +162,6 @@ def _engine(config: RunConfig, machine: Machine) -> list[str]:
         ]
     elif trainer.dropout:
         found.append("trainer.dropout=True needs trainer.engine=hf; torchtitan's models have no dropout")
-    context_parallel = max(layout.context_parallel for layout, _ in _layouts(config).values())
-    if trainer.compile and not machine.gpus:
-        found.append("trainer.compile=True needs a GPU; set it to False")
-    elif trainer.compile and (config.dtype != "bfloat16" or context_parallel > 1):
-        found.append("trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False")
-    if trainer.float8 and importlib.util.find_spec("torchao") is None:
-        found.append("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")
     if lora.rank > MAX_LORA_RANK:
         found.append(
             f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less"

@@ -22,7 +22,7 @@ _CPU_CACHE_GIB = 0.25
 
 @dataclass(frozen=True)
 class Taken:
-    """Of each process of a role, without a cache. least_cache: GiB that one sequence takes of a generator's."""
+    """Of each process of a role, without its cache. least_cache: GiB that one sequence takes of it."""
 
     memory: Mapping[RoleName, Memory]
     least_cache: Mapping[RoleName, float]
@@ -85,7 +85,7 @@ def check_asked(demand: Demand, made: Mapping[RoleName, Spec], taken: Taken, not
 def generators_cache(
     demand: Demand, taken: Taken, present: Presences, places: Places, cluster: Cluster, notes: Notes
 ) -> float | Fill:
-    """Of each process where none is asked for: never less than one sequence takes, even if that does not fit."""
+    """Of each process, where no size is asked for: at least one sequence's, even if that does not fit."""
     least = taken.least_cache["generator"]
     if not cluster.gpus:
         cache: float | Fill = max(_CPU_CACHE_GIB, least)

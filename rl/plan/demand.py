@@ -14,8 +14,8 @@ from rl.waiting import Deadlines
 RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
 ENGINE_ROLES: tuple[RoleName, ...] = ("trainer", "critic", "reference")
 Sharing = Literal["auto", "alone", "side_by_side", "by_turns"]
-"""Of GPUs, by processes. alone: each has its own. side_by_side: they are dealt out in turn, and all stay there.
-by_turns: who does not work in a phase leaves its own. auto: side by side where there are too few."""
+"""Of GPUs. alone: each process has its own. side_by_side: they are dealt out in turn, and all processes stay.
+by_turns: who does not work in a phase leaves its GPU. auto: side by side where there are too few."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was looked up before: by role, of the model that it runs."""
+    """What was looked up before: by role, of the model that it runs; and which optional packages there are.
 
-    models: Mapping[RoleName, ModelFacts]
+    Without models, one could not be read, which is a problem elsewhere: no memory is looked at then.
+    """
+
+    models: Mapping[RoleName, ModelFacts] = field(default_factory=dict)
+    packages: frozenset[str] = frozenset()

@@ -16,8 +16,8 @@ def links(demand: Demand, facts: Facts, numerics: Numerics, places: Places, note
         if len(hosts) > 1 and demand.transport == "shared_memory":
             notes.problem(
                 "links",
-                f"weight_sync.transport=shared_memory does not reach from one host to another, and the run is "
-                f"on {len(hosts)}; set --weight_sync.transport torchstore",
+                f"weight_sync.transport=shared_memory does not reach from one host to another, and the run "
+                f"is on {len(hosts)}; set --weight_sync.transport torchstore",
             )
         elements = 0 if shape is None else shape.adapter_elements(lora) if lora.rank else shape.num_parameters
         carries = "adapter" if lora.rank else "weights"

@@ -192,7 +192,7 @@ def _head(shape: ModelShape, config: EngineConfig, learns: bool) -> float:
 
 
 def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Memory:
-    """Of a rank of a generator. A cache of no given size counts as nothing: vLLM takes what is left for it."""
+    """Of a rank of a generator. A cache of no given size counts as nothing: vLLM takes what is left."""
     size, tp = _BYTES[config.dtype], config.tensor_parallel
     cache = config.kv_cache_gib if isinstance(config.kv_cache_gib, float | int) else 0.0
     tokens = max(config.max_model_len, 4096)  # of a step, as vllm_engine.py asks for

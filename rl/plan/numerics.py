@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.plan.cluster import GPU, Cluster
-from rl.plan.demand import Demand
+from rl.plan.demand import Demand, Facts
 from rl.plan.types import Notes
 
 _BFLOAT16 = (8, 0)  # compute capabilities from which on GPUs have it
@@ -17,10 +17,15 @@ class Numerics:
     cuda_graphs: bool
 
 
-def settle_numerics(demand: Demand, cluster: Cluster, notes: Notes) -> Numerics:
+def settle_numerics(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Numerics:
     numerics = Numerics(_dtype(demand, cluster, notes), _cuda_graphs(demand, cluster, notes))
     if cluster.gpus:
         _check_capability(demand, numerics.dtype, cluster, notes)
+    _check_compile(demand, numerics.dtype, cluster, notes)
+    if demand.trainer.float8 and "torchao" not in facts.packages:
+        notes.problem(
+            "numerics", "trainer.float8=True needs torchao; install it: pip install torchao==0.18.0"
+        )
     return numerics
 
 
@@ -71,4 +76,17 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
             "numerics",
             "trainer.float8=True without trainer.compile is slower than bfloat16 on a GPU; set "
             "--trainer.compile True",
+        )
+
+
+def _check_compile(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -> None:
+    layouts = [layout for layout in (demand.trainer.layout, demand.critic, demand.reference) if layout]
+    if not demand.trainer.compile:
+        return
+    if not cluster.gpus:
+        notes.problem("numerics", "trainer.compile=True needs a GPU; set it to False")
+    elif dtype != "bfloat16" or max(layout.context_parallel for layout in layouts) > 1:
+        notes.problem(
+            "numerics",
+            "trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False",
         )

@@ -172,30 +172,27 @@ _BESIDE: dict[RoleName, Collection[RoleName]] = {
 
 def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> dict[str, tuple[int, ...]]:
     """Member -> threads of each of its processes."""
-    started = places.started
-    asked: dict[str, int] = {"trainer": demand.trainer.num_threads, "reward": 1}
+    asked: dict[RoleName, int] = {"trainer": demand.trainer.num_threads}
+    fixed: dict[RoleName, int] = {"reward": 1}
+    if cluster.gpus:
+        fixed["generator"] = 1
     if demand.generator is not None:
-        asked["generator"] = demand.generator.num_threads or (1 if cluster.gpus else 0)
-    settled: dict[str, tuple[int, ...]] = {}
-    for member in started:
-        hosts = [place.host for place in places.by_name[member.name]]
-        at_work = [_at_work(member.role, host, places, demand.overlap) for host in hosts]
-        cores = [cluster.hosts[host].num_cores for host in hosts]
-        settled[member.name] = tuple(
-            asked.get(member.role) or max(1, num // others)
-            for num, others in zip(cores, at_work, strict=True)
-        )
-    for role in counts(started):
-        if role == "reward":
-            continue
-        first = next(member for member in started if member.role == role)
-        host = places.by_name[first.name][0].host
-        others = _at_work(role, host, places, demand.overlap)
-        why = f"{cluster.hosts[host].num_cores} cores for {others} processes at work at a time"
-        if asked.get(role):
-            why = "asked for" if not (role == "generator" and cluster.gpus) else "it computes on a GPU"
-        setting = f"{role}.num_threads"
-        notes.settle(setting, asked.get(role) or "auto", settled[first.name][0], why)
+        asked["generator"] = demand.generator.num_threads
+    settled, roles = dict[str, tuple[int, ...]](), set[RoleName]()
+    for member in places.started:
+        role, of_processes = member.role, []
+        for place in places.by_name[member.name]:
+            cores, others = (
+                cluster.hosts[place.host].num_cores,
+                _at_work(role, place.host, places, demand.overlap),
+            )
+            of_processes.append(asked.get(role) or fixed.get(role) or max(1, cores // others))
+        if role != "reward" and role not in roles:
+            roles.add(role)
+            why = "it computes on a GPU" if role in fixed else f"{cores} cores for {others} at work at a time"
+            reason = "asked for" if asked.get(role) else why
+            notes.settle(f"{role}.num_threads", asked.get(role) or "auto", of_processes[0], reason)
+        settled[member.name] = tuple(of_processes)
     return settled
 
 

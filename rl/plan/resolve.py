@@ -30,12 +30,11 @@ from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
 from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase, Plan, Problem, Process, Replica
 
 
-def resolve(demand: Demand, facts: Facts | None, cluster: Cluster) -> Plan | tuple[Problem, ...]:
-    """facts: None where a model cannot be read, which is a problem elsewhere: then no memory is looked at."""
+def resolve(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Problem, ...]:
     plan, problems = _resolve(demand, facts, cluster)
     if plan is not None:
         return plan
-    if facts is None or not any(problem.made_by == "fit" for problem in problems):
+    if not any(problem.made_by == "fit" for problem in problems):
         return problems
     remedy = _remedy(demand, facts, cluster, problems)
     return tuple(
@@ -44,13 +43,11 @@ def resolve(demand: Demand, facts: Facts | None, cluster: Cluster) -> Plan | tup
     )
 
 
-def _resolve(
-    demand: Demand, facts: Facts | None, cluster: Cluster
-) -> tuple[Plan | None, tuple[Problem, ...]]:
+def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | None, tuple[Problem, ...]]:
     notes, started = Notes(), members(demand)
-    numerics = settle_numerics(demand, cluster, notes)
+    numerics = settle_numerics(demand, facts, cluster, notes)
     places = deal_out(started, demand, cluster, notes)
-    if facts is None:
+    if not facts.models:
         return None, tuple(notes.problems)
     check_shapes(demand, facts, numerics, cluster, notes)
     made = specs(demand, facts, numerics)
@@ -86,10 +83,16 @@ def _resolve(
         )
         spec = made[member.role]
         replicas.append(Replica(member.name, member.role, restarts[member.role], processes, spec))
-    present_there = stays(started, present)
-    settled = tuple(notes.settled)
     plan = Plan(
-        demand.command, cluster, tuple(replicas), ways, present_there, longest, demand.deadlines, settled
+        command=demand.command,
+        cluster=cluster,
+        replicas=tuple(replicas),
+        links=ways,
+        stays=stays(started, present),
+        max_seq_len=longest,
+        deadlines=demand.deadlines,
+        settled=tuple(notes.settled),
+        transport=demand.transport,
     )
     return plan, ()
 
@@ -137,8 +140,8 @@ def _caches_of_unknown(
     if places.shared:
         notes.problem(
             "caches",
-            f"{setting}=0 is what the other roles leave of a shared GPU, which config.json does not tell: it gives "
-            f"no sizes of a decoder; set {setting}",
+            f"{setting}=0 is what the other roles leave of a shared GPU, which config.json does not tell: it "
+            f"gives no sizes of a decoder; set {setting}",
         )
     notes.settle(setting, 0, "about 0", "a GPU of its own: what vLLM finds free")
     return {**caches, "generator": Fill(0.0)}

@@ -33,7 +33,7 @@ def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Sp
         # With `adapters`, of which it gets none, nothing learns: weights are there once, in compute dtype.
         reference = replace(trainer, layout=demand.reference, adapters=True)
         config = _drawn(demand, "reference", reference)
-        made["reference"] = EngineSpec(demand.trainer.engine, "teacher", config)
+        made["reference"] = EngineSpec(demand.trainer.engine, "reference", config)
     if demand.judge is not None:
         made["judge"] = _judge(demand, facts, numerics)
     if demand.reward is not None:
@@ -89,7 +89,7 @@ def _generator(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpe
         max_adapters=demand.max_adapters,
         stop_texts=demand.stop_texts,
     )
-    return GeneratorSpec("model", config, generator.updates == "in_flight")
+    return GeneratorSpec("model", config, generator.updates)
 
 
 def _judge(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpec:

@@ -31,7 +31,7 @@ class Adapter:
 class EngineSpec:
     """What an engine's processes are started with.
 
-    kind: a key of models.build.ENGINES. model: whose directory it loads: "model" or "teacher".
+    kind: a key of models.build.ENGINES. model: whose directory it loads: "model" or "reference".
     """
 
     kind: str
@@ -44,12 +44,12 @@ class EngineSpec:
 class GeneratorSpec:
     """What a generator's or judge's processes are started with.
 
-    model: whose directory it reads: "model" or "judge". in_flight: new weights do not wait for requests.
+    model: whose directory it reads: "model" or "judge". updates: as the setting generator.updates.
     """
 
     model: str
     config: VLLMConfig
-    in_flight: bool = True
+    updates: Literal["in_flight", "drain"] = "in_flight"
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ class Plan:
     max_seq_len: int
     deadlines: Deadlines
     settled: tuple[Settled, ...]
+    transport: Literal["shared_memory", "torchstore"]
+    """Of published weights."""
 
     def of(self, role: RoleName) -> tuple[Replica, ...]:
         return tuple(replica for replica in self.replicas if replica.role == role)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,25 +14,26 @@ import uvicorn
 from fastapi import FastAPI
 
 from rl.bounds import FilePath, NonNegativeFloat, Port, PositiveInt
-from rl.cluster.actor_specs import ActorSpecs, EngineSpec
 from rl.cluster.launch import launch
-from rl.cluster.machine import Machine, this_machine
+from rl.cluster.machine import look_at_host
 from rl.errors import ConfigError
 from rl.http_server import Server
-from rl.models.engine_config import EngineConfig
-from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.hf import max_positions, read_config
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
+from rl.plan.cluster import Cluster
+from rl.plan.demand import Demand, Facts, ModelFacts
+from rl.plan.resolve import resolve
+from rl.plan.sections import GeneratorConfig, TrainerConfig
+from rl.plan.types import Plan
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
 from rl.tinker.database import Database
 from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
-from rl.tinker.memory import fit_memory
 from rl.tinker.own_directory import own_directory
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
@@ -40,6 +41,15 @@ from rl.types import LoRA
 from rl.waiting import Deadlines, beside
 
 _LAST_ANSWERS_SECONDS = 2
+_MANY_RESTARTS = 1000  # a server outlives many
+_NAMES = {
+    "trainer.layout": "layout",
+    "trainer.engine": "engine",
+    "trainer.max_tokens": "context_length",
+    "generator.kv_cache_gib": "kv_cache_gib",
+    "generator.num_replicas": "num_generators",
+}
+"""What the server calls a run's settings."""
 
 
 @dataclass(frozen=True)
@@ -136,28 +146,27 @@ async def _interruptible(main: Coroutine[Any, Any, None]) -> None:
 
 async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     hf_config = read_config(model_dir)
-    context_length = min(config.context_length, max_positions(hf_config))
     vocab_size = hf_config["vocab_size"]
     key_file = Path(config.api_key_file or directory / "api_keys")
     keys = None if config.no_api_key else Keys(key_file)
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
-    machine = this_machine()
-    on_gpu = bool(machine.gpus)
-    specs = _specs(config, model_dir, context_length, machine)
+    host = look_at_host()
+    plan = settle(config, hf_config, Cluster((host,)))
+    context_length = plan.max_seq_len
     said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
     tokenizer, timeline = HFTokenizer(model_dir), Timeline()
     print("starting the training engine and the generators ...", flush=True)
     with contextlib.closing(database), listener:
-        async with launch(specs, directory, timeline) as actors:
+        async with launch(plan, {"model": model_dir}, directory, timeline=timeline) as actors:
             await actors.publish(0)  # the base model, which stays
             await actors.generators.wait_served(0)
             backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
             eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
-            capacity = specs.generator.max_num_seqs * config.num_generators
-            shared = config.limits.shared_samples or (64 if on_gpu else 8) * config.num_generators
+            capacity = GeneratorConfig.max_num_seqs * config.num_generators
+            shared = config.limits.shared_samples or (64 if host.gpus else 8) * config.num_generators
             service = Service(database, backend, directory, names, eos_ids, config.limits, capacity, shared)
             architecture = hf_config["model_type"]
             served = Served(names, str(model_dir.resolve()), architecture, context_length)
@@ -186,40 +195,40 @@ async def _listen(app: FastAPI, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def _specs(config: ServeConfig, model_dir: Path, context_length: int, machine: Machine) -> ActorSpecs:
-    """Raises ConfigError where the machine has too few GPUs or too little memory."""
-    on_gpu = bool(machine.gpus)
-    auto: Literal["float32", "bfloat16"] = "bfloat16" if on_gpu else "float32"
-    dtype = auto if config.dtype == "auto" else config.dtype
-    engine = EngineConfig(
-        layout=config.layout,
-        dtype=dtype,
-        max_seq_len=context_length,
-        adapters=True,
-        timeout_seconds=config.deadlines.train,
-        save_seconds=config.deadlines.checkpoint,
-    )
-    generator = VLLMConfig(
-        model_dir=str(model_dir),
-        dtype=dtype,
-        max_model_len=context_length,
-        kv_cache_gib=config.kv_cache_gib or None,
-        max_lora_rank=config.limits.max_rank,
+def demand_of(config: ServeConfig, context_length: int) -> Demand:
+    """What a server asks for. context_length: tokens of a sequence."""
+    return Demand(
+        command="serve",
+        trainer=TrainerConfig(
+            engine=config.engine,
+            layout=config.layout,
+            max_tokens=context_length,
+            max_restarts=_MANY_RESTARTS,
+        ),
+        generator=GeneratorConfig(
+            num_replicas=config.num_generators,
+            kv_cache_gib=config.kv_cache_gib,
+            max_restarts=_MANY_RESTARTS,
+        ),
+        dtype=config.dtype,
+        overlap=False,  # clients often sample and train in turn: each may have all cores
+        deadlines=config.deadlines,
+        clients_adapters=LoRA(rank=config.limits.max_rank),
         max_adapters=config.limits.max_models,
         stop_texts=True,
+        names=_NAMES,
     )
-    specs = ActorSpecs(
-        roles={"trainer": config.layout.num_procs, "generator": config.num_generators, "reward": 0},
-        trainer=EngineSpec(config.engine, model_dir, engine),
-        generator=generator,
-        overlap=False,  # clients often sample and train in turn: each may have all cores
-        num_generators=config.num_generators,
-        num_reward_procs=0,
-        max_trainer_restarts=1000,  # a server outlives many
-        max_generator_restarts=1000,
-        deadlines=config.deadlines,
-    )
-    return fit_memory(specs, machine)
+
+
+def settle(config: ServeConfig, hf_config: Mapping[str, Any], cluster: Cluster) -> Plan:
+    """hf_config: the contents of config.json. Raises ConfigError with every problem, one a line."""
+    positions = max_positions({**hf_config})
+    facts = ModelFacts.of(hf_config, positions)
+    demand = demand_of(config, min(config.context_length, positions))
+    plan = resolve(demand, Facts({"trainer": facts, "generator": facts}), cluster)
+    if not isinstance(plan, Plan):
+        raise ConfigError("\n".join(problem.text for problem in plan))
+    return plan
 
 
 def _eos_ids(model_dir: Path, eos_id: int) -> tuple[int, ...]:

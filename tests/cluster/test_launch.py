@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -10,13 +11,13 @@ import psutil
 import pytest
 from torch.distributed.rendezvous import rendezvous
 
-from rl.cluster.actor_specs import ActorSpecs, EngineSpec
+from configs.quickstart import quickstart
 from rl.cluster.launch import _Launcher
 from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group
-from rl.models.engine_config import EngineConfig
-from rl.models.generator.vllm_config import VLLMConfig
+from rl.controller.settle import settle
 from rl.observability.timeline import Timeline
 from rl.processes import allow_many_files
+from tests.plans import AMPLE
 
 
 @pytest.fixture
@@ -29,14 +30,10 @@ def few_descriptors():
 
 @pytest.mark.parametrize("num_restarts", [3, 1000, 10**6])
 def test_ports_are_taken_as_they_are_used(tmp_path, few_descriptors, num_restarts):
-    specs = ActorSpecs(
-        roles={"trainer": 1, "generator": 1, "reward": 0},
-        trainer=EngineSpec("titan", tmp_path, EngineConfig()),
-        generator=VLLMConfig(str(tmp_path)),
-        max_trainer_restarts=num_restarts,
-    )
+    config = quickstart()
+    plan = settle(replace(config, trainer=replace(config.trainer, max_restarts=num_restarts)), cluster=AMPLE)
     before = psutil.Process().num_fds()
-    _Launcher(specs, tmp_path, tmp_path, Timeline())
+    _Launcher(plan, {"model": tmp_path}, tmp_path, tmp_path, config.env, Timeline())
     assert psutil.Process().num_fds() == before
 
 

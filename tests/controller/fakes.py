@@ -16,10 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from rl.actors.actors import Actors
 from rl.actors.engine import EngineHandle
 from rl.actors.reference import ReferenceAdapter, ReferenceMesh
-from rl.cluster.machine import this_machine
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import by_device
-from rl.controller.specs import trainer_config
 from rl.controller.stages import RunStages
 from rl.controller.training_batch import TrainingBatch, build_training_batch
 from rl.controller.updaters import scorers
@@ -32,6 +29,7 @@ from rl.types import POLICY, Completion, Score, StopReason, VersionRange
 from rl.waiting import Deadlines
 from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.store import WeightStore
+from tests.plans import trainer_config
 
 
 class FakeEngine(EngineHandle):
@@ -217,7 +215,7 @@ async def nothing(manifest):
 def fake_actors(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Actors, list]:
     """The actors, and the list to which everything asked of them is appended."""
     calls: list = []
-    engine = trainer_config(by_device(config, this_machine()))
+    engine = trainer_config(config)
     trainer = FakeEngine("trainer", calls, engine, fail_on)
     reference = None
     if config.reference_is_adapter:

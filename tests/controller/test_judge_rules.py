@@ -5,15 +5,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.cluster.machine import this_machine
 from rl.controller.config import JudgeConfig
-from rl.controller.device_defaults import by_device
 from rl.controller.judge_rules import check_judge
-from rl.controller.memory_plan import processes
-from rl.controller.specs import actor_specs, roles
+from rl.controller.settle import model_dirs, settle
 from rl.envs.chat.env import ChatEnv
 from rl.envs.judge import Judge
 from rl.models.sources import ModelDir, TinyQwen3
+from tests.plans import AMPLE
 from tests.tiny import write_model
 
 
@@ -53,9 +51,12 @@ def test_what_is_wrong_with_a_judge(run, judge, expected):
 def test_a_judge_is_a_role_with_weights_of_its_own(tmp_path):
     write_model(tmp_path, "llama")
     judge = JudgeConfig(model=ModelDir(str(tmp_path)), num_replicas=2)
-    config = by_device(replace(quickstart(), env=Judged(), judge=judge), this_machine())
-    assert roles(config)["judge"] == 2 and "judge" not in roles(quickstart())
-    specs = actor_specs(config, tmp_path, tmp_path)
-    assert specs.judge.model_dir == str(tmp_path) and specs.judge.weights == "directory"
-    assert specs.generator.weights == "published"
-    assert [p.role for p in processes(config, this_machine())].count("judge") == 2
+    config = replace(quickstart(), env=Judged(), judge=judge)
+    plan = settle(config, cluster=AMPLE)
+    assert plan.roles["judge"] == 2 and "judge" not in settle(quickstart(), cluster=AMPLE).roles
+    spec, own = plan.of("judge")[0].spec, plan.of("generator")[0].spec
+    assert spec.model == "judge" and spec.config.weights == "directory"
+    assert own.model == "model" and own.config.weights == "published"
+    dirs = model_dirs(config, plan, tmp_path / "run")
+    assert dirs["judge"] == tmp_path and dirs["model"] != tmp_path
+    assert [replica.name for replica in plan.of("judge")] == ["judge-0", "judge-1"]

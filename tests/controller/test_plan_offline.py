@@ -2,12 +2,13 @@
 
 import pytest
 
-from rl.cluster.machine import parse_machine
-from rl.controller.plan import describe
 from rl.controller.recipes import load_recipe
+from rl.controller.settle import settle
 from rl.models.known_shapes import KNOWN, known_config
-from rl.plan.memory import ModelShape
 from rl.models.sources import ModelDir
+from rl.plan.memory import ModelShape
+from rl.plan.show import show
+from tests.plans import cluster
 
 PUBLISHED = {  # parameters in billions, as the models' own pages have them
     "Qwen/Qwen3-0.6B": 0.6,
@@ -47,13 +48,12 @@ def offline(monkeypatch, tmp_path):
 def test_a_plan_needs_no_network(offline):
     assert ModelDir("Qwen/Qwen3-0.6B").config()["hidden_size"] == 1024
     recipe, config = load_recipe("qwen3_0_6b")
-    lines, fits = describe(recipe, config, parse_machine("1xH100-80"))
-    assert fits and lines[-1] == "it fits"
+    lines = show(recipe, settle(config, cluster=cluster("1xH100-80")))
     assert not any("nothing runs there" in line for line in lines)
 
 
 def test_a_plan_names_gpus_that_nothing_uses(offline):
     recipe, config = load_recipe("quickstart")
-    lines, _ = describe(recipe, config, parse_machine("4xH100-80"))
+    lines = show(recipe, settle(config, cluster=cluster("4xH100-80")))
     (line,) = [line for line in lines if "nothing runs there" in line]
     assert line.startswith("GPU 2, 3:") and "--generator.num_replicas" in line

@@ -7,7 +7,6 @@ from operator import attrgetter
 import pytest
 
 from configs.quickstart import quickstart
-from rl.cluster.machine import this_machine
 from rl.controller.config import (
     CriticConfig,
     JudgeConfig,
@@ -17,9 +16,8 @@ from rl.controller.config import (
     TrainerConfig,
     WarmupConfig,
 )
-from rl.controller.device_defaults import by_device
 from rl.controller.settings import override, setting_names
-from rl.controller.specs import actor_specs, roles
+from rl.controller.settle import settle
 from rl.controller.validate import validate
 from rl.envs.sort_letters import SortLetters
 from rl.loss.advantages.gae import GAE
@@ -41,6 +39,7 @@ from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir, TinyQwen3
 from tests.controller.fakes import run_fakes
+from tests.plans import AMPLE, cluster
 
 
 def small(**changes) -> RunConfig:
@@ -163,48 +162,51 @@ IN_THE_LOOP = [
     ({}, "trainer.max_grad_norm", 0.5, "optimizer"),
     ({}, "data", "demonstrations", "samples, gradients, optimizer"),
 ]
-# What the launcher starts: (what the run is, the setting, another value, where it arrives in the ActorSpecs).
+# What the launcher starts: (what the run is, the setting, another value, where it arrives in the Plan: the role's first
+# replica, or, of counts, how many it has).
 LAYOUT = ("replicate", "shard", "context_parallel", "tensor_parallel")
 REFERENCE = {"kl": KL(coef=0.1)}
 JUDGED = {"judge": JudgeConfig(model=TinyQwen3("abc"))}
 AT_LAUNCH = [
-    *(({}, f"trainer.layout.{axis}", 2, f"trainer.config.layout.{axis}") for axis in LAYOUT),
-    *((REFERENCE, f"reference.layout.{axis}", 2, f"reference.config.layout.{axis}") for axis in LAYOUT),
-    *((PPO, f"critic.layout.{axis}", 2, f"critic.config.layout.{axis}") for axis in LAYOUT),
-    ({}, "trainer.engine", "hf", "trainer.kind"),
-    ({}, "trainer.activation_checkpointing", "full", "trainer.config.activation_checkpointing"),
-    ({}, "trainer.max_tokens", 64, "trainer.config.max_seq_len"),
-    ({}, "trainer.share_prefixes", False, "trainer.config.share_prefixes"),
-    ({}, "trainer.float8", True, "trainer.config.float8"),
-    ({}, "trainer.dropout", True, "trainer.config.dropout"),
-    ({}, "trainer.compile", True, "trainer.config.compile"),
-    ({}, "trainer.lora.rank", 4, "generator.max_lora_rank"),
-    ({}, "generator.num_replicas", 2, "num_generators"),
-    ({}, "generator.tensor_parallel", 2, "generator.tensor_parallel"),
-    ({}, "trainer.num_threads", 7, "threads.trainer"),
-    ({}, "generator.num_threads", 7, "threads.generator"),
-    ({}, "generator.max_num_seqs", 7, "generator.max_num_seqs"),
-    ({}, "generator.kv_cache_gib", 0.1, "generator.kv_cache_gib"),
-    ({}, "generator.block_size", 64, "generator.block_size"),
-    ({}, "generator.compile", True, "generator.compile"),
-    ({}, "trainer.max_restarts", 7, "max_trainer_restarts"),
-    ({}, "generator.max_restarts", 7, "max_generator_restarts"),
-    (JUDGED, "judge.num_replicas", 2, "num_judges"),
-    (JUDGED, "judge.tensor_parallel", 2, "judge.tensor_parallel"),
-    (JUDGED, "judge.max_tokens", 64, "judge.max_model_len"),
-    (JUDGED, "judge.kv_cache_gib", 0.1, "judge.kv_cache_gib"),
-    ({}, "reward.num_procs", 2, "num_reward_procs"),
-    ({}, "reward.limit_seconds", 7.0, "reward_limit_seconds"),
-    ({}, "reward.max_restarts", 7, "max_reward_restarts"),
+    *(({}, f"trainer.layout.{axis}", 2, f"trainer.spec.config.layout.{axis}") for axis in LAYOUT),
+    *((REFERENCE, f"reference.layout.{axis}", 2, f"reference.spec.config.layout.{axis}") for axis in LAYOUT),
+    *((PPO, f"critic.layout.{axis}", 2, f"critic.spec.config.layout.{axis}") for axis in LAYOUT),
+    ({}, "trainer.engine", "hf", "trainer.spec.kind"),
+    ({}, "trainer.activation_checkpointing", "full", "trainer.spec.config.activation_checkpointing"),
+    ({}, "trainer.max_tokens", 64, "trainer.spec.config.max_seq_len"),
+    ({}, "trainer.share_prefixes", False, "trainer.spec.config.share_prefixes"),
+    ({}, "trainer.float8", True, "trainer.spec.config.float8"),
+    ({}, "trainer.dropout", True, "trainer.spec.config.dropout"),
+    ({}, "trainer.compile", True, "trainer.spec.config.compile"),
+    ({}, "trainer.lora.rank", 4, "generator.spec.config.max_lora_rank"),
+    ({}, "generator.num_replicas", 2, "generator.count"),
+    ({"max_offpolicy_steps": 1}, "generator.updates", "drain", "generator.spec.updates"),
+    ({}, "generator.tensor_parallel", 2, "generator.spec.config.tensor_parallel"),
+    ({}, "trainer.num_threads", 7, "trainer.threads"),
+    ({}, "generator.num_threads", 7, "generator.threads"),
+    ({}, "generator.max_num_seqs", 7, "generator.spec.config.max_num_seqs"),
+    ({}, "generator.kv_cache_gib", 0.1, "generator.spec.config.kv_cache_gib"),
+    ({}, "generator.block_size", 64, "generator.spec.config.block_size"),
+    ({}, "generator.compile", True, "generator.spec.config.compile"),
+    ({}, "trainer.max_restarts", 7, "trainer.max_restarts"),
+    ({}, "generator.max_restarts", 7, "generator.max_restarts"),
+    (JUDGED, "judge.num_replicas", 2, "judge.count"),
+    (JUDGED, "judge.tensor_parallel", 2, "judge.spec.config.tensor_parallel"),
+    (JUDGED, "judge.max_tokens", 64, "judge.spec.config.max_model_len"),
+    (JUDGED, "judge.kv_cache_gib", 0.1, "judge.spec.config.kv_cache_gib"),
+    ({}, "reward.num_procs", 2, "reward.count"),
+    ({}, "reward.limit_seconds", 7.0, "reward.spec.limit_seconds"),
+    ({}, "reward.max_restarts", 7, "reward.max_restarts"),
     ({}, "weight_sync.transport", "torchstore", "transport"),
-    ({}, "dtype", "bfloat16", "trainer.config.dtype"),
+    ({}, "dtype", "bfloat16", "trainer.spec.config.dtype"),
     *(
         ({}, f"deadlines.{kind}", 7.0, f"deadlines.{kind}")
         for kind in ("start", "load", "progress", "train", "sync", "checkpoint")
     ),
-    ({}, "deadlines.train", 7.0, "trainer.config.timeout_seconds"),
-    ({}, "deadlines.checkpoint", 7.0, "trainer.config.save_seconds"),
+    ({}, "deadlines.train", 7.0, "trainer.spec.config.timeout_seconds"),
+    ({}, "deadlines.checkpoint", 7.0, "trainer.spec.config.save_seconds"),
 ]
+ON_A_GPU = ("trainer.compile",)
 # What the model is: (the setting, another value, its name in config.json).
 OF_THE_MODEL = [
     ("model.hidden_size", 32, "hidden_size"),
@@ -219,13 +221,12 @@ ELSEWHERE = {
     "trainer.lora.alpha": "tests/models/test_lora.py",
     "trainer.lora.targets": "tests/models/test_lora.py",
     "max_offpolicy_steps": "tests/controller/test_buffer.py",
-    "generator.updates": "tests/actors/test_generator_replica.py",
     "trace": "tests/integration/test_async.py",
     "model.alphabet": "tests/models/test_hf.py",
     "env.chat": "tests/envs/test_envs.py",
     "env.prompt_prefix": "tests/envs/test_envs.py",
     "env.stop": "tests/envs/test_envs.py",
-    "placement": "tests/controller/test_device_rules.py",
+    "placement": "tests/plan/test_resolve.py",
     "max_logprob_diff": "tests/controller/test_parity.py",
     "generator.cuda_graphs": "tests/models/test_cuda.py",
     "judge.model": "tests/controller/test_judge_rules.py",
@@ -276,11 +277,16 @@ def test_a_setting_changes_these_kinds_of_what_the_run_does_and_no_others(case, 
 def test_a_setting_of_the_processes_arrives_where_they_are_started(case, tmp_path):
     base, setting, value, where = case
     before, after = changed(base, setting, value)
-    section, _, role = where.partition(".")
 
     def arrives(config):
-        specs = actor_specs(by_device(config, this_machine()), tmp_path, tmp_path)
-        return specs.threads[role] if section == "threads" else attrgetter(where)(specs)
+        plan = settle(config, cluster=AMPLE if setting not in ON_A_GPU else cluster("8xH100-80"))
+        role, _, rest = where.partition(".")
+        if not rest or role == "deadlines":
+            return attrgetter(where)(plan)
+        replicas = plan.of(role)
+        if rest == "count":
+            return len(replicas)
+        return replicas[0].processes[0].threads if rest == "threads" else attrgetter(rest)(replicas[0])
 
     assert arrives(before) != value == arrives(after)
 
@@ -322,8 +328,8 @@ def test_every_setting_is_tested():
 
 
 def test_a_teacher_is_another_model(tmp_path):
-    config = small(loss=Distillation(), reference=ReferenceConfig(model=ModelDir("somewhere")), group_size=1)
-    assert "reference" in roles(config)
+    config = small(loss=Distillation(), reference=ReferenceConfig(model=small().model), group_size=1)
+    assert settle(config, cluster=AMPLE).of("reference")
     done = everything_done(config, tmp_path / "a")
     assert done["reference"] and not any("load_weights" in call for call in done["warm-up"])  # it stays
     follows = everything_done(small(loss=Distillation()), tmp_path / "b")

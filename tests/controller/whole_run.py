@@ -26,12 +26,9 @@ from rl.actors.remote import ProcessDied
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess
 from rl.actors.trainer import TrainerHandle
-from rl.cluster.machine import this_machine
 from rl.controller import training_batch
 from rl.controller.config import RunConfig
-from rl.controller.device_defaults import by_device
 from rl.controller.recovery import train_and_export
-from rl.controller.specs import trainer_config
 from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.verifier import score_of
 from rl.models.generator.commands import Progress
@@ -44,6 +41,7 @@ from rl.waiting import Signal, beside, together
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.store import WeightStore
 from tests.controller.fakes import FakeEngine, FakeGenerators, FakeRewards, QuietRecorder
+from tests.plans import trainer_config
 
 SECONDS = 0.01  # that a call takes
 
@@ -237,7 +235,7 @@ class World:
         await asyncio.sleep(SECONDS)
 
     def engine(self, role, kind):
-        config = trainer_config(by_device(self.config, this_machine()))
+        config = trainer_config(self.config)
 
         async def spawn():
             await asyncio.sleep(SECONDS)

@@ -9,8 +9,7 @@ import psutil
 
 from rl.batching import pack, to_sample
 from rl.cluster.launch import launch
-from rl.cluster.machine import this_machine
-from rl.controller.device_defaults import specs_on
+from rl.controller.settle import model_dirs, settle
 from rl.envs.base import RolloutContext
 from rl.models.tokenizer import HFTokenizer
 from rl.owned_directory import temporary_directory
@@ -22,12 +21,13 @@ SEED = 11
 
 async def main(run_dir: Path) -> dict:
     config = fsdp2_and_two_generators()
-    model_dir = config.model.materialize(run_dir)
-    env, tokenizer = config.env, HFTokenizer(model_dir)
+    plan = settle(config)
+    models = model_dirs(config, plan, run_dir)
+    env, tokenizer = config.env, HFTokenizer(models["model"])
     result: dict = {"synced": [], "versions": []}
     temporary_directory()  # whose janitor lives as long as this process
     of_this_process = set(psutil.Process().children(recursive=True))
-    async with launch(specs_on(this_machine(), config, model_dir, run_dir), run_dir) as actors:
+    async with launch(plan, models, run_dir, env) as actors:
         generators = actors.generators
 
         async def publish(version: int) -> None:

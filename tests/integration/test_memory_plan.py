@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from configs.smollm2 import smollm2
-from rl.cluster.machine import Machine, num_cores
-from rl.controller.device_defaults import by_device
-from rl.controller.memory_plan import role_memories
+from rl.cluster.machine import num_cores
+from rl.controller.settle import settle
+from rl.plan.cluster import Cluster, Host
 from tests.devices import NUM_GPUS
 from tests.integration.runs import start
 
@@ -36,8 +36,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peaks(tmp_path):
             peaks[log] = max(peaks.get(log, 0), int(line.split()[1]) << 10)
         time.sleep(0.3)
     assert process.wait() == 0, process.stdout.read()
-    machine = Machine(num_cores(), 64.0)
-    planned = role_memories(by_device(smollm2(), machine), machine)
+    plan = settle(smollm2(), cluster=Cluster((Host(num_cores(), 64.0),)))
     for role, log in (("trainer", "trainer.log"), ("generator", "generator-0.log")):
         measured = peaks[log] / GIB
-        assert planned[role].total / GIB == pytest.approx(measured, rel=0.15), (role, measured)
+        assert plan.of(role)[0].processes[0].peak / GIB == pytest.approx(measured, rel=0.15), (role, measured)

@@ -11,7 +11,7 @@ from rl.models import cuda
 from rl.models.cuda import activate_flash_attention, expands_heads
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_arguments import graph_args, memory_args, take_own_device
-from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.generator.vllm_config import Fill, VLLMConfig
 from rl.weight_sync import buffers
 
 # (compute capability, what importing its kernels raises, the kernels that are used)
@@ -128,7 +128,7 @@ def test_shards_of_a_device_go_through_one_pinned_buffer(monkeypatch):
 VLLM_ARGUMENTS = [
     ({"kv_cache_gib": 0.5}, False, {"kv_cache_memory_bytes": 2**29}),
     ({"kv_cache_gib": 0.5}, True, {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": 0.01}),
-    ({"kv_cache_gib": None}, True, {}),
+    ({"kv_cache_gib": Fill(60.0)}, True, {}),
 ]
 
 
@@ -161,8 +161,9 @@ def test_graphs_without_compiling():
 def test_doctor_says_what_a_gpu_machine_lacks(monkeypatch, capsys, tmp_path):
     from rl import doctor
     from rl.cluster import machine
+    from rl.plan.cluster import Host
 
-    monkeypatch.setattr(machine, "this_machine", lambda: machine.Machine(8, 64.0))
+    monkeypatch.setattr(machine, "look_at_host", lambda: Host(8, 64.0))
     monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0" if name == "vllm" else None)
     monkeypatch.setattr(doctor, "_driver", lambda: "535.104.05")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
@@ -172,4 +173,4 @@ def test_doctor_says_what_a_gpu_machine_lacks(monkeypatch, capsys, tmp_path):
     assert len(problems) == 3
     assert "can use no GPU (driver: 535.104.05); update the driver" in problems[0]
     assert "no C compiler" in problems[1] and "no Python.h" in problems[2]
-    assert "--dtype float32" in capsys.readouterr().out
+    assert "dtype                    float32" in capsys.readouterr().out

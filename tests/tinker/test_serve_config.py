@@ -12,22 +12,22 @@ import pytest
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.cli import _serve
-from rl.cluster.machine import GPU, Machine
 from rl.cluster.placement import place
 from rl.controller.memory_plan import USABLE, on_devices, placed
 from rl.controller.settings import setting_names
 from rl.errors import ConfigError
 from rl.models.layout import Layout
-from rl.plan.memory import GIB, longest_sequence_bytes
 from rl.models.sources import TinyQwen3
 from rl.paths import lock_directory
+from rl.plan.cluster import GPU, Host
+from rl.plan.memory import GIB, longest_sequence_bytes
 from rl.tinker import memory
 from rl.tinker.limits import Limits
 from rl.tinker.serve import ServeConfig, _specs, serve
 from rl.waiting import Deadlines
 from tests.tiny import write_model
 
-CPU = Machine(8, 64.0)
+CPU = Host(8, 64.0)
 
 
 def test_settings_reach_the_processes(tmp_path):
@@ -106,7 +106,7 @@ def test_bad_flags_are_one_line(arguments, match):
 @pytest.mark.parametrize("num_gpus", range(1, 5))
 def test_a_server_starts_on_any_number_of_gpus(model_dir, num_gpus, num_ranks, num_generators):
     """Each process has a GPU that is there; where some share one, both sides know what they may take."""
-    machine = Machine(8, 64.0, (GPU("H100", 78.8, (9, 0)),) * num_gpus)
+    machine = Host(8, 64.0, (GPU("H100", 78.8, (9, 0)),) * num_gpus)
     config = ServeConfig(str(model_dir), layout=Layout(shard=num_ranks), num_generators=num_generators)
     if num_ranks > num_gpus:
         with pytest.raises(ConfigError, match=f"the layout has {num_ranks} processes and the machine"):
@@ -135,7 +135,7 @@ def test_a_server_starts_on_any_number_of_gpus(model_dir, num_gpus, num_ranks, n
 @pytest.mark.parametrize(("num_gpus", "num_generators"), [(1, 1), (1, 3), (2, 2), (2, 4)])
 def test_a_server_on_shared_gpus_fits_them_or_is_refused(model_dir, cache, gib, num_gpus, num_generators):
     """What is planned for each GPU is at most what it has; else the message says by how much, and what to do."""
-    machine = Machine(8, 64.0, (GPU("H100", gib, (9, 0)),) * num_gpus)
+    machine = Host(8, 64.0, (GPU("H100", gib, (9, 0)),) * num_gpus)
     config = ServeConfig(str(model_dir), num_generators=num_generators, kv_cache_gib=cache)
     try:
         specs = _specs(config, model_dir, 64, machine)
@@ -159,14 +159,14 @@ def test_a_server_on_shared_gpus_fits_them_or_is_refused(model_dir, cache, gib, 
 
 
 def test_too_little_memory_for_a_server_is_said_before_anything_starts(model_dir):
-    small = Machine(8, 64.0, (GPU("T4", 2.0, (7, 5)),))
+    small = Host(8, 64.0, (GPU("T4", 2.0, (7, 5)),))
     with pytest.raises(ConfigError, match=r"share 1 x 2.0 GiB of GPU memory, \d\.\d GiB short of a cache"):
         _specs(ServeConfig(str(model_dir)), model_dir, 64, small)
     with pytest.raises(
         ConfigError, match=r"GPU 0 has 1.8 GiB .* need about .* GiB short; lower kv_cache_gib"
     ):
         _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, small)
-    large = Machine(8, 64.0, (GPU("H100", 79.6, (9, 0)),))
+    large = Host(8, 64.0, (GPU("H100", 79.6, (9, 0)),))
     asked = _specs(ServeConfig(str(model_dir), kv_cache_gib=0.5), model_dir, 64, large)
     assert asked.generator.kv_cache_gib == 0.5 and asked.share_devices
 
@@ -187,7 +187,7 @@ def test_a_server_on_a_cpu_fits_it_or_is_refused(tmp_path, context_length, free,
     config = ServeConfig(
         str(tmp_path), context_length=context_length, kv_cache_gib=cache, num_generators=num_generators
     )
-    machine = Machine(8, free)
+    machine = Host(8, free)
     blocks = context_length // 32 + 1  # vLLM keeps one for itself
     needed = blocks * 32 * 2 * 30 * 3 * 64 * 4 / GIB
     try:
@@ -216,7 +216,7 @@ def test_a_server_on_a_cpu_fits_it_or_is_refused(tmp_path, context_length, free,
 
 def test_a_model_of_unknown_sizes_is_served_on_a_cpu_as_before(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert _specs(ServeConfig(str(tmp_path)), tmp_path, 64, Machine(1, 0.1)).generator.kv_cache_gib == 0.25
+    assert _specs(ServeConfig(str(tmp_path)), tmp_path, 64, Host(1, 0.1)).generator.kv_cache_gib == 0.25
 
 
 def test_a_server_with_a_gpu_for_each_process_fits_them_or_is_refused(tmp_path):
@@ -226,9 +226,9 @@ def test_a_server_with_a_gpu_for_each_process_fits_them_or_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"GPU \d has 4.6 GiB for processes that need about .* GiB short; use a"
     ):
-        _specs(config, tmp_path, 131072, Machine(8, 64.0, two))
+        _specs(config, tmp_path, 131072, Host(8, 64.0, two))
     large = (GPU("H100", 79.6, (9, 0)),) * 2
-    assert _specs(config, tmp_path, 2048, Machine(8, 64.0, large)).generator.kv_cache_gib is None
+    assert _specs(config, tmp_path, 2048, Host(8, 64.0, large)).generator.kv_cache_gib is None
 
 
 @pytest.mark.parametrize("name", setting_names(ServeConfig("x")))

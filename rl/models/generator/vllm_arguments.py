@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.generator.vllm_config import Fill, VLLMConfig
 from rl.owned_directory import note_beside
 
 
@@ -20,7 +20,7 @@ def graph_args(config: VLLMConfig) -> dict[str, Any]:
 def memory_args(config: VLLMConfig) -> dict[str, Any]:
     """Of the key-value cache. vLLM refuses to start where the utilization it is given is not free, whatever
     the cache: the other processes of a GPU have theirs, so with a cache of a given size it is given none."""
-    if config.kv_cache_gib is None:
+    if isinstance(config.kv_cache_gib, Fill):
         return {}
     given = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
     return given | ({"gpu_memory_utilization": 0.01} if torch.cuda.is_available() else {})

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Fill:
-    """A cache of whatever vLLM finds free on a GPU; expected_gib: an estimate of it, which is nobody's budget."""
+    """A cache of whatever vLLM finds free on a GPU. expected_gib: an estimate, which is nobody's budget."""
 
     expected_gib: float
 
@@ -20,7 +20,7 @@ class VLLMConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int = 2048
     max_num_seqs: int = 256
-    kv_cache_gib: float | Fill | None = 0.25  # None: on a GPU, what vLLM finds free
+    kv_cache_gib: float | Fill = 0.25
     block_size: int = 32  # tokens; prompts share whole blocks of their prefixes
     compile: bool = False
     cuda_graphs: bool = False

@@ -5,25 +5,30 @@
 import asyncio
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
 from configs import gpu
 from configs.smollm2 import smollm2
-from rl.cluster.machine import GPU, Machine, parse_machine
-from rl.cluster.placement import ENGINE_ROLES, place
 from rl.controller import evaluate, replay
 from rl.controller.config import GeneratorConfig, JudgeConfig, RunConfig, TrainerConfig
-from rl.controller.device_defaults import DEVICE_DEFAULTS, by_device, specs_on
-from rl.controller.device_rules import check_devices
-from rl.controller.memory_plan import USABLE, processes, role_memories
 from rl.controller.plan import plan
+from rl.controller.settle import NOT_STARTED, demand_of, facts_of, settle
 from rl.errors import ConfigError, RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
+from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
+from rl.plan.cluster import GPU, USABLE, Cluster, Host
+from rl.plan.demand import ENGINE_ROLES
+from rl.plan.memory import ModelShape
+from rl.plan.resolve import resolve
+from rl.plan.types import Plan
 from rl.types import LoRA
+from tests.plans import cluster
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960,
@@ -75,15 +80,28 @@ def model(tmp_path):
     return make
 
 
-def problems(config: RunConfig, machine: Machine | str) -> list[str]:
-    machine = parse_machine(machine) if isinstance(machine, str) else machine
-    return check_devices(by_device(config, machine), machine)
+def problems(config: RunConfig, hosts: Cluster | str) -> list[str]:
+    hosts = cluster(hosts) if isinstance(hosts, str) else hosts
+    made = resolve(demand_of(config, "train"), facts_of(config), hosts)
+    return [] if isinstance(made, Plan) else [problem.text for problem in made]
 
 
-def memory(config: RunConfig, machine: str, role: str = "trainer") -> dict[str, float]:
-    machine = parse_machine(machine)
-    found = next(p for p in processes(by_device(config, machine), machine) if p.role == role)
-    return dict(found.memory.parts) | {"total": found.memory.total}
+HUGE = Cluster((Host(64, 1000.0, (GPU("H100", 4000.0, (9, 0)),) * 16),))
+
+
+def memory(config: RunConfig, hosts: Cluster, role: str = "trainer") -> dict[str, float]:
+    (process, *_) = settle(config, cluster=hosts).of(role)[0].processes
+    return dict(process.memory["train"].parts) | {"total": process.peak}
+
+
+def where(made: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    """Who is on which GPU."""
+    return [
+        (replica.name, process.gpus)
+        for replica in made.replicas
+        for process in replica.processes
+        if process.gpus
+    ]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -92,12 +110,13 @@ def memory(config: RunConfig, machine: str, role: str = "trainer") -> dict[str, 
 )
 def test_states_of_the_trainer_are_what_arithmetic_says(model, name, layout):
     config = dataclasses.replace(smollm2(), model=model(name), trainer=TrainerConfig(layout=layout))
-    found = memory(config, "16xH100-80")
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_tokens=64))
+    found = memory(config, HUGE)
     by_hand = NUM_PARAMETERS[name] / (layout.shard * layout.tensor_parallel)
     assert found["weights"] == pytest.approx(4 * by_hand, rel=0.01)
     assert found["gradients"] == pytest.approx(4 * by_hand, rel=0.01)
     assert found["optimizer"] == pytest.approx(8 * by_hand, rel=0.01)
-    generated = memory(config, "16xH100-80", "generator")
+    generated = memory(config, HUGE, "generator")
     assert generated["weights"] == pytest.approx(2 * NUM_PARAMETERS[name], rel=0.01)
 
 
@@ -105,7 +124,6 @@ def test_the_parameters_counted_are_those_that_torchtitan_makes(tmp_path):
     import torch
 
     from rl.models.decoder_config import model_spec
-    from rl.plan.memory import ModelShape
 
     for name in ("qwen3-0.6b", "qwen3-30b-a3b", "llama-3.1-70b"):
         hf = CONFIGS[name] | ({"rope_scaling": None} if "llama" in name else {})
@@ -120,11 +138,11 @@ def test_recipes_fit_where_they_say(model, recipe, capsys):
     name, machine = RECIPES[recipe]
     config = dataclasses.replace(getattr(gpu, recipe)(), model=model(name))
     assert problems(config, machine) == []
-    assert plan([recipe, "--model.path", config.model.path, "--devices", machine]) == 0
+    assert plan([recipe, "--model.path", config.model.path, "--cluster", machine]) == 0
     printed = capsys.readouterr().out
     assert printed.endswith("it fits\n") and "weight sync:" in printed
     assert (
-        plan([recipe, "--model.path", config.model.path, "--devices", "1xA10-24"]) == 1
+        plan([recipe, "--model.path", config.model.path, "--cluster", "1xA10-24"]) == 1
         or recipe == "qwen3_0_6b"
     )
 
@@ -153,8 +171,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("machine, changes, words", REFUSED)
 def test_what_would_fail_on_a_machine_is_refused_with_its_figures(model, machine, changes, words):
-    (line,) = problems(qwen(model, **changes), machine)
-    assert words in line
+    assert sum(words in line for line in problems(qwen(model, **changes), machine)) == 1
 
 
 # Llama-3.1-8B in full takes 120 GiB of states: (machine, what is said, the same as settings).
@@ -175,7 +192,7 @@ def test_the_remedy_is_one_that_fits(model, machine, words, settings):
 
 def test_what_does_not_fit_on_a_host_without_gpus_is_refused(model):
     config = dataclasses.replace(smollm2(), model=model("llama-3.1-8b"))
-    (line,) = problems(config, Machine(num_cores=16, free_gib=64))
+    (line,) = problems(config, Cluster((Host(num_cores=16, free_gib=64),)))
     assert "the run needs about" in line and "but 64.0 are free" in line and "; " in line
 
 
@@ -194,126 +211,153 @@ def test_experts_that_bfloat16_cannot_split_are_told_before_anything_starts(mode
 
 def test_an_adapter_beside_experts_needs_a_gpu(model):
     config = qwen(model, model=model("qwen3-30b-a3b"), trainer=TrainerConfig(lora=LoRA(rank=8)))
-    (line,) = problems(config, Machine(num_cores=64, free_gib=1000))
+    (line, *_) = problems(config, Cluster((Host(num_cores=64, free_gib=1000),)))
     assert "trainer.lora.rank=8 of a model with experts needs a GPU" in line
 
 
+def settled(made: Plan) -> dict[str, str]:
+    return {line.setting: line.value for line in made.settled}
+
+
 def test_one_gpu_is_shared_and_the_cache_is_what_is_left(model):
-    machine = parse_machine("1xH100-80")
-    config = by_device(qwen(model), machine)
-    assert (
-        config.placement == "shared" and config.dtype == "bfloat16" and config.generator.cuda_graphs == "on"
-    )
-    explicit = qwen(model, generator=GeneratorConfig(kv_cache_gib=3.0))
-    assert by_device(explicit, machine).generator.kv_cache_gib == 3.0
-    alone = by_device(qwen(model), parse_machine("2xH100-80"))
-    assert alone.placement == "separate" and alone.generator.kv_cache_gib == 0.0  # vLLM looks for itself
-    planned = processes(config, machine)
-    assert {p.role: p.device for p in planned} == {"trainer": 0, "generator": 0}
+    made = settle(qwen(model), cluster=cluster("1xH100-80"))
+    assert settled(made)["placement"] == "side_by_side" and settled(made)["dtype"] == "bfloat16"
+    (trainer,), (generator,) = made.of("trainer"), made.of("generator")
+    assert generator.spec.config.cuda_graphs
+    explicit = settle(qwen(model, generator=GeneratorConfig(kv_cache_gib=3.0)), cluster=cluster("1xH100-80"))
+    assert explicit.of("generator")[0].spec.config.kv_cache_gib == 3.0
+    alone = settle(qwen(model), cluster=cluster("2xH100-80"))
+    assert settled(alone)["placement"] == "alone"
+    assert isinstance(alone.of("generator")[0].spec.config.kv_cache_gib, Fill)  # vLLM looks for itself
+    assert where(made) == [("trainer", (0,)), ("generator-0", (0,))]
     # holds: meaning, most of the memory is planned and no more than there is
-    assert 0.8 * 72.5 < sum(p.memory.total for p in planned) / GIB < 72.5
+    assert 0.8 * 72.5 < (trainer.processes[0].peak + generator.processes[0].peak) / GIB < 72.5
 
 
-def test_each_default_by_device_holds_and_gives_way_to_a_setting(model):
-    cpu, gpus = parse_machine("cpu"), parse_machine("2xH100-80")
-    for default in DEVICE_DEFAULTS:
-        section, _, leaf = default.setting.rpartition(".")
-        for machine, value in ((cpu, default.cpu), (gpus, default.gpu)):
-            config = by_device(qwen(model, generator=GeneratorConfig(), placement="auto"), machine)
-            assert getattr(getattr(config, section) if section else config, leaf) == value, default.setting
-    kept = qwen(
-        model, dtype="float32", generator=GeneratorConfig(num_threads=3, cuda_graphs="off", kv_cache_gib=2.0)
+# (cluster, setting, what it is where nothing is asked for)
+DEFAULTS = [
+    ("cpu", "dtype", "float32"), ("2xH100-80", "dtype", "bfloat16"),
+    ("cpu", "generator.cuda_graphs", "off"), ("2xH100-80", "generator.cuda_graphs", "on"),
+    ("cpu", "generator.num_threads", "2"), ("2xH100-80", "generator.num_threads", "1"),
+    ("2xH100-80", "placement", "alone"), ("1xH100-80", "placement", "side_by_side"),
+    ("cpu", "generator.kv_cache_gib", "0.25"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hosts", "setting", "value"), DEFAULTS)
+def test_each_default_by_device_holds_and_has_a_reason(model, hosts, setting, value):
+    config = qwen(model, generator=GeneratorConfig(), trainer=TrainerConfig(max_tokens=256))
+    made = settle(config, cluster=cluster(hosts))
+    (line,) = [line for line in made.settled if line.setting == setting]
+    assert (
+        line.value == value and line.asked in ("auto", "0") and line.why not in ("", "asked for", "default")
     )
-    assert by_device(kept, gpus) == dataclasses.replace(kept, placement="separate")
 
 
-@pytest.mark.parametrize("text", ["", "H100", "0xH100-80", "8xXYZ-80", "8 x H100-80", "-1xH100-80"])
-def test_devices_that_are_not_understood_are_refused(text):
+def test_a_default_gives_way_to_a_setting(model):
+    asked = GeneratorConfig(num_threads=3, cuda_graphs="off", kv_cache_gib=2.0)
+    config = qwen(model, dtype="float32", generator=asked, placement="separate")
+    made = settle(config, cluster=cluster("2xH100-80"))
+    spec = made.of("generator")[0].spec.config
+    assert spec.dtype == "float32" and not spec.cuda_graphs and spec.kv_cache_gib == 2.0
+    assert made.of("generator")[0].processes[0].threads == 3
+    reasons = {line.setting: line.why for line in made.settled}
+    for setting in (
+        "dtype",
+        "generator.cuda_graphs",
+        "generator.num_threads",
+        "generator.kv_cache_gib",
+        "placement",
+    ):
+        assert reasons[setting] == "asked for", setting
+
+
+@pytest.mark.parametrize(
+    "text", ["", "H100", "0xH100-80", "8xXYZ-80", "8 x H100-80-", "-1xH100-80", "0 x 8xH100-80"]
+)
+def test_a_cluster_that_is_not_understood_is_refused(text):
     with pytest.raises(ConfigError, match="is not understood; write 8xH100-80"):
-        parse_machine(text)
+        cluster(text)
 
 
 def test_roles_deal_out_gpus_in_turn(model):
     config = qwen(
         model, trainer=TrainerConfig(layout=Layout(shard=2)), generator=GeneratorConfig(num_replicas=2)
     )
-    machine = Machine(16, 64.0, (GPU("H100", 78.8, (9, 0)),) * 2)
-    planned = processes(by_device(config, machine), machine)
-    assert [(p.role, p.rank, p.device) for p in planned] == [
-        ("trainer", 0, 0), ("trainer", 1, 1), ("generator", 0, 0), ("generator", 1, 1),
-    ]  # fmt: skip
+    made = settle(config, cluster=cluster("2xH100-80"))
+    assert where(made) == [("trainer", (0,)), ("trainer", (1,)), ("generator-0", (0,)), ("generator-1", (1,))]
 
 
-def test_an_engine_that_shares_a_gpu_may_take_what_is_planned_for_nobody_else(model, tmp_path):
-    machine = parse_machine("1xH100-80")
-    config = by_device(qwen(model), machine)
-    specs = specs_on(machine, config, tmp_path, tmp_path)
-    by_role = {p.role: p.memory.total / GIB for p in processes(config, machine)}
-    budget = specs.trainer.config.device_memory_gib
-    assert budget == pytest.approx(machine.gpus[0].gib * 0.92 - by_role["generator"])
-    assert by_role["trainer"] < budget < machine.gpus[0].gib
-    two = parse_machine("2xH100-80")
-    assert specs_on(two, qwen(model), tmp_path, tmp_path).trainer.config.device_memory_gib is None
+def test_an_engine_that_shares_a_gpu_may_take_what_is_planned_for_nobody_else(model):
+    made = settle(qwen(model), cluster=cluster("1xH100-80"))
+    (trainer,), (generator,) = made.of("trainer"), made.of("generator")
+    budget, room = trainer.spec.config.device_memory_gib, made.cluster.gpus[0].gib
+    assert budget == pytest.approx(room * 0.92 - generator.processes[0].peak / GIB)
+    assert trainer.processes[0].peak / GIB < budget < room
+    alone = settle(qwen(model), cluster=cluster("2xH100-80"))
+    assert alone.of("trainer")[0].spec.config.device_memory_gib is None
 
 
-STARTED_BY = {"train": (), "eval": evaluate.NOT_STARTED, "replay": replay.NOT_STARTED}
-
-
-@pytest.mark.parametrize("without", STARTED_BY.values(), ids=STARTED_BY)
+@pytest.mark.parametrize("command", NOT_STARTED)
 @pytest.mark.parametrize("num_gpus", range(1, 7))
-def test_budgets_are_of_what_is_started_where_it_is_started(model, tmp_path, num_gpus, without):
-    """The devices that the launcher deals out are those that the budgets were made for, and they exist."""
-    machine = Machine(16, 64.0, (GPU("H200", 139.0, (9, 0)),) * num_gpus)
-    config = qwen(
-        model,
-        placement="auto",
-        judge=JudgeConfig(model=model("qwen3-1.7b"), kv_cache_gib=1.0),
-        kl=KL(coef=0.1),
-        advantages=GAE(),
-    )
-    specs = specs_on(machine, config, tmp_path, tmp_path, without)
-    assert set(specs.roles) == {"trainer", "generator", "critic", "reference", "judge", "reward"} - {*without}
-    places = place(specs.roles, 8, num_devices=num_gpus, shared=specs.share_devices)
-    assert max(device for where in places.values() for device in where.devices) < num_gpus
-    assert specs.share_devices == (len(specs.roles) - ("reward" in specs.roles) > num_gpus)
-    config = by_device(config, machine, without)
-    memories = role_memories(config, machine)
-    for role in specs.roles.keys() & {*ENGINE_ROLES}:
-        (device,) = places[role].devices
+def test_budgets_are_of_what_is_started_where_it_is_started(model, num_gpus, command):
+    """The GPUs that are dealt out are those that the budgets were made for, and they exist."""
+    hosts = Cluster((Host(16, 64.0, (GPU("H200", 139.0, (9, 0)),) * num_gpus),))
+    judge = JudgeConfig(model=model("qwen3-1.7b"), kv_cache_gib=1.0)
+    config = qwen(model, placement="auto", judge=judge, kl=KL(coef=0.1), advantages=GAE())
+    made = settle(config, command, hosts)
+    everybody = {"trainer", "generator", "critic", "reference", "judge", "reward"}
+    assert set(made.roles) == everybody - {*NOT_STARTED[command]}
+    on_gpus = where(made)
+    assert max(gpus[0] for _, gpus in on_gpus) < num_gpus
+    shared = len(on_gpus) > num_gpus
+    assert (len({gpus for _, gpus in on_gpus}) < len(on_gpus)) == shared
+    for role in made.roles.keys() & {*ENGINE_ROLES}:
+        (replica,) = made.of(role)
+        gpus = replica.processes[0].gpus
         others = sum(
-            memories[other].total
-            for other, where in places.items()
-            if device in where.devices and other != role
+            other.processes[0].peak
+            for other in made.replicas
+            if other.role not in (role, "reward") and other.processes[0].gpus == gpus
         )
-        room = machine.gpus[0].gib * USABLE - others / GIB
-        budget = getattr(specs, role).config.device_memory_gib
-        assert budget == (pytest.approx(room) if specs.share_devices else None), role
-    unstarted = {"critic": specs.critic, "reference": specs.reference, "judge": specs.judge}
-    assert {role for role, part in unstarted.items() if part is None} == unstarted.keys() & {*without}
-    assert ("generator" in without) == (specs.num_generators == 0)
-    assert ("reward" in without) == (specs.num_reward_procs == 0)
+        room = hosts.gpus[0].gib * USABLE - others / GIB
+        assert replica.spec.config.device_memory_gib == (pytest.approx(room) if shared else None), role
 
 
 @pytest.mark.parametrize("command", ["eval", "replay"])
-def test_eval_and_replay_start_that(model, tmp_path, monkeypatch, command):
-    machine = parse_machine("1xH200-141")
+def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command):
+    host = Host(16, 128.0, cluster("1xH200-141").gpus)
     module, started = {"eval": (evaluate, evaluate._answers), "replay": (replay, replay._learn_again)}[
         command
     ]
     launched = []
 
-    def launch(specs, run_dir):
-        launched.append((specs, run_dir))
+    def launch(made, models, run_dir, env=None):
+        launched.append((made, models, run_dir))
         raise RunError("enough")
 
     monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(module, "this_machine", lambda: machine)
+    monkeypatch.setattr("rl.controller.settle.look_at_host", lambda: host)
     config = qwen(model, placement="auto", kl=KL(coef=0.1), advantages=GAE())
-    where = tmp_path / "out"
-    arguments = (config, 0, where) if command == "eval" else (config, tmp_path, 3, where)
+    out = tmp_path / "out"
+    arguments = (config, 0, out) if command == "eval" else (config, tmp_path, 3, out)
     with pytest.raises(RunError, match="enough"):
         asyncio.run(started(*arguments))
-    ((specs, run_dir),) = launched
-    assert run_dir == where  # its logs stay
-    assert specs == specs_on(machine, config, specs.trainer.model_dir, tmp_path, STARTED_BY[command])
-    assert specs.trainer.config.device_memory_gib is not None
+    ((made, models, run_dir),) = launched
+    assert run_dir == out  # its logs stay
+    assert made == settle(config, command, Cluster((host,))) and made.command == command
+    assert models["model"] == tmp_path / "qwen3-0.6b"
+    assert made.of("trainer")[0].spec.config.device_memory_gib is not None
+
+
+def test_the_same_demand_settles_the_same_whatever_the_command(model):
+    """`eval` of a run without critic and reference asks for what `train` does."""
+    config, hosts = qwen(model), cluster("1xH100-80")
+    train, evaluation = settle(config, "train", hosts), settle(config, "eval", hosts)
+    assert dataclasses.replace(train, command="eval") == evaluation
+
+
+def test_plans_need_neither_torch_nor_monarch():
+    check = "import sys, rl.plan.resolve, rl.plan.show; print([m for m in ('torch', 'monarch', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,130 @@
+"""Spawner: how each replica of a plan is started, and started again. It alone asks for processes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl.actors.births import Births
+from rl.actors.engine_actor import EngineActor
+from rl.actors.generator import Generator, GeneratorProcesses
+from rl.actors.remote import Caller, Deadline
+from rl.actors.reward import RewardProcess, RewardWorker
+from rl.cluster.environment import engine_environment
+from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group, kill_those_that_log_to, spawn_procs
+from rl.envs.base import Env
+from rl.envs.chat.env import ChatEnv
+from rl.interfaces import Transport
+from rl.models.generator.environment import generator_environment
+from rl.observability.timeline import Timeline
+from rl.plan.types import EngineSpec, GeneratorSpec, Replica, WorkerSpec
+from rl.waiting import Deadlines
+
+P = TypeVar("P", GeneratorProcesses, RewardProcess)
+S = TypeVar("S", EngineSpec, GeneratorSpec, WorkerSpec)
+
+
+class Spawner:
+    """Whoever calls a function that it gives owns the processes."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        logs: Path,
+        shared: Path,
+        deadlines: Deadlines,
+        timeline: Timeline,
+    ):
+        """models: the directory of each model that a plan names. shared: owned, in shared memory."""
+        self._models = models
+        self._logs = logs
+        self._shared = shared
+        self._deadlines = deadlines
+        self._timeline = timeline
+        self._births: dict[str, Births] = {}
+        self._stores: dict[str, Any] = {}  # where the processes of a mesh meet, by its name
+
+    def engine(
+        self, replica: Replica, actor: type[EngineActor], *others: Any
+    ) -> Callable[[], Awaitable[tuple[Any, Any]]]:
+        """others: what such an actor takes beside the engine's own arguments."""
+        name, spec = replica.name, spec_of(replica, EngineSpec)
+        env = engine_environment(replica.processes[0].threads) | GROUP_ENVIRONMENT
+
+        async def spawn() -> tuple[Any, Any]:
+            kill_those_that_log_to(self._logs / name)
+            mesh = self._spawn_replica(replica, env)
+            self._stores[name] = await self.started(name, join_group(mesh))
+            directory = str(self._models[spec.model])
+            return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *others)
+
+        return spawn
+
+    def generator(
+        self, replica: Replica, transport: Transport
+    ) -> Callable[[], Awaitable[GeneratorProcesses]]:
+        name, spec = replica.name, spec_of(replica, GeneratorSpec)
+        model_dir, shared = str(self._models[spec.model]), str(self._shared)
+        config = replace(spec.config, model_dir=model_dir, shared_directory=shared)
+        env = generator_environment(replica.processes[0].threads, config.compile, config.dtype)
+        if config.tensor_parallel > 1:
+            env |= GROUP_ENVIRONMENT
+
+        async def spawn() -> GeneratorProcesses:
+            mesh = self._spawn_replica(replica, env)
+            if config.tensor_parallel > 1:
+                self._stores[name] = await self.started(name, join_group(mesh))
+            actors = mesh.spawn("generator", Generator, config, transport)
+            return await _ready(GeneratorProcesses(name, mesh, actors, self._deadlines, self._timeline))
+
+        return lambda: self.births_of(name).watching(spawn())
+
+    def reward(
+        self, replica: Replica, task: Env, judge: Mapping[str, str]
+    ) -> Callable[[], Awaitable[RewardProcess]]:
+        """judge: the variables by which it finds the run's judge."""
+        name, limit = replica.name, spec_of(replica, WorkerSpec).limit_seconds
+        env, longest = {**engine_environment(replica.processes[0].threads), **judge}, limit
+        if isinstance(task, ChatEnv):
+            longest = max(limit, task.turn_seconds, task.episode_seconds)
+
+        async def spawn() -> RewardProcess:
+            mesh = self._spawn_replica(replica, env)
+            actor = mesh.spawn("reward", RewardWorker, task, limit).slice(procs=0)
+            return await _ready(RewardProcess(name, mesh, actor, longest, self._deadlines, self._timeline))
+
+        return lambda: self.births_of(name).watching(spawn())
+
+    def storage(self, name: str) -> Any:
+        """A mesh of one process without a device, which is no replica's."""
+        return self._spawn(name, 1, (), engine_environment(1))
+
+    def births_of(self, name: str) -> Births:
+        return self._births.setdefault(name, Births(name, self._timeline))
+
+    async def started(self, name: str, answer: Awaitable[Any]) -> Any:
+        return await Caller(name).call(answer, "start", Deadline("start", self._deadlines.start))
+
+    def _spawn_replica(self, replica: Replica, env: Mapping[str, str]) -> Any:
+        devices = [gpu for process in replica.processes for gpu in process.gpus]
+        return self._spawn(replica.name, len(replica.processes), devices, env)
+
+    def _spawn(self, name: str, num_procs: int, devices: Sequence[int], env: Mapping[str, str]) -> Any:
+        env = {**env, **self.births_of(name).expect(num_procs)}
+        return spawn_procs(name, num_procs, env, devices, self._logs / name)
+
+
+def spec_of(replica: Replica, kind: type[S]) -> S:
+    assert isinstance(replica.spec, kind)
+    return replica.spec
+
+
+async def _ready(member: P) -> P:
+    """Once it answers. One that does not is not left behind."""
+    try:
+        await member.ready()
+    except BaseException:
+        await asyncio.shield(member.kill())
+        raise
+    return member

@@ -1,0 +1,112 @@
+"""From a run's settings to its Plan: what each command asks for, and what is known of the models."""
+
+import importlib.util
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Literal
+
+from rl.cluster.machine import look_at_host
+from rl.controller.config import RunConfig
+from rl.errors import ConfigError
+from rl.models.hf import max_positions
+from rl.models.sources import ModelSource
+from rl.plan.cluster import Cluster
+from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName, Sharing
+from rl.plan.resolve import resolve
+from rl.plan.types import Plan
+
+Command = Literal["train", "eval", "replay"]
+NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
+    "train": (),
+    "eval": ("critic", "reference"),
+    "replay": ("generator", "judge", "reward"),
+}
+"""Command -> the roles that it starts none of, though a run has them."""
+_SHARING: Mapping[str, Sharing] = {"auto": "auto", "separate": "alone", "shared": "side_by_side"}
+_OPTIONAL = ("torchao",)
+
+
+def settle(config: RunConfig, command: Command = "train", cluster: Cluster | None = None) -> Plan:
+    """cluster: None: this host. Raises ConfigError with every problem, one a line."""
+    plan = resolve(demand_of(config, command), facts_of(config), cluster or Cluster((look_at_host(),)))
+    if not isinstance(plan, Plan):
+        raise ConfigError("\n".join(problem.text for problem in plan) or "a model cannot be read")
+    return plan
+
+
+def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: bool = True) -> list[str]:
+    """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
+    facts = facts_of(config) if model_known else Facts(packages=_packages())
+    plan = resolve(demand_of(config, "train"), facts, cluster or Cluster((look_at_host(),)))
+    return [] if isinstance(plan, Plan) else [problem.text for problem in plan]
+
+
+def demand_of(config: RunConfig, command: Command) -> Demand:
+    without, judge = NOT_STARTED[command], config.judge
+    judges = None
+    if judge.model is not None and "judge" not in without:
+        judges = JudgeDemand(judge.num_replicas, judge.tensor_parallel, judge.max_tokens, judge.kv_cache_gib)
+    wants_critic = config.algorithm.needs_critic and "critic" not in without
+    wants_reference = config.algorithm.needs_reference and not config.reference_is_adapter
+    return Demand(
+        command=command,
+        trainer=config.trainer,
+        generator=None if "generator" in without else config.generator,
+        critic=config.critic.layout if wants_critic else None,
+        reference=config.reference.layout if wants_reference and "reference" not in without else None,
+        judge=judges,
+        reward=None if "reward" in without else config.reward,
+        dtype=config.dtype,
+        sharing=_SHARING[config.placement],
+        overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
+        transport=config.weight_sync.transport,
+        deadlines=config.deadlines,
+        longest_answer=config.env.max_new_tokens,
+        reference_is_adapter=config.reference_is_adapter,
+        seed=config.seed,
+        drawn=_drawn(config),
+    )
+
+
+def _drawn(config: RunConfig) -> tuple[RoleName, ...]:
+    teacher = config.reference.model or config.model
+    policy: tuple[RoleName, ...] = ("trainer", "critic") if config.model.random_weights else ()
+    return (*policy, "reference") if teacher.random_weights else policy
+
+
+def facts_of(config: RunConfig) -> Facts:
+    """Without models where a config.json cannot be read."""
+    policy, judge = config.model, config.judge.model
+    models: dict[RoleName, ModelSource] = {"trainer": policy, "generator": policy, "critic": policy}
+    models["reference"] = config.reference.model or policy
+    if judge is not None:
+        models["judge"] = judge
+    try:
+        return Facts({role: _facts(model) for role, model in models.items()}, _packages())
+    except ConfigError:
+        return Facts(packages=_packages())
+
+
+def _facts(model: ModelSource) -> ModelFacts:
+    hf = model.config()
+    return ModelFacts.of(hf, max_positions(hf))
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens: prompt and all that is sampled."""
+    return min(max_positions(config.model.config()), config.trainer.max_tokens)
+
+
+def _packages() -> frozenset[str]:
+    return frozenset(name for name in _OPTIONAL if importlib.util.find_spec(name) is not None)
+
+
+def model_dirs(config: RunConfig, plan: Plan, run_dir: Path) -> dict[str, Path]:
+    """Where each model that the plan names is. What a run makes or fetches lies in run_dir."""
+    dirs, teacher = {"model": config.model.materialize(run_dir)}, config.reference.model
+    if plan.of("reference"):
+        dirs["reference"] = dirs["model"] if teacher is None else teacher.materialize(run_dir / "teacher")
+    if plan.of("judge"):
+        assert config.judge.model is not None
+        dirs["judge"] = config.judge.model.materialize(run_dir / "judge")
+    return dirs

@@ -1,0 +1,130 @@
+"""A Plan for people, and as JSON."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.models.generator.vllm_config import Fill
+from rl.plan.cluster import USABLE, Cluster
+from rl.plan.memory import GIB, Memory
+from rl.plan.types import PHASES, VERSION, GeneratorSpec, Phase, Plan, Process, Replica
+
+_PARTS = (
+    "weights", "gradients", "optimizer", "gathered", "activations", "head", "loading", "adapters", "cache",
+    "overhead",
+)  # fmt: skip
+
+
+def show(title: str, plan: Plan) -> list[str]:
+    """One line for each role, device, link, and settled value."""
+    dtype = next((s.value for s in plan.settled if s.setting == "dtype"), "")
+    lines = [f"{title} on {plan.cluster}, {dtype}, GiB of each process:", "", *_table(plan), ""]
+    lines += _idle(plan) + (_devices(plan) if plan.cluster.gpus else _host(plan))
+    for link in plan.links:
+        if link.carries != "questions":
+            through = "/dev/shm" if link.transport == "shared_memory" else link.transport
+            lines.append(
+                f"weight sync: {link.bytes / GIB:.2f} GiB a version, through {through}, which holds three"
+            )
+    lines += ["", "settled:", *_settled(plan)]
+    return lines
+
+
+def _settled(plan: Plan) -> list[str]:
+    width = max((len(s.setting) for s in plan.settled), default=0)
+    return [f"  {s.setting:{width}} {s.value}  ({s.why})" for s in plan.settled]
+
+
+def _table(plan: Plan) -> list[str]:
+    """A row for each role: its processes are alike."""
+    parts = [part for part in _PARTS if any(part in _peak(r.processes[0]).parts for r in plan.replicas)]
+    rows = [["role", "processes", "on", *parts, "total"]]
+    for role, count in plan.roles.items():
+        if role == "reward":
+            continue
+        replicas = plan.of(role)
+        memory = _peak(replicas[0].processes[0]).parts
+        where = (
+            ",".join(_where(p, plan.cluster) for r in replicas for p in r.processes)
+            if plan.cluster.gpus
+            else "CPU"
+        )
+        figures = [f"{memory[part] / GIB:.2f}" if part in memory else "" for part in parts]
+        rows.append([role, str(count), where, *figures, f"{sum(memory.values()) / GIB:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _peak(process: Process) -> Memory:
+    return max(process.memory.values(), key=lambda memory: memory.total, default=Memory({}))
+
+
+def _where(process: Process, cluster: Cluster) -> str:
+    device = ",".join(map(str, process.gpus))
+    return device if len(cluster.hosts) == 1 else f"{process.host}:{device}"
+
+
+def _idle(plan: Plan) -> list[str]:
+    used = {(p.host, gpu) for replica in plan.replicas for p in replica.processes for gpu in p.gpus}
+    idle = [(host, gpu) for host, gpu in plan.cluster.devices if (host, gpu) not in used]
+    if not idle:
+        return []
+    one = len(plan.cluster.hosts) == 1
+    names = ", ".join(str(gpu) if one else f"{host}:{gpu}" for host, gpu in idle)
+    return [
+        f"GPU {names}: nothing runs there; use them with --trainer.layout.shard or --generator.num_replicas"
+    ]
+
+
+def _devices(plan: Plan) -> list[str]:
+    there: dict[tuple[int, int], list[tuple[Replica, int]]] = {}
+    for replica in plan.replicas:
+        for rank, process in enumerate(replica.processes):
+            for gpu in process.gpus:
+                there.setdefault((process.host, gpu), []).append((replica, rank))
+    lines = []
+    for (host, gpu), members in sorted(there.items()):
+        room = plan.cluster.hosts[host].gpus[gpu].gib * USABLE
+        phase = max(PHASES, key=lambda phase: _sum(members, phase))
+        needed = _sum(members, phase)
+        who = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)
+        fills = [cache for r, _ in members if (cache := _fill(r))]
+        rest = f"; of it {fills[0].expected_gib:.1f} for a cache of whatever is free" if fills else ""
+        name = f"GPU {gpu}" if len(plan.cluster.hosts) == 1 else f"GPU {host}:{gpu}"
+        lines.append(f"{name}: {needed:.1f} of {room:.1f} GiB ({who}){rest}")
+    return lines
+
+
+def _fill(replica: Replica) -> Fill | None:
+    if not isinstance(replica.spec, GeneratorSpec):
+        return None
+    cache = replica.spec.config.kv_cache_gib
+    return cache if isinstance(cache, Fill) else None
+
+
+def _sum(members: Sequence[tuple[Replica, int]], phase: Phase) -> float:
+    """GiB."""
+    return sum(r.processes[i].memory[phase].total for r, i in members if r.processes[i].memory) / GIB
+
+
+def _host(plan: Plan) -> list[str]:
+    needed = sum(process.peak for replica in plan.replicas for process in replica.processes) / GIB
+    return [f"host: {needed:.1f} of {plan.cluster.hosts[0].free_gib:.1f} GiB free"]
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    return {"version": VERSION, **dataclasses.asdict(plan)}
+
+
+def differences(before: Mapping[str, Any], plan: Plan, run: str) -> list[str]:
+    """What a run settled otherwise, one line each. before: the run's plan.json."""
+    old = {s["setting"]: s for s in before["settled"]}
+    new = {s.setting: s for s in plan.settled}
+    lines = [
+        f"{name}: {old[name]['value']} in {run} ({old[name]['why']}), {new[name].value} now ({new[name].why})"
+        for name in old.keys() & new.keys()
+        if old[name]["value"] != new[name].value
+    ]
+    lines += [f"{name}: {old[name]['value']} in {run}, not there now" for name in old.keys() - new.keys()]
+    lines += [f"{name}: not there in {run}, {new[name].value} now" for name in new.keys() - old.keys()]
+    return sorted(lines) or [f"settled as in {run}"]
