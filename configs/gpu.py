@@ -24,7 +24,7 @@ def qwen3_0_6b() -> RunConfig:
         env=GSM8K,
         trainer=TrainerConfig(lr=2e-6, max_tokens=8192),
         generator=GeneratorConfig(kv_cache_gib=16, max_num_seqs=256),
-        placement="shared",
+        placement="side_by_side",
         prompts_per_step=64,
         group_size=8,
         minibatches=2,

@@ -30,6 +30,7 @@ LAYERS = [
     {"rl.interfaces", "rl.openai_format"},
     {"rl.batching", "rl.bins", "rl.prefixes", "rl.loss", "rl.envs", "rl.weight_sync", "rl.observability"},
     {"rl.models"},
+    {"rl.plan"},
     {"rl.actors"},
     {"rl.cluster"},
     {"rl.controller", "rl.tinker"},
@@ -85,6 +86,8 @@ def test_models_know_no_monarch_and_the_loop_neither_monarch_nor_torch():
         if module.startswith(("rl.models", "rl.loss", "rl.batching", "rl.envs", "rl.observability")):
             assert top != "monarch", f"{module} imports {name}"
         if module == "rl.controller.loop":
+            assert top not in ("monarch", "torch"), f"{module} imports {name}"
+        if module.startswith("rl.plan"):
             assert top not in ("monarch", "torch"), f"{module} imports {name}"
 
 

@@ -16,6 +16,7 @@ from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelSource
 from rl.observability.sinks import TrackingConfig
+from rl.plan.demand import Sharing
 from rl.plan.sections import GeneratorConfig as GeneratorConfig
 from rl.plan.sections import RewardConfig as RewardConfig
 from rl.plan.sections import TrainerConfig as TrainerConfig
@@ -132,9 +133,10 @@ class RunConfig:
     """Most nats by which generator and trainer may differ, on average over the tokens of a step that the
     learning policy sampled. Over it at the first step, or for ten steps in a row, the run ends. 0: 3e-3 in
     float32 and 0.1 in bfloat16, where rounding alone makes 0.01 to 0.03; no limit with float8 or dropout."""
-    placement: Literal["auto", "separate", "shared"] = "auto"
-    """GPUs of the processes of trainer, generators, critic and reference. separate: one for each. shared:
-    dealt out in turn, so that roles share them. auto: shared where there are too few."""
+    placement: Sharing = "auto"
+    """GPUs of the processes of trainer, generators, critic, reference and judge. alone: one for each.
+    side_by_side: dealt out in turn, so that roles share them. by_turns: who does not work in a phase leaves
+    its GPU (planned, but does not run yet). auto: side by side where there are too few."""
     seed: Seed = 0
     """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the
     step."""
@@ -191,3 +193,10 @@ class RunConfig:
         if self.reference.model is not None:
             return "teacher"
         return "adapter" if self.reference_is_adapter else "policy"
+
+
+RENAMED: dict[tuple[str, Any], str] = {
+    ("placement", "separate"): "alone",
+    ("placement", "shared"): "side_by_side",
+}
+"""(setting, value of earlier versions) -> what it is called now."""

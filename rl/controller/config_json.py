@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.controller.config import RunConfig
+from rl.controller.config import RENAMED, RunConfig
 from rl.errors import ConfigError
 from rl.paths import LOCK, write_whole
 
@@ -127,6 +127,7 @@ def from_json(data: Any, where: str = "config.json") -> Any:
                     f"remove it there, or give a recipe"
                 )
             made = {field: from_json(value, where) for field, value in fields.items()}
+            made |= {f: RENAMED[f, value] for f, value in fields.items() if (f, str(value)) in RENAMED}
             try:
                 return kind(**made)
             except (TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from rl.fields import check_fields
 from rl.plan.cluster import Cluster, parse_cluster
 from rl.plan.resolve import resolve
 from rl.plan.show import differences, plan_json, show
-from rl.plan.types import VERSION, Plan
+from rl.plan.types import VERSION, Plan, why_it_does_not_run
 
 PLAN = "plan.json"
 """What a run settled, in its directory."""
@@ -56,7 +56,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def describe(recipe: str, made: Plan) -> list[str]:
-    return [*show(recipe, made), "it fits"]
+    return [*show(recipe, made), *why_it_does_not_run(made), "it fits"]
 
 
 def write_plan(run_dir: Path, made: Plan) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from rl.controller.config import ReferenceConfig, RunConfig
+from rl.controller.config import RENAMED, ReferenceConfig, RunConfig
 from rl.errors import ConfigError
 from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown, type_hints
 from rl.loss.kl import KL
@@ -193,15 +193,19 @@ def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str =
     return dataclasses.replace(owner, **{name: new})
 
 
-def _read(name: str, hint: Any, current: Any, values: Sequence[str]) -> Any:
+def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:
     """A value of a type from words, as tyro reads it. name: of the setting, for the error."""
-    holder = dataclasses.make_dataclass("Setting", [("value", hint, dataclasses.field(default=current))])
+    holder = dataclasses.make_dataclass("Setting", [("value", kind, dataclasses.field(default=current))])
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             read: Any = tyro.cli(holder, args=_words("--value", *values), use_underscores=True, config=_TYRO)
             return read.value
     except SystemExit:
-        raise ConfigError(f"--{name} {short(shlex.join(values))} must be {describe_type(hint)}") from None
+        new = RENAMED.get((name, " ".join(values)))
+        hint = f"; it is called {new} now" if new else ""
+        raise ConfigError(
+            f"--{name} {short(shlex.join(values))} must be {describe_type(kind)}{hint}"
+        ) from None
 
 
 def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:

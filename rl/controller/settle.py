@@ -11,9 +11,9 @@ from rl.errors import ConfigError
 from rl.models.hf import max_positions
 from rl.models.sources import ModelSource
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName, Sharing
+from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName
 from rl.plan.resolve import resolve
-from rl.plan.types import Plan
+from rl.plan.types import Plan, why_it_does_not_run
 
 Command = Literal["train", "eval", "replay"]
 NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
@@ -22,7 +22,6 @@ NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
     "replay": ("generator", "judge", "reward"),
 }
 """Command -> the roles that it starts none of, though a run has them."""
-_SHARING: Mapping[str, Sharing] = {"auto": "auto", "separate": "alone", "shared": "side_by_side"}
 _OPTIONAL = ("torchao",)
 
 
@@ -38,7 +37,7 @@ def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: 
     """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
     facts = facts_of(config) if model_known else Facts(packages=_packages())
     plan = resolve(demand_of(config, "train"), facts, cluster or Cluster((look_at_host(),)))
-    return [] if isinstance(plan, Plan) else [problem.text for problem in plan]
+    return why_it_does_not_run(plan) if isinstance(plan, Plan) else [problem.text for problem in plan]
 
 
 def demand_of(config: RunConfig, command: Command) -> Demand:
@@ -57,7 +56,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         judge=judges,
         reward=None if "reward" in without else config.reward,
         dtype=config.dtype,
-        sharing=_SHARING[config.placement],
+        sharing=config.placement,
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
         transport=config.weight_sync.transport,
         deadlines=config.deadlines,

@@ -90,7 +90,7 @@ def generators_cache(
     if not cluster.gpus:
         cache: float | Fill = max(_CPU_CACHE_GIB, least)
         value, why = f"{cache:.4g}", "a CPU's default" if cache == _CPU_CACHE_GIB else "one sequence"
-    elif places.shared:
+    elif places.beside("generator"):
         cache = max(_left(demand, taken, present, places, cluster), least)
         value, why = f"{cache:.4g}", "what the other roles leave of the fullest GPU"
     else:

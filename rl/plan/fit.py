@@ -56,7 +56,7 @@ def _check_devices(
     notes: Notes,
 ) -> None:
     worked_out = demand.generator is not None and not demand.generator.kv_cache_gib
-    with_margin = places.shared and worked_out and demand.sharing != "by_turns"
+    with_margin = worked_out and places.beside("generator") and demand.sharing != "by_turns"
     fullest, text = 0.0, ""
     for (host, gpu), roles in places.on_devices().items():
         if gpu is None:

@@ -43,6 +43,11 @@ class Places:
         )
         return [(place.host, place.gpu) for place in of_role if place.gpu is not None]
 
+    def beside(self, role: RoleName) -> bool:
+        """Whether some process of a role shares its GPU."""
+        mine = {*self.devices_of(role)}
+        return any(len(roles) > 1 and device in mine for device, roles in self.on_devices().items())
+
     def on_devices(self) -> dict[tuple[int, int | None], list[RoleName]]:
         """(host, GPU) -> the role of each process there; reward workers need no device."""
         there: dict[tuple[int, int | None], list[RoleName]] = {}
@@ -122,7 +127,7 @@ def _is_shared(on_devices: Sequence[Member], demand: Demand, cluster: Cluster, n
         notes.problem(
             "places",
             f"{needed} processes ({parts}) need a GPU each but the machine has {num_gpus}; use fewer, or set "
-            f"--placement shared",
+            f"--placement side_by_side",
         )
     shared = demand.sharing in ("side_by_side", "by_turns") or (
         demand.sharing == "auto" and needed > num_gpus
@@ -151,7 +156,7 @@ def _check_host(started: Sequence[Member], demand: Demand, cluster: Cluster, not
     host, total = cluster.hosts[0], sum(member.num_procs for member in started)
     most = min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
     if demand.sharing == "side_by_side":
-        notes.problem("places", "placement=shared has no effect without GPUs; leave it out")
+        notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
     if total > most:
         notes.problem(
             "places",

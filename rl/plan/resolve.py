@@ -137,7 +137,7 @@ def _caches_of_unknown(
     if not cluster.gpus:
         notes.settle(setting, 0, "0.25", "a CPU's default: the model's sizes are not known")
         return {**caches, "generator": 0.25}
-    if places.shared:
+    if places.beside("generator"):
         notes.problem(
             "caches",
             f"{setting}=0 is what the other roles leave of a shared GPU, which config.json does not tell: it "

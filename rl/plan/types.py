@@ -153,6 +153,16 @@ class Plan:
         return counts
 
 
+def why_it_does_not_run(plan: Plan) -> list[str]:
+    """One line for each thing that is planned, and that no launcher can do yet."""
+    problems = []
+    if any(len(stay.whole) < len(plan.replicas) for stay in plan.stays):
+        problems.append("placement=by_turns is planned, but does not run yet; set --placement side_by_side")
+    if len(plan.cluster.hosts) > 1:
+        problems.append("more than one host is planned, but does not run yet; use one")
+    return problems
+
+
 class Notes:
     """What the passes write down. They only append."""
 

@@ -157,14 +157,14 @@ def qwen(make, **changes) -> RunConfig:
 REFUSED = [
     ("1xL4-24", {"trainer": TrainerConfig(max_tokens=8192)}, "GPU 0 has 21.7 GiB for processes that need about"),
     ("1xL4-24", {"trainer": TrainerConfig(max_tokens=8192)}, "set --trainer.activation_checkpointing full"),
-    ("1xH100-80", {"placement": "separate"}, "2 processes (trainer 1 + generator 1) need a GPU each but the machine has 1"),
+    ("1xH100-80", {"placement": "alone"}, "2 processes (trainer 1 + generator 1) need a GPU each but the machine has 1"),
     ("1xH100-80", {"trainer": TrainerConfig(), "generator": GeneratorConfig(kv_cache_gib=0.1)}, "is less than one sequence of 8192 tokens takes, 0.88 GiB"),
     ("1xH100-80", {"trainer": TrainerConfig(layout=Layout(shard=2))}, "trainer has 2 processes and the machine 1 GPU:"),
     ("1xH100-80", {"generator": GeneratorConfig(kv_cache_gib=70)}, "generator 7"),
     ("4xA100-80", {"trainer": TrainerConfig(float8=True, compile=True)}, "float8=True needs GPUs of compute capability 8.9"),
     ("4xH100-80", {"trainer": TrainerConfig(float8=True)}, "without trainer.compile is slower than bfloat16"),
     ("1xT4-16", {}, "dtype=bfloat16 needs GPUs of compute capability 8.0 or more (this is a T4, 7.5); set --dtype float32"),
-    ("cpu", {"placement": "shared"}, "placement=shared has no effect without GPUs"),
+    ("cpu", {"placement": "side_by_side"}, "placement=side_by_side has no effect without GPUs"),
     ("cpu", {"generator": GeneratorConfig(cuda_graphs="on")}, "cuda_graphs=on needs a GPU"),
 ]  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_each_default_by_device_holds_and_has_a_reason(model, hosts, setting, va
 
 def test_a_default_gives_way_to_a_setting(model):
     asked = GeneratorConfig(num_threads=3, cuda_graphs="off", kv_cache_gib=2.0)
-    config = qwen(model, dtype="float32", generator=asked, placement="separate")
+    config = qwen(model, dtype="float32", generator=asked, placement="alone")
     made = settle(config, cluster=cluster("2xH100-80"))
     spec = made.of("generator")[0].spec.config
     assert spec.dtype == "float32" and not spec.cuda_graphs and spec.kv_cache_gib == 2.0

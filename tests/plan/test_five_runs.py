@@ -1,0 +1,191 @@
+"""Five runs on paper: who is where, what is settled and why, and the memory by hand."""
+
+# holds: printed, figures worked out by hand to a tenth of a GiB
+
+import dataclasses
+import json
+
+import pytest
+
+from configs.gpu import qwen3_0_6b, qwen3_1_7b
+from configs.quickstart import quickstart
+from rl.controller.config import (
+    GeneratorConfig,
+    JudgeConfig,
+    ReferenceConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
+from rl.controller.settle import settle
+from rl.loss.advantages.gae import GAE
+from rl.loss.kl import KL
+from rl.models.generator.vllm_config import Fill
+from rl.models.known_shapes import known_config
+from rl.models.layout import Layout
+from rl.models.sources import ModelDir
+from rl.plan.cluster import Cluster, Host
+from rl.plan.memory import GIB
+from rl.plan.show import plan_json, show
+from rl.plan.types import Plan, why_it_does_not_run
+from rl.tinker.limits import Limits
+from rl.tinker.serve import ServeConfig
+from rl.tinker.serve import settle as settle_server
+from tests.plans import cluster
+
+
+def small(**changes):
+    """The quickstart on two cores."""
+    return settle(dataclasses.replace(quickstart(), **changes), cluster=Cluster((Host(2, 20.0),)))
+
+
+def by_turns() -> Plan:
+    config = dataclasses.replace(qwen3_0_6b(), placement="by_turns", generator=GeneratorConfig())
+    return settle(config, cluster=cluster("1xH100-80"))
+
+
+def two_hosts() -> Plan:
+    config = dataclasses.replace(
+        qwen3_1_7b(),
+        model=ModelDir("Qwen/Qwen3-8B"),
+        trainer=TrainerConfig(layout=Layout(shard=8), max_tokens=8192, activation_checkpointing="selective"),
+        generator=GeneratorConfig(num_replicas=8),
+        weight_sync=WeightSyncConfig(transport="torchstore"),
+    )
+    return settle(config, cluster=cluster("2 x 8xH100-80"))
+
+
+def ppo_with_a_judge() -> Plan:
+    config = dataclasses.replace(
+        qwen3_1_7b(),
+        trainer=TrainerConfig(max_tokens=8192),
+        generator=GeneratorConfig(),
+        judge=JudgeConfig(model=ModelDir("Qwen/Qwen3-4B"), kv_cache_gib=1.0),
+        advantages=GAE(),
+        kl=KL(coef=0.1),
+        reference=ReferenceConfig(),
+        max_offpolicy_steps=0,
+    )
+    return settle(config, cluster=cluster("4xH100-80"))
+
+
+def server() -> Plan:
+    config = ServeConfig("Qwen/Qwen3-0.6B", limits=Limits(max_models=8, max_rank=32))
+    return settle_server(config, known_config("Qwen/Qwen3-0.6B"), cluster("1xH100-80"))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """Their shapes are known by name."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+
+RUNS = {
+    "quickstart": small,
+    "by turns": by_turns,
+    "two hosts": two_hosts,
+    "ppo": ppo_with_a_judge,
+    "server": server,
+}
+
+
+def gib(plan: Plan, name: str, phase: str = "train") -> float:
+    (replica,) = [replica for replica in plan.replicas if replica.name == name]
+    return replica.processes[0].memory[phase].total / GIB
+
+
+def near(value: float):
+    return pytest.approx(value, abs=0.1)
+
+
+def places(plan: Plan) -> dict[str, list]:
+    return {r.name: [(p.host, *p.gpus) for p in r.processes] for r in plan.replicas}
+
+
+def settled(plan: Plan) -> dict[str, tuple[str, str]]:
+    return {line.setting: (line.value, line.why) for line in plan.settled}
+
+
+def cache(plan: Plan, name: str = "generator-0"):
+    (replica,) = [replica for replica in plan.replicas if replica.name == name]
+    return replica.spec.config.kv_cache_gib
+
+
+def test_the_quickstart():
+    plan = small()
+    assert [replica.name for replica in plan.replicas] == ["trainer", "generator-0", "reward-0"]
+    assert [replica.processes[0].threads for replica in plan.replicas] == [2, 2, 1]
+    assert gib(plan, "trainer") == near(0.75) and gib(plan, "generator-0") == near(0.88)
+    assert settled(plan)["dtype"] == ("float32", "a CPU multiplies 32 bits as fast") and cache(plan) == 0.0625
+    assert plan.max_seq_len == 128 and plan.transport == "shared_memory"
+
+
+def test_one_gpu_by_turns():
+    plan = by_turns()
+    assert places(plan) == {"trainer": [(0, 0)], "generator-0": [(0, 0)], "reward-0": [(0,)]}
+    assert cache(plan) == near(67.0)
+    assert gib(plan, "trainer", "generate") == near(1.5) and gib(plan, "generator-0", "train") == near(2.0)
+    assert gib(plan, "trainer", "train") == gib(plan, "trainer", "score") == near(28.1)
+    assert gib(plan, "trainer", "sync") == near(8.2) and gib(plan, "generator-0", "sync") == near(3.4)
+    stays = {stay.phase: (stay.whole, stay.weights) for stay in plan.stays}
+    assert stays["generate"] == (("generator-0", "reward-0"), ())
+    assert stays["train"] == (("trainer", "reward-0"), ())
+    assert stays["sync"] == (("reward-0",), ("trainer", "generator-0"))
+    assert why_it_does_not_run(plan) == [
+        "placement=by_turns is planned, but does not run yet; set --placement side_by_side"
+    ]
+    # Side by side, as `auto` would have it, the cache is smaller.
+    beside = dataclasses.replace(qwen3_0_6b(), placement="auto", generator=GeneratorConfig())
+    assert cache(settle(beside, cluster=cluster("1xH100-80"))) == near(37.6)
+
+
+def test_two_hosts():
+    plan = two_hosts()
+    assert places(plan)["trainer"] == [(0, gpu) for gpu in range(8)]
+    assert [places(plan)[f"generator-{i}"] for i in range(8)] == [[(1, gpu)] for gpu in range(8)]
+    assert gib(plan, "trainer") == near(51.8)
+    assert isinstance(cache(plan), Fill) and cache(plan).expected_gib == near(52.9)
+    assert gib(plan, "generator-0") - cache(plan).expected_gib == near(19.6)
+    (link,) = plan.links
+    assert (link.carries, link.transport) == ("weights", "torchstore") and link.bytes / GIB == near(15.3)
+    assert settled(plan)["placement"] == ("alone", "16 processes for 16 GPUs")
+    assert why_it_does_not_run(plan) == ["more than one host is planned, but does not run yet; use one"]
+
+
+def test_ppo_with_a_judge_on_four_gpus():
+    plan = ppo_with_a_judge()
+    assert places(plan) == {
+        "trainer": [(0, 0)], "generator-0": [(0, 1)], "critic": [(0, 2)], "reference": [(0, 3)], "judge-0": [(0, 0)],
+        "reward-0": [(0,)],
+    }  # fmt: skip
+    assert isinstance(cache(plan), Fill) and cache(plan).expected_gib == near(65.9)
+    assert gib(plan, "trainer") + gib(plan, "judge-0") == near(66.7)
+    assert gib(plan, "critic") == near(53.1) and gib(plan, "reference") == near(6.7)
+    budget = plan.of("trainer")[0].spec.config.device_memory_gib
+    assert budget == near(72.5 - gib(plan, "judge-0"))
+    assert [(link.source, link.target, link.carries) for link in plan.links] == [
+        ("trainer", "generator", "weights"), ("reward", "judge", "questions"),
+    ]  # fmt: skip
+
+
+def test_a_server_on_one_gpu():
+    plan = server()
+    assert places(plan) == {"trainer": [(0, 0)], "generator-0": [(0, 0)]}
+    assert settled(plan)["placement"] == ("side_by_side", "2 processes for 1 GPU")
+    assert cache(plan) == near(57.0) and plan.of("trainer")[0].max_restarts == 1000
+    assert gib(plan, "trainer") == near(10.3) and gib(plan, "generator-0") == near(4.2 + 57.0)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_plan_is_whole(name):
+    """Nothing is left for later, each settled value has a fact for a reason, and plan.json can be written."""
+    plan = RUNS[name]()
+    text = json.dumps(plan_json(plan))
+    assert '"auto"' not in text.replace('"asked": "auto"', "")
+    assert plan.settled and all(line.why and line.why != "default" for line in plan.settled)
+    for replica in plan.replicas:
+        assert all(process.threads > 0 for process in replica.processes)
+    lines = show(name, plan)
+    assert all(any(line.setting in shown for shown in lines) for line in plan.settled)
