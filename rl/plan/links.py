@@ -1,5 +1,7 @@
 """Pass: what goes from role to role."""
 
+from typing import Literal
+
 from rl.plan.demand import Demand, Facts
 from rl.plan.numerics import Numerics
 from rl.plan.places import Places
@@ -20,9 +22,9 @@ def links(demand: Demand, facts: Facts, numerics: Numerics, places: Places, note
                 f"is on {len(hosts)}; set --weight_sync.transport torchstore",
             )
         elements = 0 if shape is None else shape.adapter_elements(lora) if lora.rank else shape.num_parameters
-        carries = "adapter" if lora.rank else "weights"
+        carries: Literal["adapter", "weights"] = "adapter" if lora.rank else "weights"
         num_bytes = elements * _BYTES[numerics.dtype]
-        made.append(Link("trainer", "generator", carries, demand.transport, num_bytes))  # type: ignore[arg-type]
+        made.append(Link("trainer", "generator", carries, demand.transport, num_bytes))
     if demand.judge is not None:
         made.append(Link("reward", "judge", "questions", "http", 0))
     return tuple(made)

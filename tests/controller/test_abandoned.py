@@ -48,7 +48,7 @@ def train(tmp_path, monkeypatch):
         )  # fmt: skip
 
         @asynccontextmanager
-        async def launch(specs, run_dir, timeline):
+        async def launch(plan, models, run_dir, env, timeline):
             yield fake_actors(config, run_dir)[0]
 
         async def optim_step(engine, params, adapter=None):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.quickstart import quickstart
 from rl.controller.config import ReferenceConfig, TrainerConfig
 from rl.controller.config_json import from_json, to_json, write_config
 from rl.controller.recipes import load_recipe, recipe_names
@@ -71,8 +72,13 @@ def test_a_recipe_of_ones_own_with_a_class_a_function_and_a_module_beside_it(tmp
 def test_what_cannot_be_read_back_is_named():
     data = to_json(TrainerConfig())
     assert from_json(data) == TrainerConfig()
-    with pytest.raises(ConfigError, match=r"has the setting lrr of rl.controller.config:TrainerConfig"):
+    with pytest.raises(ConfigError, match=r"has the setting lrr of rl.plan.sections:TrainerConfig"):
         from_json(data | {"lrr": 1})
+    assert (
+        from_json(data | {"type": "rl.controller.config:TrainerConfig"}) == TrainerConfig()
+    )  # of earlier runs
+    for old, new in (("shared", "side_by_side"), ("separate", "alone"), ("auto", "auto")):
+        assert from_json(to_json(quickstart()) | {"placement": old}).placement == new
     with pytest.raises(ConfigError, match="names 'rl.nowhere:X', which is not there"):
         from_json({"type": "rl.nowhere:X"})
     with pytest.raises(ConfigError, match="cannot be read back"):

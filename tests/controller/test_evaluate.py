@@ -92,8 +92,8 @@ def a_run(tmp_path, monkeypatch):
         record_of_an_adapter(run_dir / "checkpoints" / f"step-{step}" / "record.json", config.trainer.lora)
 
     @asynccontextmanager
-    async def launch(specs, *_):
-        raise Started(specs)
+    async def launch(plan, models, *_):
+        raise Started({role: (plan.of(role)[0].spec, models) for role in plan.roles})
         yield
 
     monkeypatch.setattr(evaluation, "launch", launch)
@@ -107,29 +107,33 @@ def record_of_an_adapter(path, lora):
 
 
 def started(command, *arguments):
-    """The specs of what a command starts."""
+    """Of what a command starts: role -> where its model is, and the seed that draws weights if there are none."""
     with pytest.raises(Started) as error:
         command(list(map(str, arguments)))
-    return error.value.args[0]
+    specs = error.value.args[0].items()
+    return {
+        role: (models[spec.model], getattr(spec.config, "seed", None))
+        for role, (spec, models) in specs
+        if role != "reward"
+    }
 
 
 def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_path, monkeypatch):
     """Whatever seed the recipe and the command line have: the adapter was learned on these."""
     monkeypatch.chdir(tmp_path)
     run_dir, _ = a_run
-    specs = started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / "1")
-    assert specs.trainer.config.seed == 5  # of a version that kept none
+    roles = started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / "1")
+    assert roles["trainer"][1] == 5  # of a version that kept none
     for path in ("model", "teacher/model"):
         QUICKSTART.model.materialize((run_dir / path).parent)
         draw_once("titan", run_dir / path, 5)
     for number, source in enumerate((run_dir, run_dir / "checkpoints" / "step-1")):
         out = tmp_path / f"with weights {number}"
-        specs = started(evaluate, source, "quickstart", "--run_dir", out, "--seed", "9")
-        assert (specs.trainer.model_dir, specs.trainer.config.seed) == (run_dir / "model", None)
-        assert specs.generator.model_dir == str(run_dir / "model")
-    specs = started(replay, run_dir, "--step", "2", "--seed", "5")
-    assert (specs.trainer.model_dir, specs.trainer.config.seed) == (run_dir / "model", None)
-    assert (specs.reference.model_dir, specs.reference.config.seed) == (run_dir / "teacher/model", None)
+        roles = started(evaluate, source, "quickstart", "--run_dir", out, "--seed", "9")
+        assert roles["trainer"] == roles["generator"] == (run_dir / "model", None)
+    roles = started(replay, run_dir, "--step", "2", "--seed", "5")
+    assert roles["trainer"] == (run_dir / "model", None)
+    assert roles["reference"] == (run_dir / "teacher/model", None)
 
 
 def test_who_goes_on_from_another_run_takes_over_the_weights_that_it_drew(a_run, tmp_path):
@@ -149,16 +153,15 @@ class Materialized(Exception):
     """Where the model is made."""
 
 
-class Elsewhere:
-    """A model that is made, and nothing more."""
-
-    def materialize(self, directory):
+@pytest.mark.parametrize("kind", ["eval", "replay"])
+def test_temporary_files_lie_where_they_go_with_the_process_however_it_ends(kind, tmp_path, monkeypatch):
+    def made(config, plan, directory):
         raise Materialized(directory)
 
-
-@pytest.mark.parametrize("kind", ["eval", "replay"])
-def test_temporary_files_lie_where_they_go_with_the_process_however_it_ends(kind, tmp_path):
-    config = SimpleNamespace(model=Elsewhere())
+    for module in (evaluation, replaying):
+        monkeypatch.setattr(module, "settle", lambda config, command: None)
+        monkeypatch.setattr(module, "model_dirs", made)
+    config = SimpleNamespace()
     run = {
         "eval": lambda: evaluation._answers(config, 0, tmp_path),
         "replay": lambda: replaying._learn_again(config, tmp_path, 1, tmp_path),
