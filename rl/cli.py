@@ -14,6 +14,7 @@ _USAGE = """usage: rl COMMAND ...
 
   rl train RECIPE [--section.field value ...]   train; RECIPE is a name in configs/
                                                 or path/to/file.py:function
+  rl train RECIPE --dry_run                     the plan alone, as rl plan prints it
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
   rl check RECIPE [--section.field value ...]   its settings, and its environment at work, without a model
@@ -122,6 +123,10 @@ def _train(arguments: list[str]) -> int:
         print("usage: rl train RECIPE [--section.field value ...]\n\nrecipes:")
         print("\n".join(f"  {name:16} {summary}" for name, summary in recipe_names().items()))
         return 0
+    if "--dry_run" in arguments:
+        from rl.controller.plan import plan
+
+        return plan([argument for argument in arguments if argument != "--dry_run"])
     recipe, config = load_recipe(arguments[0])
     config, found = check_fields(config)
     config, misread = override(config, arguments[1:], prog=f"rl train {arguments[0]}")

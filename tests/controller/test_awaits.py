@@ -34,6 +34,7 @@ OTHERS = {
     "cli.py": "waits for a whole command",
     "cluster/launch.py": "real processes: tests/chaos, tests/integration",
     "cluster/spawn.py": "real processes: tests/chaos, tests/integration",
+    "cluster/spawner.py": "real processes: tests/chaos, tests/integration",
     "controller/evaluate.py": "tests/controller/test_evaluate.py, tests/integration",
     "controller/replay.py": "tests/integration/test_replay.py",
     "controller/rehearsal.py": "before a run: tests/controller/test_check.py",
