@@ -20,6 +20,7 @@ from rl.actors.remote import Caller, Deadline, EngineDied, ProcessDied
 from rl.actors.replica import Pool, Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.cluster.launchers import Launcher, ThisHost
 from rl.cluster.spawn import kill_children
 from rl.cluster.spawner import Spawner, spec_of
 from rl.envs.base import Env
@@ -47,10 +48,12 @@ async def launch(
     run_dir: Path,
     env: Env | None = None,
     timeline: Timeline | None = None,
+    launcher: Launcher | None = None,
 ) -> AsyncIterator[Actors]:
     """The running actors. Whatever happens within, no process and no shared memory is left behind.
 
-    models: the directory of each model that the plan names. env: what reward workers score by.
+    models: the directory of each model that the plan names. env: what reward workers score by. launcher:
+    where processes are spawned; None: here.
     """
     import monarch.actor
 
@@ -69,28 +72,30 @@ async def launch(
     allow_many_files()
     with temporary_files(), owned_directory(SHARED_MEMORY, str(run_dir)) as shared:
         others = {child.pid for child in psutil.Process().children(recursive=True)}
-        launcher = _Launcher(plan, models, run_dir, shared, env, timeline or Timeline())
+        launcher = launcher or ThisHost()
+        start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher)
         try:
-            actors = await launcher.start()
-            judge = [launcher.judge.run()] if launcher.judge else []
-            watches = [watch() for watch in launcher.watches]
+            actors = await start.actors()
+            judge = [start.judge.run()] if start.judge else []
+            watches = [watch() for watch in start.watches]
             pools = actors.generators.run(), actors.rewards.run()
             async with beside(reap_orphans(), *pools, *judge, *watches):
-                await launcher.ready(actors)
+                await start.ready(actors)
                 try:
                     yield actors
                 finally:
                     is_over = True
         finally:
             try:
-                engines = [engine.mesh for engine in launcher.engines if engine.mesh is not None]
-                await asyncio.shield(_stop([*launcher.meshes, *engines]))
+                engines = [engine.mesh for engine in start.engines if engine.mesh is not None]
+                await asyncio.shield(_stop([*start.meshes, *engines]))
             finally:
                 kill_children(others)
+                await asyncio.shield(launcher.close())
 
 
-class _Launcher:
-    """Starts the replicas of one plan."""
+class _Start:
+    """The start of one plan's replicas."""
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class _Launcher:
         shared: Path,
         env: Env | None,
         timeline: Timeline,
+        launcher: Launcher,
     ):
         # What is to be ended. Generators and reward workers are ended by their replicas.
         self.meshes: list[Any] = []
@@ -112,9 +118,9 @@ class _Launcher:
         self._shared = shared
         self._env = env
         self._timeline = timeline
-        self._spawner = Spawner(models, run_dir / "logs", shared, plan.deadlines, timeline)
+        self._spawner = Spawner(launcher, models, run_dir / "logs", shared, plan.deadlines, timeline)
 
-    async def start(self) -> Actors:
+    async def actors(self) -> Actors:
         """Generators and reward workers are started by who runs their pools; `ready` starts the engines."""
         plan, deadlines = self._plan, self._plan.deadlines
         transport = await self._transport()
@@ -155,7 +161,7 @@ class _Launcher:
             return SharedMemory(str(self._shared))
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
-        mesh = self._spawner.storage("torchstore")
+        mesh = await self._spawner.storage("torchstore")
         self.meshes.append(mesh)
         births = self._spawner.births_of("torchstore")
         self.watches.append(partial(births.until_one_dies, "the keeping of published weights"))

@@ -20,12 +20,15 @@ GROUP_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 _LOOPBACK = "127.0.0.1"
 
 
-def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequence[int], log: Path) -> Any:
-    """A mesh with the one dimension `procs`, each process with one GPU, if any: its number among the visible.
+def spawn_procs(
+    host: Any, name: str, num_procs: int, env: Mapping[str, str], devices: Sequence[int], log: Path
+) -> Any:
+    """A mesh on a host mesh, with the one dimension `procs`; each process with one GPU, if any.
 
+    devices: of each process, its GPU's number among the visible.
     A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`.
     """
-    from monarch.actor import default_bootstrap_cmd, this_host
+    from monarch.actor import default_bootstrap_cmd
 
     names = visible_devices()
 
@@ -35,7 +38,7 @@ def spawn_procs(name: str, num_procs: int, env: Mapping[str, str], devices: Sequ
             device["CUDA_VISIBLE_DEVICES"] = names[devices[point.rank]] if devices else ""
         return default_bootstrap_cmd().with_env(dict(env) | device)
 
-    return this_host().spawn_procs(
+    return host.spawn_procs(
         per_host={"procs": num_procs},
         name=name,
         bootstrap=_prepare_process(str(log.resolve()), num_procs > 1, list(sys.path)),

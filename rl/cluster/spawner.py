@@ -12,6 +12,7 @@ from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.remote import Caller, Deadline
 from rl.actors.reward import RewardProcess, RewardWorker
 from rl.cluster.environment import engine_environment
+from rl.cluster.launchers import Launcher
 from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group, kill_those_that_log_to, spawn_procs
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
@@ -30,6 +31,7 @@ class Spawner:
 
     def __init__(
         self,
+        launcher: Launcher,
         models: Mapping[str, Path],
         logs: Path,
         shared: Path,
@@ -37,6 +39,7 @@ class Spawner:
         timeline: Timeline,
     ):
         """models: the directory of each model that a plan names. shared: owned, in shared memory."""
+        self._launcher = launcher
         self._models = models
         self._logs = logs
         self._shared = shared
@@ -54,7 +57,7 @@ class Spawner:
 
         async def spawn() -> tuple[Any, Any]:
             kill_those_that_log_to(self._logs / name)
-            mesh = self._spawn_replica(replica, env)
+            mesh = await self._spawn_replica(replica, env)
             self._stores[name] = await self.started(name, join_group(mesh))
             directory = str(self._models[spec.model])
             return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *others)
@@ -72,7 +75,7 @@ class Spawner:
             env |= GROUP_ENVIRONMENT
 
         async def spawn() -> GeneratorProcesses:
-            mesh = self._spawn_replica(replica, env)
+            mesh = await self._spawn_replica(replica, env)
             if config.tensor_parallel > 1:
                 self._stores[name] = await self.started(name, join_group(mesh))
             actors = mesh.spawn("generator", Generator, config, transport)
@@ -90,15 +93,15 @@ class Spawner:
             longest = max(limit, task.turn_seconds, task.episode_seconds)
 
         async def spawn() -> RewardProcess:
-            mesh = self._spawn_replica(replica, env)
+            mesh = await self._spawn_replica(replica, env)
             actor = mesh.spawn("reward", RewardWorker, task, limit).slice(procs=0)
             return await _ready(RewardProcess(name, mesh, actor, longest, self._deadlines, self._timeline))
 
         return lambda: self.births_of(name).watching(spawn())
 
-    def storage(self, name: str) -> Any:
+    async def storage(self, name: str) -> Any:
         """A mesh of one process without a device, which is no replica's."""
-        return self._spawn(name, 1, (), engine_environment(1))
+        return await self._spawn(name, (0,), (), engine_environment(1))
 
     def births_of(self, name: str) -> Births:
         return self._births.setdefault(name, Births(name, self._timeline))
@@ -106,13 +109,17 @@ class Spawner:
     async def started(self, name: str, answer: Awaitable[Any]) -> Any:
         return await Caller(name).call(answer, "start", Deadline("start", self._deadlines.start))
 
-    def _spawn_replica(self, replica: Replica, env: Mapping[str, str]) -> Any:
+    async def _spawn_replica(self, replica: Replica, env: Mapping[str, str]) -> Any:
+        hosts = tuple(process.host for process in replica.processes)
         devices = [gpu for process in replica.processes for gpu in process.gpus]
-        return self._spawn(replica.name, len(replica.processes), devices, env)
+        return await self._spawn(replica.name, hosts, devices, env)
 
-    def _spawn(self, name: str, num_procs: int, devices: Sequence[int], env: Mapping[str, str]) -> Any:
-        env = {**env, **self.births_of(name).expect(num_procs)}
-        return spawn_procs(name, num_procs, env, devices, self._logs / name)
+    async def _spawn(
+        self, name: str, hosts: tuple[int, ...], devices: Sequence[int], env: Mapping[str, str]
+    ) -> Any:
+        mesh = await self._launcher.attach(name, hosts)
+        env = {**env, **self.births_of(name).expect(len(hosts))}
+        return spawn_procs(mesh, name, len(hosts), env, devices, self._logs / name)
 
 
 def spec_of(replica: Replica, kind: type[S]) -> S:

@@ -12,7 +12,8 @@ import pytest
 from torch.distributed.rendezvous import rendezvous
 
 from configs.quickstart import quickstart
-from rl.cluster.launch import _Launcher
+from rl.cluster.launch import _Start
+from rl.cluster.launchers import ThisHost
 from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group
 from rl.controller.settle import settle
 from rl.observability.timeline import Timeline
@@ -33,7 +34,7 @@ def test_ports_are_taken_as_they_are_used(tmp_path, few_descriptors, num_restart
     config = quickstart()
     plan = settle(replace(config, trainer=replace(config.trainer, max_restarts=num_restarts)), cluster=AMPLE)
     before = psutil.Process().num_fds()
-    _Launcher(plan, {"model": tmp_path}, tmp_path, tmp_path, config.env, Timeline())
+    _Start(plan, {"model": tmp_path}, tmp_path, tmp_path, config.env, Timeline(), ThisHost())
     assert psutil.Process().num_fds() == before
 
 

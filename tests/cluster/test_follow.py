@@ -1,0 +1,97 @@
+"""Launch follows the Plan: what is started, where, with what; by a launcher whose processes are made up."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from rl.actors.engine_actor import EngineActor
+from rl.actors.generator import Generator
+from rl.actors.reward import RewardWorker
+from rl.actors.trainer import PolicyTrainer
+from rl.cluster import spawner
+from rl.cluster.launch import launch
+from rl.envs.sort_letters import SortLetters
+from rl.errors import RunError
+from rl.models.sources import TinyQwen3
+from rl.plan.types import Plan
+from tests.cluster.fake_launcher import FakeLauncher
+from tests.plan.test_five_runs import RUNS, small
+
+ACTORS = {"trainer": PolicyTrainer, "critic": EngineActor, "reference": EngineActor, "reward": RewardWorker}
+
+
+@pytest.fixture
+def models(tmp_path):
+    path = TinyQwen3(alphabet="abcdefghijklmnopqrstuvwxyz>[](),=").materialize(tmp_path)
+    return dict.fromkeys(("model", "reference", "judge"), path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_real(monkeypatch):
+    """Ranks meet nowhere, and torchstore stores nothing."""
+
+    async def meet(mesh):
+        return None
+
+    monkeypatch.setattr(spawner, "join_group", meet)
+    monkeypatch.setattr("rl.models.generator.environment.torch.accelerator.is_available", lambda: False)
+
+
+def without_torchstore(plan: Plan) -> Plan:
+    """torchstore's own actors are not to be had without processes."""
+    return dataclasses.replace(plan, transport="shared_memory")
+
+
+def started(plan: Plan, models, tmp_path, launcher: FakeLauncher) -> FakeLauncher:
+    async def run():
+        env = SortLetters() if plan.of("reward") else None
+        async with launch(plan, models, tmp_path / "run", env, launcher=launcher) as actors:
+            assert actors.trainer.mesh is not None and (actors.critic is not None) == bool(plan.of("critic"))
+
+    asyncio.run(run())
+    return launcher
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
+    plan = without_torchstore(RUNS[name]())
+    launcher = started(plan, models, tmp_path, FakeLauncher())
+    by_name = {spawned.name: spawned for spawned in launcher.spawned}
+    assert sorted(spawned.name for spawned in launcher.spawned) == sorted(r.name for r in plan.replicas)
+    for replica in plan.replicas:
+        spawned = by_name[replica.name]
+        assert spawned.hosts == tuple(process.host for process in replica.processes)
+        for process, environment in zip(replica.processes, spawned.environments, strict=True):
+            assert environment["OMP_NUM_THREADS"] == str(process.threads)
+        ((actor, arguments),) = spawned.actors
+        assert actor is ACTORS.get(replica.role, Generator)
+        if replica.role in ("trainer", "critic", "reference"):
+            assert arguments[:3] == (replica.spec.kind, str(models[replica.spec.model]), replica.spec.config)
+        elif replica.role in ("generator", "judge"):
+            config = dataclasses.replace(arguments[0], model_dir="", shared_directory="")
+            assert config == replica.spec.config and arguments[0].model_dir == str(models[replica.spec.model])
+        else:
+            assert arguments[1] == replica.spec.limit_seconds
+        assert spawned.stopped
+    assert launcher.closed
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_replica_may_die_as_it_starts(name, models, tmp_path):
+    """Each is started again, in the same place; engines together."""
+    plan = without_torchstore(RUNS[name]())
+    launcher = started(plan, models, tmp_path, FakeLauncher(deaths=1))
+    for replica in plan.replicas:
+        starts = [spawned for spawned in launcher.spawned if spawned.name == replica.name]
+        assert len(starts) >= 2 and len({start.hosts for start in starts}) == 1, replica.name
+        environments = [
+            [{n: v for n, v in env.items() if n != "RL_MESH"} for env in start.environments]
+            for start in starts
+        ]
+        assert environments == [environments[0]] * len(starts)
+
+
+def test_a_replica_that_dies_at_each_start_ends_the_run(models, tmp_path):
+    with pytest.raises(RunError, match="generator-0 died in start .*it did not even start"):
+        started(small(), models, tmp_path, FakeLauncher(deaths=10))
