@@ -16,5 +16,5 @@ def cluster(text: str) -> Cluster:
 
 
 def trainer_config(config: RunConfig) -> EngineConfig:
-    """How the trainer computes on a CPU."""
-    return settle(config, cluster=AMPLE).of("trainer")[0].spec.config
+    """How the trainer computes on a CPU; `eval` needs no teacher's directory."""
+    return settle(config, "eval", AMPLE).of("trainer")[0].spec.config

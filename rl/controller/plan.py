@@ -64,10 +64,13 @@ def write_plan(run_dir: Path, made: Plan) -> None:
 
 
 def _resolve(config: RunConfig, cluster: Cluster) -> Plan | list[str]:
-    facts = facts_of(config)
+    demand = demand_of(config, "train")
+    facts = facts_of(config, demand)
     if not facts.models:
-        config.model.config()  # raises what is wrong with it
-    made = resolve(demand_of(config, "train"), facts, cluster)
+        for model in (config.model, config.reference.model, config.judge.model):
+            if model is not None:
+                model.config()  # raises what is wrong with it
+    made = resolve(demand, facts, cluster)
     return made if isinstance(made, Plan) else [problem.text for problem in made]
 
 

@@ -27,7 +27,8 @@ _OPTIONAL = ("torchao",)
 
 def settle(config: RunConfig, command: Command = "train", cluster: Cluster | None = None) -> Plan:
     """cluster: None: this host. Raises ConfigError with every problem, one a line."""
-    plan = resolve(demand_of(config, command), facts_of(config), cluster or Cluster((look_at_host(),)))
+    demand = demand_of(config, command)
+    plan = resolve(demand, facts_of(config, demand), cluster or Cluster((look_at_host(),)))
     if not isinstance(plan, Plan):
         raise ConfigError("\n".join(problem.text for problem in plan) or "a model cannot be read")
     return plan
@@ -35,8 +36,9 @@ def settle(config: RunConfig, command: Command = "train", cluster: Cluster | Non
 
 def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: bool = True) -> list[str]:
     """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
-    facts = facts_of(config) if model_known else Facts(packages=_packages())
-    plan = resolve(demand_of(config, "train"), facts, cluster or Cluster((look_at_host(),)))
+    demand = demand_of(config, "train")
+    facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
+    plan = resolve(demand, facts, cluster or Cluster((look_at_host(),)))
     return why_it_does_not_run(plan) if isinstance(plan, Plan) else [problem.text for problem in plan]
 
 
@@ -73,13 +75,13 @@ def _drawn(config: RunConfig) -> tuple[RoleName, ...]:
     return (*policy, "reference") if teacher.random_weights else policy
 
 
-def facts_of(config: RunConfig) -> Facts:
-    """Without models where a config.json cannot be read."""
-    policy, judge = config.model, config.judge.model
-    models: dict[RoleName, ModelSource] = {"trainer": policy, "generator": policy, "critic": policy}
-    models["reference"] = config.reference.model or policy
-    if judge is not None:
-        models["judge"] = judge
+def facts_of(config: RunConfig, demand: Demand) -> Facts:
+    """Of the models that the demand's roles have. Without models where a config.json cannot be read."""
+    models: dict[RoleName, ModelSource] = dict.fromkeys(("trainer", "generator", "critic"), config.model)
+    if demand.reference is not None:
+        models["reference"] = config.reference.model or config.model
+    if demand.judge is not None and config.judge.model is not None:
+        models["judge"] = config.judge.model
     try:
         return Facts({role: _facts(model) for role, model in models.items()}, _packages())
     except ConfigError:

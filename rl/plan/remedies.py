@@ -1,5 +1,6 @@
 """What would make a run fit: changes of what is asked for, from the mildest on."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand
 
 _FULL = "--trainer.activation_checkpointing full"
+_LEAST_CACHE_GIB = 0.1
 
 
 def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
@@ -18,6 +20,10 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
     if demand.command == "serve":  # its settings are told by `last_remedy`
         return
     num_gpus = len(cluster.gpus)
+    for gib in _smaller(demand.generator.kv_cache_gib if demand.generator else 0.0):
+        assert demand.generator is not None
+        generator = replace(demand.generator, kv_cache_gib=gib)
+        yield f"set --generator.kv_cache_gib {gib:g}", replace(demand, generator=generator)
     if demand.trainer.activation_checkpointing != "full":
         yield f"set {_FULL}", trainer(activation_checkpointing="full")
     tokens = demand.trainer.max_tokens // 2
@@ -46,6 +52,14 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
     if not demand.trainer.lora.rank:
         yield "set --trainer.lora.rank 16", trainer(lora=lora)
         yield f"set --trainer.lora.rank 16 and {_FULL}", trainer(lora=lora, activation_checkpointing="full")
+
+
+def _smaller(gib: float) -> Iterator[float]:
+    """Halves of a cache that is asked for, in two digits."""
+    while gib >= _LEAST_CACHE_GIB:
+        gib /= 2
+        digits = 1 - math.floor(math.log10(gib))
+        yield math.floor(gib * 10**digits) / 10**digits
 
 
 def last_remedy(demand: Demand, cluster: Cluster) -> str:

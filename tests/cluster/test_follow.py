@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 
@@ -9,6 +10,7 @@ from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator
 from rl.actors.reward import RewardWorker
 from rl.actors.trainer import PolicyTrainer
+from rl.cluster import launch as launching
 from rl.cluster import spawner
 from rl.cluster.launch import launch
 from rl.envs.sort_letters import SortLetters
@@ -28,14 +30,21 @@ def models(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def nothing_real(monkeypatch):
-    """Ranks meet nowhere, and torchstore stores nothing."""
+def this_process_stays_as_it_is(monkeypatch, tmp_path):
+    """Ranks meet nowhere; no janitor is started, and nothing is changed that outlives the test."""
 
-    async def meet(mesh):
+    async def nothing(*_):
         return None
 
-    monkeypatch.setattr(spawner, "join_group", meet)
-    monkeypatch.setattr("rl.models.generator.environment.torch.accelerator.is_available", lambda: False)
+    async def for_ever():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(spawner, "join_group", nothing)
+    monkeypatch.setattr(launching, "reap_orphans", for_ever)
+    for name in ("adopt_orphans", "allow_many_files", "freeze_heap"):
+        monkeypatch.setattr(launching, name, lambda: None)
+    monkeypatch.setattr(launching, "temporary_files", nullcontext)
+    monkeypatch.setattr(launching, "owned_directory", lambda *_: nullcontext(tmp_path / "shared"))
 
 
 def without_torchstore(plan: Plan) -> Plan:

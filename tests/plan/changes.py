@@ -123,8 +123,9 @@ def change(rng: random.Random, config: RunConfig, sizes: list[ModelDir]) -> RunC
 
 
 def result(config: RunConfig, command: str, hosts: Cluster) -> Plan | tuple:
-    facts = replace(facts_of(config), packages=frozenset({"torchao"}))
-    return resolve(demand_of(config, command), facts, hosts)
+    demand = demand_of(config, command)
+    facts = replace(facts_of(config, demand), packages=frozenset({"torchao"}))
+    return resolve(demand, facts, hosts)
 
 
 def digest(name: str, config: RunConfig, sizes: list[ModelDir]) -> str:

@@ -82,7 +82,8 @@ def model(tmp_path):
 
 def problems(config: RunConfig, hosts: Cluster | str) -> list[str]:
     hosts = cluster(hosts) if isinstance(hosts, str) else hosts
-    made = resolve(demand_of(config, "train"), facts_of(config), hosts)
+    demand = demand_of(config, "train")
+    made = resolve(demand, facts_of(config, demand), hosts)
     return [] if isinstance(made, Plan) else [problem.text for problem in made]
 
 
@@ -337,6 +338,9 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
         raise RunError("enough")
 
     monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(
+        module, "temporary_directory", lambda: tmp_path
+    )  # else a janitor stays in this process
     monkeypatch.setattr("rl.controller.settle.look_at_host", lambda: host)
     config = qwen(model, placement="auto", kl=KL(coef=0.1), advantages=GAE())
     out = tmp_path / "out"
