@@ -12,6 +12,19 @@ _PROCESSES_PER_CORE = 4
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """So many replicas of a role, each of so many processes. Engines are one replica each."""
+
+    role: RoleName
+    num_replicas: int
+    procs_of_each: int
+
+    @property
+    def num_procs(self) -> int:
+        return self.num_replicas * self.procs_of_each
+
+
+@dataclass(frozen=True)
 class Member:
     """A replica to be: its processes are started, and end, as one."""
 
@@ -58,50 +71,48 @@ class Places:
         return there
 
 
-def members(demand: Demand) -> tuple[Member, ...]:
+def wanted(demand: Demand) -> tuple[Wanted, ...]:
     """In the order in which devices are dealt out."""
     generator, judge = demand.generator, demand.judge
-    made = [Member("trainer", "trainer", demand.trainer.layout.num_procs)]
+    roles = [Wanted("trainer", 1, demand.trainer.layout.num_procs)]
     if generator is not None:
-        made += [
-            Member(f"generator-{i}", "generator", generator.tensor_parallel)
-            for i in range(generator.num_replicas)
-        ]
+        roles.append(Wanted("generator", generator.num_replicas, generator.tensor_parallel))
     if demand.critic is not None:
-        made.append(Member("critic", "critic", demand.critic.num_procs))
+        roles.append(Wanted("critic", 1, demand.critic.num_procs))
     if demand.reference is not None:
-        made.append(Member("reference", "reference", demand.reference.num_procs))
+        roles.append(Wanted("reference", 1, demand.reference.num_procs))
     if judge is not None:
-        made += [Member(f"judge-{i}", "judge", judge.tensor_parallel) for i in range(judge.num_replicas)]
+        roles.append(Wanted("judge", judge.num_replicas, judge.tensor_parallel))
     if demand.reward is not None:
-        made += [Member(f"reward-{i}", "reward", 1) for i in range(demand.reward.num_procs)]
-    return tuple(made)
+        roles.append(Wanted("reward", demand.reward.num_procs, 1))
+    return tuple(roles)
 
 
-def counts(started: Sequence[Member]) -> dict[RoleName, int]:
-    """Role -> number of processes."""
-    found: dict[RoleName, int] = {}
-    for member in started:
-        found[member.role] = found.get(member.role, 0) + member.num_procs
-    return found
+def _members(roles: Sequence[Wanted]) -> tuple[Member, ...]:
+    return tuple(
+        Member(of.role if of.role in ENGINE_ROLES else f"{of.role}-{i}", of.role, of.procs_of_each)
+        for of in roles
+        for i in range(of.num_replicas)
+    )
 
 
-def deal_out(started: tuple[Member, ...], demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
-    """None where there is no place for somebody."""
-    before = len(notes.problems)
-    if not cluster.gpus:
-        _check_host(started, demand, cluster, notes)
-        places = {member.name: (Place(0, None),) * member.num_procs for member in started}
-        return Places(started, places, shared=False) if len(notes.problems) == before else None
-    on_devices = [member for member in started if member.role != "reward"]
-    shared = _is_shared(on_devices, demand, cluster, notes)
-    _check_one_role(on_devices, cluster, notes)
+def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
+    """None where there is no place for somebody. No list is made before it is known that its members fit."""
+    before, roles = len(notes.problems), wanted(demand)
+    on_devices, shared = [of for of in roles if of.role != "reward"], False
+    _check_hosts(roles, cluster, notes)
+    if cluster.gpus:
+        shared = _is_shared(on_devices, demand, cluster, notes)
+        _check_one_role(on_devices, cluster, notes)
+    elif demand.sharing == "side_by_side":
+        notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
     if len(notes.problems) > before:
         return None
-    places, devices, next_device = {}, cluster.devices, 0
+    places, devices, next_device = dict[str, tuple[Place, ...]](), cluster.devices, 0
+    started = _members(roles)
     for member in started:
-        if member.role == "reward":
-            places[member.name] = (Place(0, None),)
+        if not devices or member.role == "reward":
+            places[member.name] = (Place(0, None),) * member.num_procs
             continue
         if not shared and member.role not in ENGINE_ROLES:  # a generator's ranks meet on one host
             next_device = _on_one_host(member.num_procs, next_device, devices)
@@ -119,11 +130,10 @@ def _on_one_host(num_procs: int, first: int, devices: Sequence[tuple[int, int]])
     return first
 
 
-def _is_shared(on_devices: Sequence[Member], demand: Demand, cluster: Cluster, notes: Notes) -> bool:
-    by_role, num_gpus = counts(on_devices), len(cluster.gpus)
-    needed = sum(by_role.values())
+def _is_shared(on_devices: Sequence[Wanted], demand: Demand, cluster: Cluster, notes: Notes) -> bool:
+    needed, num_gpus = sum(of.num_procs for of in on_devices), len(cluster.gpus)
     if demand.sharing == "alone" and needed > num_gpus:
-        parts = " + ".join(f"{role} {count}" for role, count in by_role.items())
+        parts = " + ".join(f"{of.role} {of.num_procs}" for of in on_devices)
         notes.problem(
             "places",
             f"{needed} processes ({parts}) need a GPU each but the machine has {num_gpus}; use fewer, or set "
@@ -139,29 +149,27 @@ def _is_shared(on_devices: Sequence[Member], demand: Demand, cluster: Cluster, n
     return shared
 
 
-def _check_one_role(on_devices: Sequence[Member], cluster: Cluster, notes: Notes) -> None:
+def _check_one_role(on_devices: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
     """The ranks of an engine, or of one generator, cannot share a GPU."""
-    num_gpus, seen = len(cluster.gpus), set()
-    for member in on_devices:
-        if member.num_procs > num_gpus and member.role not in seen:
-            seen.add(member.role)
+    num_gpus = len(cluster.gpus)
+    for of in on_devices:
+        if of.procs_of_each > num_gpus:
             notes.problem(
                 "places",
-                f"{member.role} has {member.num_procs} processes and the machine {num_gpus} "
+                f"{of.role} has {of.procs_of_each} processes and the machine {num_gpus} "
                 f"GPU{'s' * (num_gpus > 1)}: those of one role cannot share; use fewer",
             )
 
 
-def _check_host(started: Sequence[Member], demand: Demand, cluster: Cluster, notes: Notes) -> None:
-    host, total = cluster.hosts[0], sum(member.num_procs for member in started)
-    most = min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
-    if demand.sharing == "side_by_side":
-        notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
+def _check_hosts(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
+    total, hosts = sum(of.num_procs for of in roles), cluster.hosts
+    most = sum(min(int(h.free_gib / _GIB_PER_PROCESS), h.num_cores * _PROCESSES_PER_CORE) for h in hosts)
     if total > most:
+        cores, free = sum(host.num_cores for host in hosts), sum(host.free_gib for host in hosts)
         notes.problem(
             "places",
-            f"{total} processes are more than this machine can hold ({host.num_cores} cores, "
-            f"{host.free_gib:.0f} GiB free: at most {most}); use fewer",
+            f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at "
+            f"most {most}); use fewer",
         )
 
 

@@ -23,7 +23,7 @@ from rl.plan.links import links
 from rl.plan.memory import Memory
 from rl.plan.numerics import settle_numerics
 from rl.plan.phases import by_phase, presences, stays
-from rl.plan.places import Places, deal_out, members, threads
+from rl.plan.places import Places, deal_out, threads
 from rl.plan.remedies import changes, last_remedy
 from rl.plan.shapes import check_shapes
 from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
@@ -44,9 +44,9 @@ def resolve(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Prob
 
 
 def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | None, tuple[Problem, ...]]:
-    notes, started = Notes(), members(demand)
+    notes = Notes()
     numerics = settle_numerics(demand, facts, cluster, notes)
-    places = deal_out(started, demand, cluster, notes)
+    places = deal_out(demand, cluster, notes)
     if not facts.models:
         return None, tuple(notes.problems)
     check_shapes(demand, facts, numerics, cluster, notes)
@@ -76,7 +76,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         demand.name("trainer.max_tokens"), demand.trainer.max_tokens, longest, _of_length(demand, facts)
     )
     restarts, replicas = max_restarts(demand), []
-    for member in started:
+    for member in places.started:
         processes = tuple(
             Process(place.host, () if place.gpu is None else (place.gpu,), count, memory.get(member.role, {}))
             for place, count in zip(places.by_name[member.name], num_threads[member.name], strict=True)
@@ -88,7 +88,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         cluster=cluster,
         replicas=tuple(replicas),
         links=ways,
-        stays=stays(started, present),
+        stays=stays(places.started, present),
         max_seq_len=longest,
         deadlines=demand.deadlines,
         settled=tuple(notes.settled),

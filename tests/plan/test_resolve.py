@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
@@ -365,3 +366,23 @@ def test_plans_need_neither_torch_nor_monarch():
     check = "import sys, rl.plan.resolve, rl.plan.show; print([m for m in ('torch', 'monarch', 'vllm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("hosts", ["cpu", "8xH100-80"])
+@pytest.mark.parametrize(
+    "setting",
+    ["generator.num_replicas", "generator.tensor_parallel", "reward.num_procs", "judge.num_replicas"],
+)
+def test_any_number_of_processes_is_refused_before_a_list_of_them_is_made(model, hosts, setting):
+    """2^31 - 1, which a list of would take all memory."""
+    section, _, name = setting.partition(".")
+    config = qwen(model, judge=JudgeConfig(model=model("qwen3-1.7b")))
+    config = dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **{name: 2**31 - 1})}
+    )
+    tracemalloc.start()
+    lines = problems(config, hosts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert any("processes are more than this machine can hold" in line for line in lines)
+    assert peak < 10e6
