@@ -1,6 +1,6 @@
 """Five runs on paper: who is where, what is settled and why, and the memory by hand."""
 
-# holds: printed, figures worked out by hand to a tenth of a GiB
+# holds: meaning, figures worked out by hand are rounded to a tenth of a GiB
 
 import dataclasses
 import json
