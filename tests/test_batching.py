@@ -6,8 +6,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from rl.batching import pack, supervised_sample, to_sample
+from rl.batching import _cost, pack, supervised_sample, to_sample
 from rl.errors import RunError
+from rl.prefixes import Prefixes, families
 from rl.types import Problem, Rollout, Sample, Segment, StopReason, VersionRange
 
 
@@ -80,6 +81,71 @@ def test_a_first_token_is_not_a_target_because_nothing_predicts_it():
 def test_a_sequence_over_the_limit_says_what_to_change():
     with pytest.raises(RunError, match="9 tokens exceeds trainer.max_tokens=8; raise trainer.max_tokens"):
         pack([sample(9)], max_tokens=8)
+
+
+@pytest.mark.timeout(20)
+def test_one_sequence_over_the_limit_is_named_beside_others_that_fit():
+    for lengths in ([3, 9], [9, 3]):
+        with pytest.raises(RunError, match=r"^a sequence of 9 tokens exceeds"):
+            pack([sample(n) for n in lengths], max_tokens=8)
+    with pytest.raises(RunError, match=r"^2 sequences that belong together, of 9 tokens exceeds"):
+        pack([sample(n) for n in (2, 2, 4, 5)], max_tokens=8, samples_per_unit=2)
+    assert len(pack([sample(n) for n in (8, 3, 5)], max_tokens=8).ranks[0]) == 2
+
+
+def members(batch):
+    """Of each micro-batch of each rank, which samples."""
+    return [[sorted({int(i) for i in micro.sample_ids}) for micro in rank] for rank in batch.ranks]
+
+
+def test_ranks_are_balanced_by_what_sequences_cost_and_filled_by_their_tokens():
+    """Tokens alone would put 6 beside 3. With attention to pairs, 6 costs as much as three of 3."""
+    samples = [sample(n) for n in (3, 3, 6, 3)]
+    by_pairs = pack(samples, num_ranks=2, max_tokens=20, attention_cost=1.0)
+    assert sorted(members(by_pairs)) == [[[0, 1, 3]], [[2]]]
+    by_tokens = pack(samples, num_ranks=2, max_tokens=20)
+    assert sorted(len(rank[0].targets) for rank in by_tokens.ranks) == [4, 7]
+    (only,) = pack([sample(4), sample(4)], max_tokens=8, attention_cost=1.0).ranks
+    assert len(only) == 1
+
+
+@pytest.mark.parametrize(("length", "shared"), [(1, 0), (7, 0), (7, 3), (7, 6)])
+def test_a_sequence_costs_its_tokens_and_what_each_attends_to(length, shared):
+    counted = sum(1 + 0.25 * (position + 1) for position in range(shared, length))
+    assert _cost(length, shared, 0.25) == counted
+
+
+def test_who_is_taught_keeps_its_name():
+    assert supervised_sample([1], [2], id="demonstration 7").id == "demonstration 7"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "max_tokens", "sizes"),
+    [
+        (1, 42, [16]),  # 10 tokens of the prompt once, and 2 of each
+        (1, 41, [15, 1]),
+        (1, 24, [7, 7, 2]),
+        (2, 1000, [7, 7, 2]),  # at most twice a sequence, so that ranks can be balanced
+        (2, 23, [6, 6, 4]),
+        (64, 1000, [7, 7, 2]),
+    ],
+)
+def test_how_many_sequences_of_a_prompt_stay_together(num_ranks, max_tokens, sizes):
+    samples = [supervised_sample([1] * 10, [number] * 2) for number in range(16)]
+    together = families(samples, Prefixes(samples), num_ranks, max_tokens)
+    assert [len(family) for family in together] == sizes
+    assert sorted(i for family in together for i in family) == list(range(16))
+
+
+def test_families_are_larger_where_each_rank_still_gets_eight():
+    """810 tokens in all: a sixteenth are 50, the prompt's 10 once and 2 of each of twenty."""
+    samples = [supervised_sample([1] * 10, [number] * 2) for number in range(400)]
+    assert [len(family) for family in families(samples, Prefixes(samples), 2, 1000)] == [20] * 20
+
+
+def test_sequences_that_share_nothing_are_no_family():
+    samples = [supervised_sample([number], [2, 3]) for number in (5, 6, 5)]
+    assert sorted(families(samples, Prefixes(samples), 1, 100)) == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize(("num_shared", "is_worth"), [(3, False), (4, True)])

@@ -8,7 +8,7 @@ import pytest
 from rl.actors import generator_replica
 from rl.actors import replica as module
 from rl.actors.generator_pool import GeneratorPool
-from rl.actors.generator_replica import GeneratorReplica
+from rl.actors.generator_replica import GeneratorReplica, Updates
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import State
 from rl.types import Completion, LoRA, SamplingParams, StopReason, VersionRange
@@ -330,5 +330,25 @@ def test_what_was_published_may_be_forgotten_and_an_older_version_come(policy, w
                 assert world.process(number).given_up == 1
                 assert world.process(number).loaded[-1][1] == 4
             assert (await world.pool.at_least(4).sample([1], 1, PARAMS))[0].versions == VersionRange(4, 4)
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_loaded_a_second_time_is_waited_for_again():
+    """As by generators that started again: the first to have it does not serve alone."""
+
+    async def main():
+        updates, done = Updates(None, MODEL), []
+
+        async def load(name, seconds):
+            async with updates.together(5):
+                await asyncio.sleep(seconds)
+                done.append(f"{name} has it")
+            done.append(f"{name} serves")
+
+        for _ in range(2):
+            done.clear()
+            await asyncio.gather(load("fast", 0.0), load("slow", 0.04))
+            assert done[:2] == ["fast has it", "slow has it"] and len(done) == 4
 
     asyncio.run(main())

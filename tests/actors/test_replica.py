@@ -227,3 +227,43 @@ def test_an_error_of_the_work_itself_is_the_callers_and_kills_nobody():
             assert await world.ask() == 0 and len(world.processes) == 1
 
     asyncio.run(main())
+
+
+def test_a_pool_has_started_once_each_of_it_has():
+    async def main():
+        world, gate = World(3), asyncio.Event()
+        last = world.pool.replicas[2]
+        spawn = last._spawn
+
+        async def slowly():
+            await gate.wait()
+            return await spawn()
+
+        last._spawn = slowly
+        async with beside(world.pool.run()):
+            started = asyncio.create_task(world.pool.started())
+            await asyncio.sleep(0.02)
+            assert [r.state for r in world.pool.replicas] == [State.SERVING, State.SERVING, State.STARTING]
+            assert not started.done()
+            gate.set()
+            await asyncio.wait_for(started, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("part", ["check", "serve"])
+def test_an_error_of_our_own_beside_the_work_ends_the_run_with_its_words(monkeypatch, part):
+    """It is no death: another start would end like it."""
+
+    async def fails(*_):
+        raise ValueError("a bug of ours")
+
+    async def main():
+        world = World(1)
+        monkeypatch.setattr(*((Process, "check", fails) if part == "check" else (Replica, "serve", fails)))
+        with pytest.raises(BaseExceptionGroup) as raised:
+            await asyncio.wait_for(world.pool.run(), 1)
+        assert [str(error) for error in raised.value.exceptions] == ["a bug of ours"]
+        assert [process.killed for process in world.processes] == [True]
+
+    asyncio.run(main())

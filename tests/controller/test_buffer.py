@@ -338,6 +338,64 @@ def test_prompts_that_had_not_ended_at_a_checkpoint_are_started_again_first():
     asyncio.run(main())
 
 
+def held_buffer(pace, held, **options):
+    """A buffer with groups that were finished before, as a checkpoint holds them; nothing new is generated."""
+
+    async def generate(index, version):
+        await asyncio.Event().wait()
+
+    finished = [Finished(index, begun, group(index, begun, kind)) for index, begun, kind in held]
+    state = BufferState(20, [prompt.index for prompt in finished], finished)
+    return RolloutBuffer(generate, pace, keep=lambda g: g.has_signal, state=state, **options)
+
+
+def test_a_batch_is_in_the_order_of_prompts_whenever_they_began():
+    """Prompt 3 was started again, later than 5."""
+
+    async def main():
+        buffer = held_buffer(Pace(2, 9, 1), [(5, 0, "differ"), (3, 1, "differ")], num_steps_done=1)
+        return [g.index for g in (await asyncio.wait_for(buffer.take(1), 1)).groups]
+
+    assert asyncio.run(main()) == [3, 5]
+
+
+def test_what_was_filtered_is_in_the_order_of_prompts_too():
+    async def main():
+        held = [(1, 1, "differ"), (0, 0, "same"), (2, 1, "same")]
+        buffer = held_buffer(Pace(1, 9, 1, 2), held, num_steps_done=1)
+        taken = await asyncio.wait_for(buffer.take(1), 1)
+        assert buffer.ends == {"filtered": 2, "trained on": 1}
+        return [g.index for g in taken.groups], [g.index for g in taken.filtered]
+
+    assert asyncio.run(main()) == ([1], [0, 2])
+
+
+def test_a_step_that_is_taken_again_is_the_last_one_alone():
+    async def main():
+        served = [0]
+        changed = Signal()
+
+        async def generate(index, version):
+            return group(index, version, "differ")
+
+        buffer = RolloutBuffer(generate, Pace(2, 5), keep=lambda g: True)
+        async with beside(buffer.follow(lambda: served[0], changed)):
+            for version in range(3):
+                parts = [await asyncio.wait_for(buffer.take(version, 1), 1) for _ in range(2)]
+                of_step = [2 * version, 2 * version + 1]
+                before = buffer.state_before_step
+                assert [g.index for part in parts for g in part.groups] == of_step
+                assert before.unfinished == [p.index for p in before.held] == of_step
+                assert not buffer.state.unfinished
+                assert buffer.coming == range(2 * version + 2, 2 * version + 4)
+                served[0] = version + 1
+                changed.notify()
+                await asyncio.sleep(0.01)
+        assert not buffer._tasks  # of prompts that have ended
+
+    asyncio.run(main())
+
+
 def test_more_steps_ahead_are_started_with_a_larger_bound_and_none_past_the_end():
     async def started(k, num_steps):
         seen = []

@@ -94,6 +94,21 @@ def test_a_warm_up_is_not_lost_either_and_its_time_is_no_step_s():
     assert due == [False, True, True, True]
 
 
+def test_rates_of_each_step_worked_by_hand():
+    def rates(*arguments, **settings):
+        schedule = LRSchedule(*arguments, **settings)
+        return [round(schedule(step), 6) for step in range(1, schedule.num_steps + 1)]
+
+    assert rates("wsd", 10) == [1.0] * 9 + [0.5]  # it goes down over the last fifth
+    assert rates("wsd", 10, decay_ratio=0.4) == [1.0] * 7 + [0.75, 0.5, 0.25]
+    assert rates("linear", 5) == [1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates("linear", 4, min_ratio=0.5) == [1.0, 0.875, 0.75, 0.625]
+    assert rates("linear", 4, 2) == [0.5, 1.0, 1.0, 0.5]
+    assert rates("cosine", 4) == [1.0, 0.853553, 0.5, 0.146447]
+    assert rates("constant", 4, 8) == [0.125, 0.25, 0.375, 0.5]
+    assert rates("linear", 4, 8) == [0.5, 1.0, 1.0, 0.5]  # at most half of the steps
+
+
 def test_a_run_saves_by_time_and_keeps_the_newest(tmp_path, monkeypatch):
     """Steps of three minutes, beside a checkpoint at every fifth."""
     now = 0.0

@@ -26,6 +26,10 @@ SLIPS = [
     ("models/export.py", ".cpu().contiguous()", ".contiguous()"),
     ("models/lora.py", "_parameter(tensor.to(device), placement", "_parameter(tensor, placement"),
     ("loss/base.py", "values.new_zeros(num)", "torch.zeros(num)"),
+    ("models/engine.py", "move_in_place(self._model, device)", "pass"),
+    ("models/engine.py", "self.adapters.move_parameters(device)", "pass"),
+    ("models/engine.py", "learner.move_optimizer(device)", "pass"),
+    ("models/placement.py", "self._move(was)", "pass"),
 ]  # fmt: skip
 
 

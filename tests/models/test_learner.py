@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.errors import NotFinite
+from rl.errors import NotFinite, RunError
 from rl.models import adapters as module
 from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner
@@ -28,6 +28,40 @@ def test_norms_biases_and_embeddings_can_be_spared_the_weight_decay():
         decayed = [name for name, p in parameters.items() if not torch.equal(p, torch.ones_like(p))]
         assert decayed == (list(names) if decay_all else ["layers.0.mlp.up_proj.weight"])
         assert torch.allclose(parameters["layers.0.mlp.up_proj.weight"], torch.full((2, 2), 1 - 0.5 * 0.2))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_after_a_gradient_that_is_refused_the_next_step_is_that_of_its_own_gradient(bad):
+    """Twins, of which one met a bad gradient first."""
+    twins = [nn.Parameter(torch.tensor([[1.0, 2.0]])) for _ in range(2)]
+    met, other = (Learner({"layers.0.weight": parameter}) for parameter in twins)
+    twins[0].grad = torch.tensor([[1.0, bad]])
+    with pytest.raises(NotFinite, match="the gradient norm is .*; the step was not applied"):
+        met.step(OptimParams(lr=0.1))
+    assert torch.equal(twins[0], torch.tensor([[1.0, 2.0]])) and twins[0].grad is None
+    with pytest.raises(RunError, match="without a gradient"):
+        met.step(OptimParams(lr=0.1))
+    for _ in range(2):
+        for learner, parameter in zip((met, other), twins, strict=True):
+            parameter.grad = torch.tensor([[3.0, 4.0]])
+            assert learner.step(OptimParams(lr=0.1)) == {"grad_norm": 5.0}
+            assert parameter.grad is None
+        assert torch.equal(*twins)
+
+
+def test_a_gradient_is_divided_and_then_clipped():
+    """A norm of 5 under the bound of 10 stays as it is; of 10 times that a fifth is left."""
+    moved = []
+    for factor in (1.0, 10.0):
+        parameter = nn.Parameter(torch.zeros(1, 2))
+        learner = Learner({"layers.0.weight": parameter})
+        parameter.grad = factor * torch.tensor([[6.0, 8.0]])
+        gradients = []
+        learner._optimizer.step = lambda p=parameter, g=gradients: g.append(p.grad.clone())
+        norm = learner.step(OptimParams(lr=0.1, grad_scale=0.5, max_grad_norm=10.0))["grad_norm"]
+        assert norm == 5 * factor
+        moved.append(gradients[0].norm().item())
+    assert moved == pytest.approx([5.0, 10.0], rel=1e-5)
 
 
 UNBOUNDED = [

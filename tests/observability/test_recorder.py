@@ -18,6 +18,7 @@ from rl.observability.timeline import Timeline
 from rl.types import Score
 from tests.controller.test_training_batch import group
 from tests.observability.test_sinks import Hanging, Keeping
+from tests.observability.test_timeline import Clock
 
 METRICS = {"reward/mean": 0.5, "logprob_diff/mean": 0.0, "loss": 1.0}
 EVALUATION = {"eval/accuracy": 0.5, "eval/standard_error": 0.1}
@@ -54,6 +55,87 @@ def test_what_comes_after_the_step_is_forgotten_with_a_line_that_was_cut_short(t
         assert (tmp_path / "metrics.jsonl").read_text() == ""
 
     asyncio.run(again())
+
+
+def shown(tmp_path, body, timeline=None, num_steps=9):
+    """The lines that a user sees, and the lines of metrics.jsonl."""
+    out = io.StringIO()
+
+    async def main():
+        async with Recorder(tmp_path, num_steps, timeline or Timeline(), Sinks({}), out=out) as recorder:
+            body(recorder)
+            return dict(recorder.rewards)
+
+    rewards = asyncio.run(main())
+    return out.getvalue().splitlines(), list(read_records(tmp_path / "metrics.jsonl")), rewards
+
+
+def test_a_line_says_the_newest_held_out_accuracy_and_of_which_step(tmp_path):
+    def body(recorder):
+        recorder.evaluation(0, {**EVALUATION, "eval/accuracy": 0.25}, [])
+        step(recorder, 1, group(1))
+        recorder.evaluation(1, {**EVALUATION, "eval/accuracy": 0.75}, [])
+        step(recorder, 2, group(1))
+        recorder.step(3, {**METRICS, "logprob_diff/mean": 0.0}, [])
+
+    lines, _, rewards = shown(tmp_path, body, num_steps=3)
+    told = [line.partition("  gap ")[0] for line in lines if "reward " in line or "loss " in line]
+    assert told[0] == "step 1/3  reward 0.100  held-out 0.250 (step 0)"
+    assert told[-1].startswith("step 3/3  loss 1.0000  held-out 0.750 (step 1)")
+    assert rewards == {1: 0.1, 2: 0.2, 3: 0.5}  # what the curve is drawn of
+
+
+def test_that_nothing_was_learned_is_said_once(tmp_path):
+    def body(recorder):
+        for number in range(1, 5):
+            recorder.step(number, {**METRICS, "advantages/nonzero": 0 if number > 1 else 0.5}, [])
+
+    lines, _, _ = shown(tmp_path, body)
+    (message,) = [line for line in lines if "no rollout had an advantage" in line]
+    assert message.startswith("step 2:")
+
+
+@pytest.mark.parametrize("pause", [True, False])
+def test_the_time_of_an_evaluation_that_training_waits_for_is_no_steps(tmp_path, pause):
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+
+    def body(recorder):
+        step(recorder, 1)
+        clock.now += 60.0  # the evaluation
+        recorder.evaluation(1, EVALUATION, [], pause=pause)
+        clock.now += 2.0
+        step(recorder, 2)
+
+    lines, records, _ = shown(tmp_path, body, timeline, num_steps=4)
+    seconds = 2.0 if pause else 62.0
+    assert [r["time/step"] for r in records if "time/step" in r] == [0.0, seconds]
+    assert lines[0].startswith("step 1/4") and "  0.00 s/step" in lines[0]
+
+
+def test_the_rest_of_a_run_takes_as_long_a_step_as_those_before(tmp_path):
+    clock = Clock()
+
+    def body(recorder):
+        for number, seconds in ((1, 10.0), (2, 30.0), (10, 80.0)):
+            clock.now += seconds
+            step(recorder, number)
+
+    lines, _, _ = shown(tmp_path, body, Timeline(clock=clock), num_steps=12)
+    told = [line[line.index(" s/step") - 5 :] for line in lines if "s/step" in line]
+    assert told[0] == "10.00 s/step  ETA 1:50" and told[-1] == "80.00 s/step  ETA 1:20"
+
+
+def test_a_line_is_there_as_soon_as_it_is_said(tmp_path):
+    """Also where the output is a file, as under nohup."""
+    with (tmp_path / "output").open("w") as out:
+
+        async def main():
+            async with Recorder(tmp_path, 9, Timeline(), Sinks({}), out=out) as recorder:
+                step(recorder, 1)
+                return (tmp_path / "output").read_text()
+
+        assert asyncio.run(main()).startswith("step 1/9")
 
 
 def test_what_still_waits_is_written_before_steps_are_forgotten(tmp_path):

@@ -13,7 +13,17 @@ from rl.loss.clip import Clip
 from rl.loss.dro import DRO
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.backend import Datum, UserError
-from rl.tinker.losses import CLIP, MAY_CARRY, NEEDS, check, make_loss, to_samples
+from rl.tinker.losses import (
+    CLIP,
+    MAY_CARRY,
+    NEEDS,
+    NOT_OFFERED,
+    check,
+    make_loss,
+    measure,
+    to_logprobs,
+    to_samples,
+)
 
 HALF = math.log(0.5)
 
@@ -98,3 +108,122 @@ def test_forward_checks_the_setting_as_forward_backward_does():
     backend = ActorsBackend(SimpleNamespace(trainer=None), "base", 64, 128)
     with pytest.raises(UserError, match="no setting 'clip'"):
         asyncio.run(backend.forward_backward("m", [policy_datum()], "ppo", {"clip": 1.0}, True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "ratio", "advantage", "expected"),
+    [
+        ("ppo", {}, 8.0, 1.0, -1.2),
+        ("ppo", {}, 0.5, -1.0, 0.8),
+        ("ppo", {"clip_high_threshold": 3.0}, 8.0, 1.0, -3.0),
+        ("ppo", {"clip_low_threshold": 0.6}, 0.5, -1.0, 0.6),
+        ("gspo", {}, 8.0, 1.0, -(1 + 4e-4)),
+        ("gspo", {"clip_high_threshold": 3.0}, 8.0, 1.0, -3.0),
+        ("gspo", {"clip_low_threshold": 0.6}, 0.5, -1.0, 0.6),
+        ("cispo", {}, 8.0, 1.0, -4.0 * math.log(8.0)),  # the ratio is cut, the logprob learns
+        ("cispo", {}, 0.5, 1.0, -0.5 * math.log(0.5)),
+        ("cispo", {"clip_high_threshold": 3.0}, 8.0, 1.0, -3.0 * math.log(8.0)),
+        ("cispo", {"clip_low_threshold": 0.6}, 0.5, 1.0, -0.6 * math.log(0.5)),
+        ("importance_sampling", {}, 8.0, 1.0, -8.0),
+        ("dro", {}, 8.0, 1.0, -(math.log(8.0) - 0.05 / 2 * math.log(8.0) ** 2)),
+        ("dro", {"beta": 1.0}, 8.0, 1.0, -(math.log(8.0) - 1 / 2 * math.log(8.0) ** 2)),
+    ],
+)
+def test_a_ratio_far_from_one_costs_what_tinkers_formula_says(loss, settings, ratio, advantage, expected):
+    """Of one token, whose logprob was 0 where it was sampled."""
+    (sample,) = to_samples(
+        [Datum(np.array([1]), np.array([2]), {"logprobs": np.zeros(1, np.float32), "advantages": np.full(1, advantage, np.float32)})],
+        loss,
+    )  # fmt: skip
+    metrics = measure([sample], [np.array([0, math.log(ratio)], np.float32)], make_loss(loss, settings))
+    assert metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.0, 1.0), (1.0, 4.0)])
+def test_thresholds_at_the_edge_are_taken(low, high):
+    for loss in ("ppo", "cispo", "gspo"):
+        make_loss(loss, {"clip_low_threshold": low, "clip_high_threshold": high})
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.9)])
+def test_thresholds_that_do_not_hold_1_are_refused(low, high):
+    for loss in ("ppo", "cispo", "gspo"):
+        with pytest.raises(UserError, match="does not hold 1"):
+            make_loss(loss, {"clip_low_threshold": low, "clip_high_threshold": high})
+
+
+def plain(num_tokens=2, first=1, last=2, **inputs):
+    tokens = np.full(num_tokens, 3)
+    tokens[:1], targets = first, np.full(num_tokens, last)
+    return Datum(tokens, targets, {name: np.array(v, np.float32) for name, v in inputs.items()})
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused", "match"),
+    [
+        (plain(1), plain(0), r"datum 1: 0 input tokens, of which there have to be 1 to 7"),
+        (plain(7), plain(8), r"datum 1: 8 input tokens"),
+        (plain(first=0), plain(first=-1), r"model_input has a token outside the vocabulary of 10"),
+        (plain(first=9), plain(first=10), r"model_input has a token outside the vocabulary of 10"),
+        (plain(last=0), plain(last=-1), r"target_tokens has a token outside the vocabulary of 10"),
+        (plain(last=9), plain(last=10), r"target_tokens has a token outside the vocabulary of 10"),
+        (plain(weights=[1, 1]), plain(advantages=[1, 1]), r"does not read \['advantages'\]; leave them out"),
+        (plain(weights=[1, 0]), plain(weights=[1, math.inf]), r"weights is not finite"),
+        (plain(weights=[1, 0]), plain(weights=[1]), r"weights has shape \[1\] and target_tokens \[2\]"),
+        (
+            Datum(np.array([1, 2]), np.ones((2, 3), int), {}),
+            Datum(np.array([1, 2]), np.ones((2, 3, 1), int), {}),
+            r"target_tokens of shape \[2, 3, 1\]",
+        ),
+        (plain(), Datum(np.array([1, 2]), np.ones((2, 0), int), {}), r"target_tokens of shape \[2, 0\]"),
+        (plain(), Datum(np.array([1, 2]), np.ones(3, int), {}), r"target_tokens of shape \[3\] for 2 input"),
+    ],
+)
+def test_the_last_that_is_taken_and_the_first_that_is_not(accepted, refused, match):
+    """In a context of 8 tokens and a vocabulary of 10; the second datum is looked at as the first is."""
+    check([accepted, accepted], "cross_entropy", 8, 10)
+    with pytest.raises(UserError, match=match):
+        check([accepted, refused], "cross_entropy", 8, 10)
+    check([accepted], "cross_entropy", 8, 10)
+
+
+def test_what_no_loss_can_be_made_of_is_refused():
+    for name, remedy in NOT_OFFERED.items():
+        with pytest.raises(UserError, match=f"^loss_fn '{name}' is not offered here: {remedy}$"):
+            check([plain()], name, 8, 10)
+    with pytest.raises(UserError, match="^unknown loss_fn 'mse'; use one of"):
+        check([plain()], "mse", 8, 10)
+    with pytest.raises(UserError, match="without data"):
+        check([], "cross_entropy", 8, 10)
+    with pytest.raises(UserError, match=r"ppo needs \['advantages'\]"):
+        check([plain(logprobs=[0, 0])], "ppo", 8, 10)
+    two = Datum(np.array([1]), np.ones((1, 2), int), {n: np.ones((1, 2)) for n in NEEDS["ppo"]})
+    check([two], "importance_sampling", 8, 10)
+    with pytest.raises(UserError, match="ppo takes one target for each token, not 2"):
+        check([two], "ppo", 8, 10)
+
+
+def test_each_column_of_targets_becomes_a_sample_with_its_own_inputs():
+    columns = {"logprobs": [[-1, -2], [-3, -4], [-5, -6]], "advantages": [[1, 2], [3, 4], [5, 6]]}
+    wide = Datum(
+        np.array([1, 2, 3]), np.array([[2, 7], [3, 8], [4, 9]]),
+        {name: np.array(values, np.float32) for name, values in columns.items()},
+    )  # fmt: skip
+    narrow = plain(logprobs=[-7, -8], advantages=[9, 10])
+    samples = to_samples([wide, narrow], "importance_sampling")
+    assert [s.id for s in samples] == ["datum 0", "datum 0", "datum 1"]
+    assert [s.tokens.tolist() for s in samples] == [[1, 2, 3, 4], [1, 2, 3, 4], [1, 3, 2]]
+    assert [s.labels.tolist() for s in samples] == [[0, 2, 3, 4], [0, 7, 8, 9], [0, 2, 2]]
+    assert [s.generator_logprobs.tolist() for s in samples] == [[0, -1, -3, -5], [0, -2, -4, -6], [0, -7, -8]]
+    assert [s.advantages.tolist() for s in samples] == [[0, 1, 3, 5], [0, 2, 4, 6], [0, 9, 10]]
+    assert all(
+        s.weights.tolist() == [1] * len(s) and s.loss_mask.all() and not s.loss_inputs for s in samples
+    )
+    computed = [np.arange(4) + 10 * i for i in range(2)] + [np.arange(3) + 20]
+    first, second = to_logprobs([wide, narrow], computed)
+    assert first.tolist() == [[1, 11], [2, 12], [3, 13]] and second.tolist() == [21, 22]
+
+
+def test_weights_are_those_of_the_datum():
+    (sample,) = to_samples([plain(weights=[0.5, 2.0])], "cross_entropy")
+    assert sample.weights.tolist() == [0, 0.5, 2.0] and sample.generator_logprobs.tolist() == [0, 0, 0]

@@ -102,3 +102,35 @@ def test_sparse_tensors_that_are_none_are_refused(rows, columns, values, shape):
     tensor.sparse_csr.col_indices = np.asarray(columns, np.int64).tobytes()
     with pytest.raises(UserError, match="target_tokens"):
         wire.read_forward_backward(message.SerializeToString())
+
+
+@pytest.mark.parametrize("kind", ["image", "dmel", None])
+def test_a_chunk_that_is_no_text_is_refused_and_not_left_out(kind):
+    message = wire.pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for data_chunks in (1, 2):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray([1, 2], np.int32).tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dtype, tensor.dense = wire.pb.DTYPE_INT64, np.asarray([2, 3], np.int64).tobytes()
+        if data_chunks == 1:
+            assert len(wire.read_forward_backward(message.SerializeToString()).data) == 1
+    chunk = datum.model_input.add()
+    if kind:
+        getattr(chunk, kind).SetInParent()
+    named = kind or "nothing"
+    with pytest.raises(UserError, match=f"^datum 1: a chunk of {named}; only tokens are offered here$"):
+        wire.read_forward_backward(message.SerializeToString())
+
+
+def test_records_say_how_many_data_they_hold():
+    """A run of data with equal trailing shapes is a record."""
+    arrays = [np.ones(3), np.ones(2), np.ones((2, 4)), np.ones(1)]
+    written = wire.pb.ForwardBackwardOutput.FromString(wire.write_learned(Learned(arrays, {})))
+    assert [record.num_datums for record in written.loss_fn_outputs] == [2, 1, 1]
+
+
+def test_what_was_not_asked_for_is_not_there():
+    cut = Completion([5], [-1.0], VersionRange(0, 0), StopReason.LENGTH)
+    read = deserialize_sample_response(wire.write_samples([cut], 0, 0))
+    assert read.prompt_logprobs is None and read.topk_prompt_logprobs is None
+    assert read.sequences[0].stop_reason == "length"

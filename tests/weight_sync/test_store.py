@@ -66,6 +66,35 @@ def test_what_is_read_stays_until_it_was_read_and_the_fourth_version_waits():
     asyncio.run(main())
 
 
+def test_a_version_that_is_being_written_takes_a_place():
+    """Of two that write at the same time the second waits, where there is room for one."""
+
+    async def main():
+        memory, begun, may_end = Memory(), [], asyncio.Event()
+        await memory.publish(0)
+
+        def writes(version):
+            async def write():
+                begun.append(version)
+                await may_end.wait()
+                return Manifest(version, ())
+
+            return asyncio.create_task(memory.store.publish(MODEL, write))
+
+        async with memory.store.reading(memory.store.newest(MODEL)):
+            await memory.publish(1)  # two are there
+            writing = [writes(2), writes(3)]
+            await asyncio.sleep(0.01)
+            assert begun == [2]
+            may_end.set()
+            memory.there.add((MODEL, 2))
+            memory.there.add((MODEL, 3))
+            await asyncio.wait_for(asyncio.gather(*writing), 1)
+        assert begun == [2, 3] and memory.store.versions == {MODEL: [3]}
+
+    asyncio.run(main())
+
+
 def test_an_adapters_base_stays_beside_its_versions():
     async def main():
         memory, adapter = Memory(), ("policy", LoRA(rank=4))

@@ -47,6 +47,24 @@ def test_blocks_of_a_two_dimensional_layout_come_back_whole(tmp_path):
     assert torch.equal(fetch(transport, publish(transport, 1, blocks))["w"], full)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_what_is_put_together_has_the_dtype_of_its_parts(tmp_path, dtype):
+    full = torch.arange(12).view(6, 2).to(dtype)
+    transport = SharedMemory(str(tmp_path))
+    whole = fetch(transport, publish(transport, 1, rows("w", full, 3)))["w"]
+    assert whole.dtype == dtype and torch.equal(whole, full)
+
+
+def test_a_version_whose_file_is_gone_already_is_released_all_the_same(tmp_path):
+    """As after a death, or where somebody cleaned up."""
+    transport = SharedMemory(str(tmp_path))
+    manifest = publish(transport, 1, rows("w", torch.ones(4, 2), 2))
+    min(tmp_path.iterdir()).unlink()
+    for _ in range(2):
+        asyncio.run(transport.release(manifest))
+    assert not list(tmp_path.iterdir())
+
+
 def test_versions_do_not_mix_and_a_released_one_is_refused(tmp_path):
     transport = SharedMemory(str(tmp_path))
     manifests = [publish(transport, v, rows("w", torch.full((4, 2), float(v)), 2)) for v in (1, 2)]

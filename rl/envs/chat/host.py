@@ -40,7 +40,8 @@ class EpisodeHost:
         self.turn_seconds = env.turn_seconds
         self.episode_seconds = env.episode_seconds
         self.reward_seconds = reward_seconds
-        self._ended: dict[int, int] = {}  # pid -> wait status
+        self._ended: dict[int, int] = {}  # pid -> wait status, of open episodes
+        self._closed: set[int] = set()  # episodes that are over, and whose process has not been told of
         self._is_reading = False
         self._is_cut_off = False  # a killed process's sockets close before it can be waited for
         self.num_restarts = 0
@@ -97,7 +98,12 @@ class EpisodeHost:
             episode.kill()
             writer.close()
             reading.cancel()
-            self._ended.pop(episode.pid, None)
+            self._forget(episode.pid, life)
+
+    def _forget(self, pid: int, life: int) -> None:
+        """The number may be another episode's once the forking process has told of this one's end."""
+        if self._ended.pop(pid, None) is None and pid and life == self.num_restarts:
+            self._closed.add(pid)
 
     async def _send_fds(self, fds: Sequence[int]) -> None:
         """The socket holds a few hundred; what is beyond waits until as many have been forked."""
@@ -121,6 +127,7 @@ class EpisodeHost:
                 _end(self._host, self._process)
                 self._host, self._process = await asyncio.to_thread(self._start)
                 self._is_reading = self._is_cut_off = False
+                self._ended, self._closed = {}, set()
                 self.num_restarts += 1
             if not self._is_reading:
                 loop.add_reader(self._host, self._read_ended)
@@ -162,7 +169,10 @@ class EpisodeHost:
             asyncio.get_running_loop().remove_reader(self._host)
         for at in range(0, len(data) - len(data) % ENDED.size, ENDED.size):
             pid, status = ENDED.unpack_from(data, at)
-            self._ended[pid] = status
+            if pid in self._closed:
+                self._closed.remove(pid)
+            else:
+                self._ended[pid] = status
 
 
 class HostedEpisode:

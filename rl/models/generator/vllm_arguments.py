@@ -1,4 +1,4 @@
-"""What vLLM's engine is given that depends on the device, apart from it: no test need import vLLM."""
+"""What vLLM's engine is given, apart from it: no test need import vLLM."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,30 @@ import torch
 
 from rl.models.generator.vllm_config import Fill, VLLMConfig
 from rl.owned_directory import note_beside
+
+
+def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
+    """Of EngineArgs, but for weight transfer and adapters."""
+    return {
+        "model": config.model_dir,
+        "skip_tokenizer_init": not config.stop_texts,
+        "load_format": "dummy" if config.weights == "published" else "auto",
+        "dtype": config.dtype,
+        "enforce_eager": not (config.compile or config.cuda_graphs),
+        **graph_args(config),
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        # vLLM rewinds the seeded generator of a prompt that it cuts in two; torch's CPU generator cannot.
+        "enable_chunked_prefill": not on_cpu,
+        "max_num_batched_tokens": max(config.max_model_len, 4096),
+        **memory_args(config),
+        "block_size": config.block_size,
+        # vLLM's default on GPUs: its queue of batches was not tested with updates in flight.
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "external_launcher" if config.tensor_parallel > 1 else None,
+    }
 
 
 def graph_args(config: VLLMConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from rl.interfaces import Transport
 from rl.models.generator import cpu_lora
 from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
-from rl.models.generator.vllm_arguments import graph_args, memory_args, name_shared_memory, take_own_device
+from rl.models.generator.vllm_arguments import engine_args, name_shared_memory, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
 from rl.models.hf import max_positions, read_config
@@ -245,25 +245,8 @@ def _of_prompt(prompt: Sequence[int], output: RequestOutput, count: int) -> dict
 
 def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
     return EngineArgs(
-        model=config.model_dir,
-        skip_tokenizer_init=not config.stop_texts,
-        load_format="dummy" if config.weights == "published" else "auto",
-        dtype=config.dtype,
-        enforce_eager=not (config.compile or config.cuda_graphs),
-        **graph_args(config),
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        # vLLM rewinds the seeded generator of a prompt that it cuts in two; torch's CPU generator cannot.
-        enable_chunked_prefill=not on_cpu,
-        max_num_batched_tokens=max(config.max_model_len, 4096),
-        **memory_args(config),
-        block_size=config.block_size,
+        **engine_args(config, on_cpu),
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        # vLLM's default on GPUs: its queue of batches was not tested with updates in flight.
-        async_scheduling=False,
-        disable_log_stats=True,
-        tensor_parallel_size=config.tensor_parallel,
-        distributed_executor_backend="external_launcher" if config.tensor_parallel > 1 else None,
         **_lora_args(config.max_lora_rank, config.max_adapters),
     )
 

@@ -163,6 +163,33 @@ def test_a_prompt_that_siblings_share_is_tokenised_once(monkeypatch):
     assert template.prompt([{"role": "user", "content": "b"}], ()) != again
 
 
+def test_a_rollouts_versions_are_those_of_all_its_turns():
+    session, _, _ = session_of("llama3", [])
+    assert session.versions is None
+    for oldest, newest in ((5, 5), (3, 6), (4, 9)):
+        completion = Completion([1], [0.0], VersionRange(oldest, newest), StopReason.STOP)
+        session.turns.append(Turn(None, np.array([7], np.int32), completion, {}, ParsedTurn(""), ""))
+    assert session.versions == VersionRange(3, 9)
+
+
+def test_a_call_that_cannot_be_read_stays_in_the_turns_words():
+    """The policy sees what it wrote, and is told why it could not be read."""
+    text = 'Look: <tool_call>{"name": </tool_call>'
+    session, _, _ = session_of("qwen3", [text])
+    turn = asyncio.run(session.complete([{"role": "user", "content": "hi"}], [TOOL]))
+    assert turn.message == {"role": "assistant", "content": text} and len(turn.parsed.malformed) == 1
+
+
+def test_a_turn_ends_at_the_templates_token_beside_those_that_were_asked_for():
+    tokenizer = tokenizer_of("llama3")
+    template = ChatTemplate(tokenizer)
+    for own in ((), (7,), (template.end_id,), (7, template.end_id)):
+        writer = Writer(tokenizer, template.end_id, ["ok"], random.Random(0))
+        session = ChatSession(template, writer, SamplingParams(64, stop_token_ids=own), [0], 10_000)
+        asyncio.run(session.complete([{"role": "user", "content": "a"}], ()))
+        assert sorted(writer.asked[0][1].stop_token_ids) == sorted({*own, template.end_id})
+
+
 def test_no_room_is_said_and_a_turn_gets_no_more_than_there_is():
     tokenizer = tokenizer_of("llama3")
     template = ChatTemplate(tokenizer)

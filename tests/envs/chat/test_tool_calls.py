@@ -13,6 +13,17 @@ def test_what_is_written_is_read_again(written):
     assert (parsed.calls, parsed.malformed, parsed.content) == ((CALL,), (), "")
 
 
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', "hermes"),
+        ('{"name": "a", "arguments": {"x": 1}}', "llama3"),
+    ],
+)
+def test_arguments_may_have_the_other_formats_name(text, written):
+    assert parse_turn(text, written).calls == (ToolCall("a", {"x": 1}),)
+
+
 def test_words_around_calls_are_the_content_and_calls_keep_their_order():
     text = (
         'First.\n<tool_call>{"name": "a", "arguments": {}}</tool_call>\n<tool_call>{"name": "b"}</tool_call>'

@@ -1,0 +1,64 @@
+"""What a run's settings become where vLLM reads them: apart from vLLM, which takes 10 s to import."""
+
+from dataclasses import replace
+
+import pytest
+
+from rl.controller.config import GeneratorConfig, JudgeConfig
+from rl.controller.settle import settle
+from rl.models.generator.environment import generator_environment
+from rl.models.generator.vllm_arguments import engine_args
+from tests.controller.test_settings_effect import small
+from tests.plans import AMPLE, cluster
+
+
+def given_to_vllm(on_cpu=True, hosts=AMPLE, role="generator", **changes):
+    plan = settle(replace(small(), **changes), cluster=hosts)
+    return engine_args(plan.of(role)[0].spec.config, on_cpu)
+
+
+ROWS = [
+    (GeneratorConfig(), {"enforce_eager": True}),
+    (GeneratorConfig(compile=True), {"enforce_eager": False}),
+    (GeneratorConfig(max_num_seqs=7), {"max_num_seqs": 7}),
+    (GeneratorConfig(block_size=64), {"block_size": 64}),
+    (GeneratorConfig(kv_cache_gib=0.125), {"kv_cache_memory_bytes": 2**27}),
+    (GeneratorConfig(tensor_parallel=2), {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}),
+    (GeneratorConfig(tensor_parallel=1), {"tensor_parallel_size": 1, "distributed_executor_backend": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("generator", "expected"), ROWS)
+def test_a_generators_setting_reaches_vllm(generator, expected):
+    arguments = given_to_vllm(generator=generator)
+    assert {name: arguments[name] for name in expected} == expected
+
+
+def test_sequences_and_the_dtype_are_the_trainers():
+    config = small()
+    trainer = replace(config.trainer, max_tokens=50)
+    arguments = given_to_vllm(trainer=trainer, dtype="bfloat16")
+    assert arguments["max_model_len"] == 50 and arguments["dtype"] == "bfloat16"
+    assert arguments["max_num_batched_tokens"] >= 50
+
+
+def test_weights_come_by_publishing_and_are_not_read_twice():
+    arguments = given_to_vllm()
+    assert arguments["load_format"] == "dummy" and arguments["skip_tokenizer_init"]
+    of_judge = given_to_vllm(role="judge", judge=JudgeConfig(model=small().model))
+    assert of_judge["load_format"] == "auto" and not of_judge["skip_tokenizer_init"]
+
+
+def test_graphs_are_captured_where_they_are_asked_for_and_prompts_are_cut_on_gpus_alone():
+    on = {"hosts": cluster("2xH100-80"), "generator": GeneratorConfig(cuda_graphs="on")}
+    arguments = given_to_vllm(on_cpu=False, **on)
+    assert not arguments["enforce_eager"] and arguments["enable_chunked_prefill"]
+    assert arguments["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert not given_to_vllm(on_cpu=True, **on)["enable_chunked_prefill"]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_generator_on_a_cpu_compiles_only_where_it_is_asked_to(compiles):
+    """Else the first token waits ten seconds for a C++ compiler."""
+    environment = generator_environment(1, compile=compiles)
+    assert environment["TORCH_COMPILE_DISABLE"] == ("0" if compiles else "1")

@@ -1,0 +1,187 @@
+"""The memory plan's arithmetic, part by part, against numbers worked by hand for a model of a few elements."""
+
+# holds: exact
+
+import dataclasses
+
+import pytest
+
+from rl.models.engine_config import EngineConfig
+from rl.models.generator.vllm_config import Fill, VLLMConfig
+from rl.models.layout import Layout
+from rl.plan.memory import GIB, ModelShape, engine_memory, generator_memory, longest_sequence_bytes
+from rl.types import LoRA
+
+# Of a layer: attention 8*8 + 8*4 + 8*4 + 8*8 = 192 elements of matrices, feed-forward 3*8*16 = 384; norms 2*8.
+# Embeddings and head: 10*8 each. In all 3*576 + 160 = 1888 of matrices and 3*16 + 8 = 56 of norms.
+DENSE = ModelShape(
+    dim=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, hidden_dim=16, vocab_size=10, tied=False,
+    qk_norm=False,
+)  # fmt: skip
+# The last two of its layers have 5 experts of 3*8*6 = 144, and a router of 8 for each: 760 in place of 384.
+EXPERTS = dataclasses.replace(DENSE, num_moe_layers=2, num_experts=5, top_k=2, expert_dim=6)
+# With a rank of 2: 2 * (16 + 12 + 12 + 16 of attention, 3*24 of the feed-forward) = 256 a layer.
+ADAPTER, ADAPTER_ELEMENTS = LoRA(rank=2), 768
+WHOLE, QUARTER = 1888 + 56, 1888 // 4 + 56 // 2
+# Of a token: 16 + 16 of norms, 5*8 + 6*4 of attention, 4*16 of the feed-forward; of experts 2*(4*6 + 2*8).
+LAYER, SPARSE_LAYER = 32 + 64 + 64, 32 + 64 + 80
+TOKENS = 5
+
+
+def engine(dtype="bfloat16", layout=Layout(), **settings):
+    return EngineConfig(layout=layout, dtype=dtype, max_seq_len=TOKENS, **settings)
+
+
+SPLIT = Layout(shard=2, tensor_parallel=2)  # of a layer: 16/2 + 16 of norms, the rest halved
+CASES = {
+    "in fp32": (
+        DENSE, engine("float32"), LoRA(), True,
+        {
+            "weights": 4 * WHOLE, "gradients": 4 * WHOLE, "optimizer": 8 * WHOLE, "gathered": 576 * 8,
+            "activations": TOKENS * 3 * LAYER * 4, "head": TOKENS * 10 * (4 + 12),
+        },
+    ),
+    "in bf16": (
+        DENSE, engine(), LoRA(), True,
+        {
+            "weights": 4 * WHOLE, "gradients": 4 * WHOLE, "optimizer": 8 * WHOLE,
+            "gathered": WHOLE * 2 + 576 * 6, "activations": TOKENS * 3 * LAYER * 2,
+            "head": TOKENS * 10 * (2 + 12),
+        },
+    ),
+    "a reference": (
+        DENSE, engine(), LoRA(), False,
+        {
+            "weights": 4 * WHOLE, "gradients": 0, "optimizer": 0, "gathered": WHOLE * 2,
+            "activations": TOKENS * LAYER * 2, "head": TOKENS * 10 * (2 + 8),
+        },
+    ),
+    "a critic": (DENSE, engine(head="value"), LoRA(), True, {"weights": 4 * WHOLE, "head": 0}),
+    "split four ways": (
+        DENSE, engine(layout=SPLIT), LoRA(), True,
+        {
+            "weights": 4 * QUARTER, "gradients": 4 * QUARTER, "optimizer": 8 * QUARTER,
+            "gathered": ((2 * 576 + 160) * 2 + 576 * 6) / 2,
+            "activations": TOKENS * 3 * (24 + 32 + 32) * 2, "head": TOKENS * 10 * (2 + 12),
+        },
+    ),
+    "two ranks for each row": (
+        DENSE, engine(layout=Layout(context_parallel=2)), LoRA(), True,
+        {"weights": 4 * WHOLE / 2, "activations": TOKENS / 2 * 3 * LAYER * 2},
+    ),
+    "two copies": (DENSE, engine(layout=Layout(replicate=2)), LoRA(), True, {"weights": 4 * WHOLE}),
+    "an adapter": (
+        DENSE, engine(adapters=True), ADAPTER, True,
+        {
+            "weights": 2 * WHOLE + 4 * ADAPTER_ELEMENTS, "gradients": 4 * ADAPTER_ELEMENTS,
+            "optimizer": 8 * ADAPTER_ELEMENTS, "gathered": 0, "activations": TOKENS * 3 * LAYER * 2,
+        },
+    ),
+    "an adapter, split four ways": (
+        DENSE, engine(adapters=True, layout=SPLIT), ADAPTER, True,
+        {
+            "weights": 2 * QUARTER + 4 * ADAPTER_ELEMENTS / 2, "gradients": 4 * ADAPTER_ELEMENTS / 2,
+            "gathered": (2 * 576 + 160) * 2 / 2,
+        },
+    ),
+    "a reference beside adapters": (
+        DENSE, engine(adapters=True), ADAPTER, False,
+        {"weights": 2 * WHOLE, "gradients": 0, "optimizer": 0, "gathered": 0},
+    ),
+    "layers computed again": (
+        DENSE, engine(activation_checkpointing="full"), LoRA(), True,
+        {"activations": TOKENS * (3 * 8 + LAYER) * 2},
+    ),
+    "half of them": (
+        DENSE, engine(activation_checkpointing="selective"), LoRA(), True,
+        {"activations": TOKENS * (3 * LAYER / 2 + LAYER) * 2},
+    ),
+    "experts": (
+        EXPERTS, engine(), LoRA(), True,
+        {
+            "weights": 4 * (WHOLE + 2 * (760 - 384)), "gathered": (WHOLE + 752) * 2 + (192 + 760) * 6,
+            "activations": TOKENS * (LAYER + 2 * SPARSE_LAYER) * 2,
+        },
+    ),
+    "experts, layers computed again": (
+        EXPERTS, engine(activation_checkpointing="full"), LoRA(), True,
+        {"activations": TOKENS * (3 * 8 + SPARSE_LAYER) * 2},
+    ),
+    "experts, split four ways": (
+        EXPERTS, engine(layout=SPLIT), LoRA(), True,
+        {"activations": TOKENS * (88 + 2 * (24 + 32 + 40)) * 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engines_parts_are_those_worked_by_hand(case):
+    shape, config, lora, learns, expected = CASES[case]
+    parts = engine_memory(shape, config, lora, learns, on_cpu=True).parts
+    assert {name: parts[name] for name in expected} == expected
+
+
+def test_a_generators_parts_are_those_worked_by_hand():
+    """On two ranks: half of the matrices and all norms of each; logits of 7 sequences, 4096 tokens at a time."""
+    config = VLLMConfig("", dtype="bfloat16", max_model_len=100, max_num_seqs=7, tensor_parallel=2)
+    weights = 1888 * 2 / 2 + 56 * 2
+    expected = {
+        "weights": weights, "loading": 2 * weights, "cache": GIB / 4,
+        "activations": 4096 * (32 + 3 * 16 / 2) * 2 + 7 * 10 * (2 + 8),
+    }  # fmt: skip
+    parts = generator_memory(DENSE, config, on_cpu=True).parts
+    assert {name: parts[name] for name in expected} == expected
+    on_gpu = generator_memory(DENSE, dataclasses.replace(config, kv_cache_gib=Fill(50.0)), on_cpu=False).parts
+    assert on_gpu["loading"] == 10 * 8 * 2 and on_gpu["cache"] == 0  # one tensor at a time
+    wide = generator_memory(EXPERTS, dataclasses.replace(config, max_model_len=9999), on_cpu=True).parts
+    assert wide["activations"] == 9999 * (32 + 3 * 16 / 2) * 2 + 700
+    many = dataclasses.replace(EXPERTS, top_k=4)  # 4 * 6 is wider than 16
+    assert generator_memory(many, config, on_cpu=True).parts["activations"] == 4096 * (32 + 36) * 2 + 700
+
+
+def test_a_sequence_takes_whole_blocks_of_the_cache_and_one_more():
+    config = VLLMConfig("", dtype="bfloat16", max_model_len=64, block_size=32)
+    a_token = 2 * 3 * 1 * 4 * 2  # keys and values of three layers
+    assert longest_sequence_bytes(DENSE, config) == 3 * 32 * a_token
+    assert longest_sequence_bytes(DENSE, dataclasses.replace(config, max_model_len=65)) == 4 * 32 * a_token
+    half = dataclasses.replace(config, tensor_parallel=2)
+    assert longest_sequence_bytes(DENSE, half) == 3 * 32 * a_token / 2
+
+
+def test_a_process_without_a_model_takes_about_what_torch_does():
+    """The quickstart's models are of a few MiB: what its processes take is torch, torchtitan and vLLM."""
+    on_cpu = [engine_memory(DENSE, engine(), LoRA(), True, on_cpu=True).total]
+    on_cpu += [generator_memory(DENSE, VLLMConfig("", kv_cache_gib=0), on_cpu=True).total]
+    on_gpu = [engine_memory(DENSE, engine(), LoRA(), True, on_cpu=False).total]
+    on_gpu += [generator_memory(DENSE, VLLMConfig("", kv_cache_gib=0), on_cpu=False).total]
+    assert all(0.4 * GIB < total < 1.2 * GIB for total in on_cpu), on_cpu
+    assert all(1 * GIB < total < 3 * GIB for total in on_gpu), on_gpu
+
+
+CONFIG = {
+    "hidden_size": 8, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 10
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extra", "num_moe"),
+    [
+        ({}, 0),
+        ({"num_experts": 4}, 6),
+        ({"num_local_experts": 4}, 6),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, 3),
+        ({"num_experts": 4, "mlp_only_layers": [0, 5]}, 4),
+        ({"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 9]}, 2),
+    ],
+)
+def test_which_layers_have_experts(extra, num_moe):
+    """Of those whose turn it is (every second: the layers 1, 3 and 5) all but the ones that are named."""
+    assert ModelShape.of(CONFIG | extra).num_moe_layers == num_moe
+
+
+def test_what_config_json_leaves_out():
+    shape = ModelShape.of(CONFIG)
+    assert (shape.num_kv_heads, shape.head_dim, shape.tied, shape.qk_norm) == (2, 4, False, False)
+    shape = ModelShape.of(CONFIG | {"head_dim": 3, "num_key_value_heads": 1, "model_type": "qwen3_moe"})
+    assert (shape.num_kv_heads, shape.head_dim, shape.qk_norm) == (1, 3, True)
+    assert shape.vectors == 6 * (2 * 8 + 2 * 3) + 8
