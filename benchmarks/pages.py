@@ -5,8 +5,8 @@ a hash of the code that made it. `python -m benchmarks.pages` lists the pages wh
 `python -m benchmarks.pages NAME COMMIT` prints the hash of a page's code at a commit.
 
 Text elsewhere quotes a figure by a comment behind it, which tests/test_pages.py compares:
-`6.8<!--rl_step: TRL, as it comes: s/step / ours, synchronous: s/step-->`, that is PAGE: ROW: COLUMN, or two of them with " / "
-between.
+`11.8<!--rl_step; ours, synchronous; s/step-->`, that is PAGE; ROW; COLUMN, or the ratio of two figures of a page,
+`PAGE; ROW; COLUMN over ROW; COLUMN`.
 """
 
 import ast
@@ -28,8 +28,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
-    "algorithms_benchmark": ("benchmarks/algorithms.py",),
-    "asynchrony": ("benchmarks/asynchrony.py",),
+    "algorithms_benchmark": ("benchmarks/algorithms.py", "configs/algorithms.py"),
+    "asynchrony": ("benchmarks/asynchrony.py", "configs/smollm2.py"),
     "attention": ("benchmarks/attention.py",),
     "busy_generators": ("benchmarks/busy_generators.py",),
     "chaos": ("tests/chaos/chaos.py",),
@@ -40,13 +40,13 @@ PAGES = {
     "prefix_trees": ("benchmarks/prefix_trees.py",),
     "prefix_trees_recipe": ("benchmarks/prefix_trees_recipe.py",),
     "rl_step": ("benchmarks/rl_step.py", "benchmarks/trl_step.py"),
-    "soak": ("benchmarks/soak.py",),
+    "soak": ("benchmarks/soak.py", "configs/quickstart.py"),
     "tinker_database": ("benchmarks/tinker_database.py",),
     "tinker_load": ("benchmarks/tinker_load.py",),
     "tinker_server": ("benchmarks/tinker_server.py",),
     "tinker_servers": ("benchmarks/tinker_servers.py", "benchmarks/tinker_client.py"),
     "to_accuracy": ("benchmarks/to_accuracy.py", "benchmarks/trl_step.py"),
-    "watch_cost": ("benchmarks/watch_cost.py",),
+    "watch_cost": ("benchmarks/watch_cost.py", "configs/quickstart.py"),
 }
 """Page -> the files that measure it. What these take from benchmarks/ and configs/ counts too."""
 _COUNTED = ("benchmarks", "configs")
@@ -275,11 +275,11 @@ def quotes(text: str) -> Iterator[tuple[str, str]]:
 
 
 def quoted(reference: str) -> float:
-    """PAGE: ROW: COLUMN, or the ratio of two of them. Raises KeyError where there is no such figure."""
-    page, _, rest = reference.partition(": ")
+    """PAGE; ROW; COLUMN, or the ratio of two of them. Raises KeyError where there is no such figure."""
+    page, _, rest = reference.partition("; ")
     values = []
-    for part in rest.split(" / ") if rest.count(": ") > 1 else [rest]:
-        row, _, column = part.rpartition(": ")
+    for part in rest.split(" over "):
+        row, _, column = part.partition("; ")
         values.append(figures(page)[row, column])
     return values[0] / values[1] if len(values) == 2 else values[0]
 

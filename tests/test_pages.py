@@ -83,12 +83,12 @@ def unused():
 """
 
 
-def hash_of(code=CODE, other=OTHER, monkeypatch=None):
+def hash_of(code=CODE, other=OTHER):
     files = {"benchmarks/page.py": code, "benchmarks/other.py": other}
     return code_hash("page", files.get)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def page(monkeypatch):
     monkeypatch.setitem(PAGES, "page", ("benchmarks/page.py",))
 
@@ -104,7 +104,7 @@ def page(monkeypatch):
         ("steps):", "steps: list[str]) -> float:"),
     ],
 )
-def test_words_and_names_are_no_other_code(old, new):
+def test_words_and_names_are_no_other_code(page, old, new):
     assert old in CODE and hash_of(CODE.replace(old, new)) == hash_of()
 
 
@@ -120,11 +120,11 @@ def test_words_and_names_are_no_other_code(old, new):
         ("statistics.median(found) - min(found)", "min(found) - statistics.median(found)"),
     ],
 )
-def test_what_computes_is_other_code(old, new):
+def test_what_computes_is_other_code(page, old, new):
     assert old in CODE and hash_of(CODE.replace(old, new)) != hash_of()
 
 
-def test_what_a_page_takes_from_another_file_counts_and_the_rest_of_that_does_not():
+def test_what_a_page_takes_from_another_file_counts_and_the_rest_of_that_does_not(page):
     assert hash_of(other=OTHER.replace("1000", "1024")) != hash_of()
     assert hash_of(other=OTHER.replace("return 1\n", "return 2\n")) == hash_of()
     assert hash_of(CODE.replace("helper", "seconds_of"), OTHER.replace("helper", "seconds_of")) == hash_of()
@@ -142,12 +142,12 @@ def test_a_figure_is_found_by_row_and_column_and_compared_to_the_digits_that_are
     ]
     (tmp_path / "docs" / "made_up.md").write_text(f"# Title\n\n{table(rows)}\n\ntext\n")
     figures.cache_clear()
-    assert quoted("made_up: ours, a: s/step") == 1120.5
-    assert quoted("made_up: ours, b: of") == 70
-    assert quoted("made_up: ours, a: s/step / ours, b: s/step") == pytest.approx(2.0009, abs=1e-4)
+    assert quoted("made_up; ours, a; s/step") == 1120.5
+    assert quoted("made_up; ours, b; of") == 70
+    assert quoted("made_up; ours, a; s/step over ours, b; s/step") == pytest.approx(2.0009, abs=1e-4)
     with pytest.raises(KeyError):
-        quoted("made_up: ours: s/step")  # of two rows
-    text = "It takes 1,120<!--made_up: ours, a: s/step--> s, 2.00<!--made_up: ours, a: s/step / ours, b: s/step--> times as long."
+        quoted("made_up; ours; s/step")  # of two rows
+    text = "It takes 1,120<!--made_up; ours, a; s/step--> s, 2.00<!--made_up; ours, a; s/step over ours, b; s/step--> times as long."
     assert [agrees(written, quoted(reference)) for written, reference in quotes(text)] == [True, True]
     assert not agrees("2.01", 2.0009) and not agrees("1,119", 1120.5) and agrees("2", 2.0009)
     figures.cache_clear()
