@@ -3,6 +3,8 @@
 How a page is written and what of its code counts: benchmarks/pages.py.
 """
 
+# holds: exact
+
 import re
 
 import pytest
