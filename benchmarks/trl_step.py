@@ -111,7 +111,8 @@ class Evaluation(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         self.accuracies.append(self.accuracy(model))
         print(f"step {state.global_step}: {self.accuracies[-1]:.3f}", file=sys.stderr, flush=True)
-        control.should_training_stop = self.accuracies[-1] >= self.goal
+        if self.accuracies[-1] >= self.goal:  # else the trainer's own end stands
+            control.should_training_stop = True
 
     @torch.no_grad()
     def accuracy(self, model: Any) -> float:

@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,7 @@ RECIPES = {
     "qwen3_30b_a3b_lora": ("qwen3-30b-a3b", "8xH100-80"),
 }
 GIB = 2**30
+GPU_DOCS = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 
 
 @pytest.fixture
@@ -123,6 +125,14 @@ def test_recipes_fit_where_they_say(model, recipe, capsys):
     assert plan([recipe, "--model.path", config.model.path, "--devices", machine]) == 0
     printed = capsys.readouterr().out
     assert printed.endswith("it fits\n") and "weight sync:" in printed
+    totals = {
+        line.split()[0]: float(line.split()[-1])
+        for line in printed.splitlines()
+        if line.endswith(tuple("0123456789"))
+    }
+    (row,) = [line for line in GPU_DOCS.splitlines() if line.startswith(f"| `{recipe}` ")]
+    of_page = [float(cell.split()[0].rstrip(",")) for cell in row.strip("| ").split("|")[2:]]
+    assert of_page == pytest.approx([totals["trainer"], totals["generator"]], abs=0.05 + 1e-9)
     assert (
         plan([recipe, "--model.path", config.model.path, "--devices", "1xA10-24"]) == 1
         or recipe == "qwen3_0_6b"
