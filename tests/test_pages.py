@@ -55,6 +55,13 @@ def test_what_it_costs_is_quoted_by_markers():
     assert len(MARKERS) > 20
 
 
+def test_layouts_differ_in_fp32_by_what_the_readme_says():
+    (most,) = re.findall(r"In fp32 they differ from one process's by (\S+) at most there", TEXTS["README"])
+    rows = [line.strip("| ").split(" | ") for line in DOCS["conformance"].splitlines() if "Engine | " in line]
+    in_fp32 = [row[4:8] for row in rows if not re.search("bfloat16|float8", row[3])]
+    assert len(in_fp32) > 30 and max(float(cell) for row in in_fp32 for cell in row) == float(most)
+
+
 @pytest.mark.slow
 def test_no_page_was_made_by_other_code():
     names = changed_pages()
