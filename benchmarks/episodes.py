@@ -1,11 +1,10 @@
 """256 episodes of two tool calls of 0 to 2 s each: what they cost the controller, and is the generator busy?
 
-    python -m benchmarks.episodes
-
-The generator is a stand-in that takes 30 ms a turn and has 64 places, so that only the controller and the
-episodes' processes are measured. Writes a table to standard output.
+`python -m benchmarks.episodes [--rounds N]` writes docs/episodes.md. The generator is a stand-in that takes 30 ms a turn and has 64
+places, so that only the controller and the episodes' processes are measured.
 """
 
+import argparse
 import asyncio
 import tempfile
 import time
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import machine, spread, write_page
 from rl.cluster.environment import prepare_environment
 
 _NUM_EPISODES = 256
@@ -21,14 +21,34 @@ _PLACES = 64
 _TURN_SECONDS = 0.03
 
 
+NOTES = f"""{_NUM_EPISODES} episodes of two tool calls of 0 to 2 s each, all under way at a time, with a stand-in for the generator ({1000 * _TURN_SECONDS:.0f} ms a turn,
+{_PLACES} places). Medians of the rounds (least to most). The tools alone take 2 s on average and 4 at most. The agents' seconds are their
+own: {_NUM_EPISODES} processes that make OpenAI clients. What such a client loads at its first request is loaded once, before episodes fork
+(`AgentEnv.prepare`)."""
+_WAYS = {"the turn loop": "in-process", "agents on OpenAI's client": "endpoint"}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
     prepare_environment()
-    print("| | seconds | turns | controller CPU a turn | generator's places in use |\n|---|---|---|---|---|")
-    for name in ("in-process", "endpoint"):
-        asyncio.run(_measure(name))
+    machine()
+    measured = {name: [] for name in _WAYS}
+    for _ in range(rounds):
+        for name, way in _WAYS.items():
+            measured[name].append(asyncio.run(_measure(way)))
+            print(name, measured[name][-1], flush=True)
+    rows = [["", "seconds for all", "turns", "controller CPU a turn, ms", "generator's places in use"]]
+    for name, of in measured.items():
+        seconds, turns, cpu, share = zip(*of, strict=True)
+        rows.append([name, spread(seconds, 1), str(turns[0]), spread(cpu, 1), f"{max(share):.0%}"])
+    command = f"python -m benchmarks.episodes --rounds {rounds}"
+    write_page("episodes", "What an episode costs", command, rows, NOTES, packages=("torchmonarch", "openai"))
 
 
-async def _measure(name: str) -> None:
+async def _measure(name: str) -> tuple[float, int, float, float]:
+    """Seconds for all, turns, milliseconds of the controller's CPU a turn, share of the generator's places."""
     from benchmarks.episodes_env import Caller, Waiting
     from rl.envs.base import RolloutContext
     from rl.envs.chat.endpoint import AgentEndpoint
@@ -55,7 +75,7 @@ async def _measure(name: str) -> None:
     assert not failed, failed[0]
     turns = sum(int(rollout.counts["turns"]) for rollout in rollouts)
     share = generator.busy / (seconds * _PLACES)
-    print(f"| {name} | {seconds:.1f} | {turns} | {cpu / turns * 1e3:.2f} ms | {share:.0%} |", flush=True)
+    return seconds, turns, 1e3 * cpu / turns, share
 
 
 class _Generator:

@@ -1,11 +1,13 @@
 """Actors without processes, for benchmarks of the controller alone: everything takes as long as it is told, and no CPU."""
 
 import asyncio
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from configs.quickstart import quickstart
 from rl.actors.actors import Actors
@@ -17,6 +19,7 @@ from rl.actors.trainer import TrainerHandle
 from rl.controller.config import RunConfig, WarmupConfig
 from rl.controller.settle import settle
 from rl.observability.timeline import Timeline
+from rl.observability.writer import Writer
 from rl.types import Completion, Score, StopReason, VersionRange
 from rl.waiting import Signal
 from rl.weight_sync.manifest import MODEL, Manifest
@@ -35,8 +38,32 @@ class Seconds:
     load: float = 0.0
 
 
-def four_tokens(versions: VersionRange) -> Completion:
-    return Completion([5, 6, 7, 2], [-1.0] * 4, versions, StopReason.STOP)
+class Completions:
+    """Random tokens, as they come out of a message from another process."""
+
+    def __init__(self, num_tokens: int):
+        self._rng, self._num_tokens = np.random.default_rng(0), num_tokens
+
+    def __call__(self, versions: VersionRange) -> Completion:
+        tokens = self._rng.integers(5, 25, self._num_tokens, dtype=np.int32)
+        logprobs = self._rng.random(self._num_tokens, dtype=np.float32) - 1
+        return pickle.loads(pickle.dumps(Completion(tokens, logprobs, versions, StopReason.STOP)))
+
+    async def sample(self, prompt: Any, n: int, params: Any) -> list[Completion]:
+        return [self(VersionRange(0, 0)) for _ in range(n)]
+
+
+class AtOnce(Writer):
+    """Writes in its caller's thread: a virtual clock runs on while another thread is at work."""
+
+    def _work(self) -> None:
+        pass
+
+    def _append(self, job: Callable[[], object], size: int) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._error = self._error or error
 
 
 class FakeGenerator:
@@ -44,7 +71,7 @@ class FakeGenerator:
         self,
         seconds: Seconds,
         rng: random.Random,
-        complete: Callable[[VersionRange], Completion] = four_tokens,
+        complete: Callable[[VersionRange], Completion],
     ):
         self._seconds, self._rng, self._version, self._complete = seconds, rng, 0, complete
 
@@ -58,7 +85,7 @@ class FakeGenerator:
         await asyncio.sleep(self._seconds.load)
         self._version = manifest.version
 
-    async def sample(self, prompt: Any, n: int, params: Any, wave: Any) -> list[Completion]:
+    async def sample(self, prompt: Any, n: int, params: Any, wave: Any, key: int) -> list[Completion]:
         first = self._version
         await asyncio.sleep(self._seconds.group * self._rng.lognormvariate(0, self._seconds.spread))
         versions = VersionRange(first, self._version)
@@ -100,29 +127,6 @@ class FakeTrainer(TrainerHandle):
         return [dict.fromkeys(names, 0.0) | {"tokens:sum": float(batch.num_target_tokens)}]
 
 
-class NoRecorder:
-    """Keeps the number of steps alone."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.num_steps = 0
-
-    def step(self, *args: Any) -> None:
-        self.num_steps += 1
-
-    def evaluation(self, *args: Any, **settings: Any) -> None:
-        pass
-
-    async def keep_batch(self, *args: Any) -> None:
-        pass
-
-    async def flush(self) -> None:
-        pass
-
-    async def write(self, job: Callable[[], Any]) -> Any:
-        return job()
-
-
 def config(**changes: Any) -> RunConfig:
     base = quickstart()
     return replace(
@@ -134,8 +138,8 @@ def fake_actors(
     config: RunConfig,
     seconds: Seconds,
     num_rewards: int,
+    complete: Callable[[VersionRange], Completion],
     seed: int = 0,
-    complete: Callable[[VersionRange], Completion] = four_tokens,
     reward: FakeReward | None = None,
     trainer: FakeTrainer | None = None,
 ) -> Actors:

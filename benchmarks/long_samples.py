@@ -7,7 +7,6 @@ ones, in real time; only the processes are made up. One rollout in ten fails, an
 import asyncio
 import io
 import os
-import pickle
 import tempfile
 import time
 import tracemalloc
@@ -18,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fakes import FakeReward, FakeTrainer, Seconds, config, fake_actors
-from benchmarks.runs import table
+from benchmarks.fakes import Completions, FakeReward, FakeTrainer, Seconds, config, fake_actors
+from benchmarks.pages import Rows
 from rl.batching import pack
 from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig
 from rl.controller.stages import RunStages
@@ -30,27 +29,12 @@ from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig, open_sinks
 from rl.observability.timeline import Timeline
-from rl.types import Completion, Group, Prompt, Sample, SamplingParams, Score, StopReason, VersionRange
+from rl.types import Group, Prompt, Sample, SamplingParams, Score
 from rl.waiting import beside, give_way_often
 
 TITLE = "## Long samples"
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 512, 16, 8192
 _ATTENTION_COST = 1 / (6 * 4096)  # of a model with a hidden size of 4,096
-
-
-class Completions:
-    """Random tokens, as they come out of a message from another process."""
-
-    def __init__(self, num_tokens: int):
-        self._rng, self._num_tokens = np.random.default_rng(0), num_tokens
-
-    def __call__(self, versions: VersionRange) -> Completion:
-        tokens = self._rng.integers(5, 25, self._num_tokens, dtype=np.int32)
-        logprobs = self._rng.random(self._num_tokens, dtype=np.float32) - 1
-        return pickle.loads(pickle.dumps(Completion(tokens, logprobs, versions, StopReason.STOP)))
-
-    async def sample(self, prompt: Any, n: int, params: Any) -> list[Completion]:
-        return [self(VersionRange(0, 0)) for _ in range(n)]
 
 
 class TimedTrainer(FakeTrainer):
@@ -221,7 +205,8 @@ def advantage_seconds() -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-def section() -> str:
+def section() -> list[str | Rows]:
+    """The blocks of the page."""
     rows = [["samples", "tokens each", "ranks", "share prefixes", "rows a rank", "pack, s (CPU)"]]
     for low, high in ((17_000, 32_000), (2_000, 32_000), (8_000, 16_384)):
         for num in (1024, 8192):
@@ -244,20 +229,12 @@ def section() -> str:
         ["bytes a token of rollouts, 1 of them their text", f"{rollouts:.1f}"],
         ["bytes a token of rollouts and the samples to train on", f"{with_samples:.1f}"],
     ]
-    lines = [
+    return [
         TITLE,
-        "",
-        f"Made by `python -m benchmarks.controller_scale --only_long`, at niceness {os.nice(0)}, on {os.cpu_count()} cores with a load "
-        f"of {os.getloadavg()[0]:.0f}.",
-        "Packing is the plan of the rows; the process that computes a row makes it.",
-        "",
-        table(rows),
-        "",
-        f"{NUM_GROUPS} groups x {GROUP_SIZE} samples x {NUM_TOKENS:,} tokens, three steps, asynchronous, with a recorder and two sinks",
-        "(TensorBoard, MLflow), a tenth of the rewards failed, the next groups arriving meanwhile. The lag while it packs is of the third step:",
-        "before it MLflow makes its database.",
-        "",
-        table([["", ""], *facts]),
-        "",
+        f"At niceness {os.nice(0)}. Packing is the plan of the rows; the process that computes a row makes it.",
+        rows,
+        f"{NUM_GROUPS} groups x {GROUP_SIZE} samples x {NUM_TOKENS:,} tokens, three steps, asynchronous, with a recorder and two sinks\n"
+        "(TensorBoard, MLflow), a tenth of the rewards failed, the next groups arriving meanwhile. The lag while it packs is of the\n"
+        "third step: before it MLflow makes its database.",
+        [["long samples", "measured"], *facts],
     ]
-    return "\n".join(lines)

@@ -1,14 +1,13 @@
 """Rows as trees against plain packing and padded rows: a step's seconds, the ideal by FLOPs, and peak memory.
 
-`python -m benchmarks.prefix_trees` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in bf16; what
-responses there are is trained on; one update. A round is a step of trees, one of plain packing, and one of trees; its
-ratio is that of plain packing's seconds to the mean of the other two, and a case's the median of its rounds'. Peak
-memory is that of a process of each way's own.
+`python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in
+bf16; what responses there are is trained on; one update. Each way takes a step to warm up, then the ways take steps in
+turns, and another begins each round. A ratio is the median over rounds of the ratio within one. Peak memory is that of
+a process of each way's own.
 """
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 import subprocess
@@ -22,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine import SMOLLM2, padded_step
-from benchmarks.runs import as_trainer, write_table
+from benchmarks.engine import SMOLLM2, make_model, padded_step
+from benchmarks.pages import machine, spread, write_page
+from benchmarks.runs import as_trainer
 
 MAX_TOKENS = 4096  # of a micro-batch, each way
 WAYS = ("plain", "trees", "padded")
@@ -61,8 +61,7 @@ def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> 
 
 PROMPTS, RESPONSES, SIZES = (48, 512, 2048), (20, 128, 512), (8, 16)
 COMPUTED = 1024  # tokens of a step's trees at least: an update alone takes as long as 150
-SMALL = 7000  # tokens of plain packing: a case that is measured in ROUNDS, and with padded rows
-ROUNDS = 5
+SMALL = 7000  # tokens of plain packing: a case that is measured with padded rows too
 
 
 def cases() -> dict[str, Callable[[], list[Any]]]:
@@ -81,54 +80,59 @@ MEASURES_MEMORY = ("5 x 8, 48 + 20", "2 x 8, 512 + 20", "1 x 8, 2048 + 128")
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
     # Of a process that measures its peak memory:
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="", choices=["", *WAYS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     as_trainer()
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(SMOLLM2))
+        make_model(Path(directory))
         if options.case:
             steps(Path(directory), cases()[options.case](), options.way)[0]()
             status = Path("/proc/self/status").read_text()  # getrusage would tell what the parent took
             print(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20)
             return
+        machine()
         rows = [["samples", "plain, s", "trees, s", "padded, s", "plain / trees", "ideal", "of ideal", "padded / trees",
                  "GiB plain", "GiB trees"]]  # fmt: skip
         for name, case in cases().items():
-            plain, trees, padded = steps(Path(directory), case(), *WAYS)
-            is_small = sum(len(sample.tokens) for sample in case()) <= SMALL
-            trees()
-            rounds = [
-                [timed(step) for step in (trees, plain, trees)] for _ in range(ROUNDS if is_small else 1)
-            ]
-            ratio = statistics.median(2 * middle / (first + last) for first, middle, last in rounds)
-            ideal = flops(case(), share=False) / flops(case(), share=True)
-            best_plain = min(middle for _, middle, _ in rounds)
-            best_trees = min(seconds for first, _, last in rounds for seconds in (first, last))
-            with_padding = timed(padded) if is_small else None
-            memory = [f"{peak(name, way):.1f}" for way in WAYS[:2]] if name in MEASURES_MEMORY else ["", ""]
-            rows.append([
-                name, f"{best_plain:.2f}", f"{best_trees:.2f}", f"{with_padding:.2f}" if with_padding else "",
-                f"{ratio:.2f}", f"{ideal:.2f}", f"{ratio / ideal:.2f}",
-                f"{with_padding / best_trees:.2f}" if with_padding else "", *memory,
-            ])  # fmt: skip
+            rows.append([name, *measure(Path(directory), case(), options.rounds), *memory(name)])
             print(rows[-1], flush=True)
     notes = (
         "Samples: groups x samples of each, prompt + response; turns: tasks x rollouts, prompt + turns x response, each turn a\n"
-        f"sample. Seconds of a step: the least of {ROUNDS} rounds of trees, plain, trees; of one round where plain packing has\n"
-        f"over {SMALL:,} tokens. `plain / trees`: the median of the rounds' ratios. `ideal`:\n"
-        "FLOPs of plain packing to those of trees, the head's and attention's included. padded: transformers' model on rows\n"
-        "padded to the longest, bf16 under autocast, once.\n"
-        f"Each way computes at most {MAX_TOKENS} tokens at a time."
+        f"sample. Seconds of a step: median (least to most) of {options.rounds} rounds, in which the ways take turns, each warm.\n"
+        "`plain / trees`: the median of the rounds' ratios. `ideal`: FLOPs of plain packing to those of a tree that holds each\n"
+        "distinct prefix once, the head's and attention's included. Where sharing saves under a tenth of the tokens,\n"
+        "batches are packed plainly, so trees cannot reach the ideal. padded: transformers' model on rows padded to the longest,\n"
+        f"bf16 under autocast, where plain packing has at most {SMALL:,} tokens. Each way computes at most {MAX_TOKENS} tokens at a time."
     )
-    write_table(
-        Path("docs/prefix_trees.md"),
-        "What shared prefixes save",
-        "python -m benchmarks.prefix_trees",
-        rows,
-        notes,
-    )
+    command = f"python -m benchmarks.prefix_trees --rounds {options.rounds}"
+    write_page("prefix_trees", "What shared prefixes save", command, rows, notes, packages=("torchtitan",))
+
+
+def measure(directory: Path, samples: list[Any], num_rounds: int) -> list[str]:
+    """The cells of a case."""
+    is_small = sum(len(sample.tokens) for sample in samples) <= SMALL
+    ways = WAYS if is_small else WAYS[:2]
+    by_way = dict(zip(ways, steps(directory, samples, *ways), strict=True))
+    for step in by_way.values():
+        step()
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for i in range(num_rounds):
+        for way in [*ways[i % len(ways) :], *ways[: i % len(ways)]]:
+            seconds[way].append(timed(by_way[way]))
+    ratios = [plain / trees for plain, trees in zip(seconds["plain"], seconds["trees"], strict=True)]
+    of_padded = [padded / trees for padded, trees in zip(seconds["padded"], seconds["trees"], strict=False)]
+    best = ideal(samples)
+    return [
+        *(spread(seconds[way]) if seconds[way] else "" for way in WAYS),
+        spread(ratios), f"{best:.2f}", f"{statistics.median(ratios) / best:.2f}", spread(of_padded) if of_padded else "",
+    ]  # fmt: skip
+
+
+def memory(case: str) -> list[str]:
+    return [f"{peak(case, way):.1f}" for way in WAYS[:2]] if case in MEASURES_MEMORY else ["", ""]
 
 
 def timed(step: Callable[[], Any]) -> float:
@@ -150,7 +154,7 @@ def steps(directory: Path, samples: list[Any], *ways: str) -> list[Callable[[], 
 
     def packed(share: bool) -> Callable[[], Any]:
         if "engine" not in _made:
-            _made["engine"] = TitanEngine(directory, EngineConfig(dtype="bfloat16", seed=0))
+            _made["engine"] = TitanEngine(directory, EngineConfig(dtype="bfloat16"))
         engine = _made["engine"]
         batch = pack(samples, max_tokens=MAX_TOKENS, **{**engine.packing, "share_prefixes": share})
 
@@ -162,26 +166,43 @@ def steps(directory: Path, samples: list[Any], *ways: str) -> list[Callable[[], 
 
     def padded() -> Callable[[], Any]:
         if "padded" not in _made:
-            _made["padded"] = padded_step(directory)
+            _made["padded"] = padded_step(directory, MAX_TOKENS)
         return lambda: _made["padded"](samples)
 
     return [padded() if way == "padded" else packed(way == "trees") for way in ways]
 
 
-def flops(samples: list[Any], share: bool) -> float:
-    """Of forward and backward: 6 for each weight and token, and attention's own."""
-    from rl.batching import pack
+def ideal(samples: list[Any]) -> float:
+    """FLOPs of every sequence by itself to those of one tree of all of them."""
+    depths = [np.arange(len(sample)) for sample in samples]
+    alone = flops(np.concatenate(depths), samples)
+    return alone / flops(tree_depths(samples), samples)
 
+
+def tree_depths(samples: list[Any]) -> np.ndarray:
+    """The depth of each node of a tree in which equal leading tokens are the same nodes."""
+    depths: list[int] = []
+    before: tuple[int, ...] = ()
+    for tokens in sorted(tuple(sample.tokens.tolist()) for sample in samples):
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before)
+        )
+        depths += range(shared, len(tokens))
+        before = tokens
+    return np.array(depths)
+
+
+def flops(depths: np.ndarray, samples: list[Any]) -> float:
+    """Of forward and backward: 6 for each weight and token, attention's own, and the head of each target.
+
+    depths: of each token that is computed, how many it sees before it.
+    """
     dim, layers, heads = SMOLLM2["hidden_size"], SMOLLM2["num_hidden_layers"], SMOLLM2["num_attention_heads"]
     head_dim, kv = SMOLLM2["head_dim"], SMOLLM2["num_key_value_heads"]
     weights = layers * (dim * head_dim * 2 * (heads + kv) + 3 * dim * SMOLLM2["intermediate_size"])
-    batch = pack(samples, max_tokens=MAX_TOKENS, share_prefixes=share)
-    pairs = sum(
-        int((micro.positions + 1).sum()) for micro in batch.ranks[0]
-    )  # of a token and one that it sees
-    attention = 12 * layers * heads * head_dim * pairs
-    head = 6 * dim * SMOLLM2["vocab_size"] * batch.num_target_tokens
-    return 6 * weights * batch.num_tokens + attention + head
+    attention = 12 * layers * heads * head_dim * int((depths + 1).sum())
+    head = 6 * dim * SMOLLM2["vocab_size"] * sum(sample.num_targets for sample in samples)
+    return 6 * weights * len(depths) + attention + head
 
 
 def peak(case: str, way: str) -> float:

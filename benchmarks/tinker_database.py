@@ -16,13 +16,12 @@ import aiohttp
 import numpy as np
 from sqlalchemy import create_engine, event, insert
 
-from benchmarks.runs import write_table
+from benchmarks.pages import machine, write_page
 from benchmarks.tinker_server import Client
 from rl.tinker.database import Database, checkpoints, models, requests, samplers, sessions
 from tests.tinker.fakes import KEYS
 from tests.tinker.postgres import postgres
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_database.md"
 SERVER = """
 import asyncio, sys, time
 from pathlib import Path
@@ -199,6 +198,7 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    machine()
     rows = [
         ["database", "s to start", "s to sweep", "ms: median", "99 of 100", "in a sweep: median", "99 of 100"]
     ]
@@ -219,7 +219,9 @@ def main() -> None:
     notes = NOTES.format(**vars(options))
     if options.write:
         command = f"python -m benchmarks.tinker_database --clients {options.clients} --seconds {options.seconds:g} --write"
-        write_table(OUT, "The Tinker server on a full database", command, rows, notes)
+        write_page(
+            "tinker_database", "The Tinker server on a full database", command, rows, notes, packages=("SQLAlchemy",)
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

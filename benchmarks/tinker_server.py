@@ -14,14 +14,13 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import aiohttp
 import numpy as np
 import psutil
 from tinker.proto import tinker_public_pb2 as pb
 
-from benchmarks.runs import write_table
+from benchmarks.pages import machine, write_page
 from tests.tinker.fakes import KEYS, NAME
 from tests.tinker.postgres import postgres
 
@@ -130,6 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    machine()
     rows = [
         ["database", "request", "clients", "requests/s", "server CPU ms a request", "fairness", "memory, MiB"]
     ]
@@ -160,7 +160,14 @@ def main() -> None:
             f"python -m benchmarks.tinker_server --seconds {options.seconds:.0f} --clients {options.clients} "
         )
         command += f"--database {' '.join(options.database)} --write"
-        write_table(Path("docs/tinker_server.md"), "The Tinker server's own cost", command, rows, NOTES)
+        write_page(
+            "tinker_server",
+            "The Tinker server's own cost",
+            command,
+            rows,
+            NOTES,
+            packages=("tinker", "SQLAlchemy"),
+        )
 
 
 if __name__ == "__main__":

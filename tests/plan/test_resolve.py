@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,7 @@ RECIPES = {
     "qwen3_30b_a3b_lora": ("qwen3-30b-a3b", "8xH100-80"),
 }
 GIB = 2**30
+GPU_DOCS = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 
 
 @pytest.fixture
@@ -143,6 +145,14 @@ def test_recipes_fit_where_they_say(model, recipe, capsys):
     assert plan([recipe, "--model.path", config.model.path, "--cluster", machine]) == 0
     printed = capsys.readouterr().out
     assert printed.endswith("it fits\n") and "weight sync:" in printed
+    made = settle(config, cluster=cluster(machine))
+    caches = {"generator": made.of("generator")[0].spec.config.kv_cache_gib}
+    totals = {role: made.of(role)[0].processes[0].peak / GIB for role in ("trainer", "generator")}
+    if isinstance(caches["generator"], Fill):  # what vLLM takes beside is the page's own column
+        totals["generator"] -= caches["generator"].expected_gib
+    (row,) = [line for line in GPU_DOCS.splitlines() if line.startswith(f"| `{recipe}` ")]
+    of_page = [float(cell.split()[0].rstrip(",")) for cell in row.strip("| ").split("|")[2:]]
+    assert of_page == pytest.approx([totals["trainer"], totals["generator"]], abs=0.05 + 1e-9)
     assert (
         plan([recipe, "--model.path", config.model.path, "--cluster", "1xA10-24"]) == 1
         or recipe == "qwen3_0_6b"

@@ -72,7 +72,7 @@ async def insist(call):
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_wherever_the_database_fails_for_a_while_every_optim_step_is_done_once(tmp_path, no_rest, is_away):
-    """From each statement on. Also as a restart sees it."""
+    """From every ninth statement on. Also as a restart sees it."""
     for k in range(0, 1000, 9):
         root = tmp_path / str(k)
         root.mkdir()
