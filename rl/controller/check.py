@@ -12,6 +12,7 @@ from rl.controller.rehearsal import rehearse
 from rl.controller.settings import override
 from rl.controller.settle import why_no_plan
 from rl.controller.validate import validate
+from rl.envs.base import held_out
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.interfaces import Tokenizer
@@ -38,7 +39,7 @@ def check(arguments: Sequence[str]) -> int:
         rehearsal = rehearse(config, _tokenizer(config.model))
         if rehearsal.problems:
             raise ConfigError("\n".join(rehearsal.problems))
-        num_eval = len(config.env.eval_problems())
+        num_eval = len(held_out(config.env))
     print(f"{recipe}: {type(config.env).__name__}, {num_eval} held-out problems")
     print("\n".join(rehearsal.notes))
     for line in missing:

@@ -8,11 +8,11 @@ from pathlib import Path
 from rl.controller.config import RunConfig
 from rl.controller.env_methods import wrong_methods
 from rl.controller.recipe_modules import names_left_behind
-from rl.envs.base import Env, checked
+from rl.envs.base import Env, checked, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
 from rl.envs.mixture import Mixture
-from rl.envs.remake import some_problems
+from rl.envs.remake import has_own_held_out, some_problems
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, short, shown
 from rl.interfaces import Tokenizer
@@ -134,10 +134,12 @@ def _hashable(value: object) -> bool:
 
 def _changing(env: Env) -> list[str]:
     """Why its held-out problems would not stay the same."""
-    for first, second in zip(some_problems(env), some_problems(env), strict=True):
+    made, again = some_problems(env, anew=False), some_problems(env, anew=True)
+    for first, second in zip(made, again, strict=True):
         if first.key != second.key:
+            made_by = "eval_problems() or generate()" if has_own_held_out(env) else "generate()"
             return [
-                f"env {type(env).__name__}.generate() makes another problem each time from one seed (of "
+                f"env {type(env).__name__}.{made_by} makes another problem each time from one seed (of "
                 f"{first.id!r:.40}), so that none could be held out; draw all from random.Random(seed)"
             ]
     return []
@@ -146,12 +148,7 @@ def _changing(env: Env) -> list[str]:
 def _at_work(config: RunConfig) -> list[str]:
     """Ask it for problems, and for what is learned from them."""
     env = config.env
-    held_out = env.eval_problems()
-    if not isinstance(held_out, Sequence) or not held_out:
-        raise ConfigError(
-            f"{type(env).__name__}.eval_problems() returned {shown(held_out)}; return a list of Problems"
-        )
-    problems = [checked(made) for made in [env.train_problem(config.seed), *held_out]]
+    problems = [checked(env.train_problem(config.seed)), *held_out(env)]
     if changing := _changing(env):
         return changing
     if config.warmup.steps > 0 or config.data == "demonstrations":
@@ -189,7 +186,7 @@ def check_prompts(env: Env, tokenizer: Tokenizer, limit: int) -> list[str]:
 
     Of many, the longest texts are looked at. A ChatEnv's prompts are made as its episodes begin.
     """
-    problems = sorted(env.eval_problems(), key=lambda p: len(p.question) + len(str(p.messages)), reverse=True)
+    problems = sorted(held_out(env), key=lambda p: len(p.question) + len(str(p.messages)), reverse=True)
     try:
         prompts = [env.encode(problem, tokenizer) for problem in problems[:_MOST_PROMPTS]]
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))

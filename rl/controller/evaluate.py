@@ -24,6 +24,7 @@ from rl.controller.settle import model_dirs, settle
 from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
 from rl.controller.validate import validate
+from rl.envs.base import held_out
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.models.checkpoint_dir import is_complete, latest
@@ -73,7 +74,7 @@ def _measure_all(
     with (out / "rollouts.jsonl").open("w") as file:
         for name, config in configs.items():
             with modules_of(source_of(name)):
-                print(f"{name}: {len(config.env.eval_problems())} problems ...", flush=True)
+                print(f"{name}: {len(held_out(config.env))} problems ...", flush=True)
                 greedy, sampled = asyncio.run(_answers(config, num_samples, out))
             metrics[name] = measures(greedy, sampled)
             for split, groups in (("greedy", greedy), ("sampled", sampled)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.controller.config import RunConfig
-from rl.envs.base import Env, RolloutContext, derive_seed
+from rl.envs.base import Env, RolloutContext, derive_seed, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost
 from rl.envs.chat.loop import chat_template
@@ -74,7 +74,7 @@ def _made_elsewhere(env: Env) -> list[str]:
     elsewhere, name = keys_elsewhere(env), type(env).__name__
     if isinstance(elsewhere, str):
         return [f"env {name} does not work in a process of its own: {elsewhere}; fix it"]
-    for here, there in zip(some_problems(env), elsewhere, strict=False):
+    for here, there in zip(some_problems(env, anew=False), elsewhere, strict=False):
         if here.key != there:
             return [
                 f"env {name}.generate() makes another problem in another process (of {here.id!r:.40}); draw "
@@ -87,7 +87,7 @@ async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsa
     from rl.envs.chat.endpoint import AgentEndpoint  # a web server, which only agents need
 
     env = config.env
-    problems = {problem.task: problem for problem in [*env.eval_problems(), env.train_problem(config.seed)]}
+    problems = {problem.task: problem for problem in [*held_out(env), env.train_problem(config.seed)]}
     door = AgentEndpoint(tokenizer)
     stage = _Stage(config, tokenizer, door)
     try:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rl.envs.base import Env, RolloutContext, derive_seed
+from rl.envs.base import Env, RolloutContext, derive_seed, held_out
 from rl.errors import RunError
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.types import Group, Prompt, Rollout, SamplingParams, Score
@@ -44,7 +44,7 @@ class Rollouts:
 
     async def evaluate(self, sampler: Sampler, size: int = 1, temperature: float = 0.0) -> list[Group]:
         """A greedy answer to each held-out problem; or `size` samples."""
-        prompts = [self.env.encode(problem, self.tokenizer) for problem in self.env.eval_problems()]
+        prompts = [self.env.encode(problem, self.tokenizer) for problem in held_out(self.env)]
         seeds = [derive_seed(self.seed, "eval", i) % 2**32 for i in range(len(prompts))]
         groups = (
             self._group(i, prompt, sampler, size, temperature, seed)

@@ -21,6 +21,7 @@ from rl.controller.replay_rules import what_a_replay_needs
 from rl.controller.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
 from rl.controller.settle import model_dirs, settle
 from rl.controller.validate import validate
+from rl.envs.base import held_out
 from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
@@ -153,7 +154,7 @@ async def run_recipe(
         async with beside(recorder.break_silence()), processes as actors:
             await train_and_export(config, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(_title(recipe, config))
-        print(_summary(recorder.accuracies, len(config.env.eval_problems()), run_dir, curve))
+        print(_summary(recorder.accuracies, len(held_out(config.env)), run_dir, curve))
         print(_overhead(timeline))
 
 

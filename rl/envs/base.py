@@ -17,6 +17,8 @@ from rl.waiting import in_thread
 
 _LONG = 4096
 """Tokens of a group that are decoded in a thread: they take over a millisecond."""
+_MOST_ENVS = 128
+"""Whose held-out problems are kept: more than the tasks of a Mixture."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -167,15 +169,19 @@ class Env:
         """What is wrong with this configuration, one line each."""
         return []
 
-    def eval_problems(self) -> list[Problem]:
-        return list(_held_out(self))
+    def eval_problems(self) -> Sequence[Problem]:
+        """The held-out problems: the first `num_eval` that differ, of a fixed sequence of seeds.
+
+        May be slow. A run calls it once, through `held_out`, and once more to see that it makes the same.
+        """
+        return _first_of_their_kind(self)
 
     def train_problem(self, seed: int) -> Problem:
         """A problem that is not held out."""
-        held_out = _held_out_keys(self)
+        excluded = _held_out_keys(self)
         for attempt in range(1000):
             problem = checked(self.generate(derive_seed("train", seed, attempt)))
-            if problem.key not in held_out:
+            if problem.key not in excluded:
                 return problem
         raise ConfigError(
             f"{type(self).__name__} has too few problems beside its {self.num_eval} held-out ones: "
@@ -216,9 +222,26 @@ class Env:
         return await in_thread(rollouts)
 
 
-@lru_cache(maxsize=8)
-def _held_out(env: Env) -> tuple[Problem, ...]:
-    """The first `num_eval` distinct problems of a fixed sequence of seeds."""
+@lru_cache(maxsize=_MOST_ENVS)
+def held_out(env: Env) -> tuple[Problem, ...]:
+    """The problems that `env.eval_problems()` makes, which this process asks for once.
+
+    Raises ConfigError where it makes none.
+    """
+    made = env.eval_problems()
+    if not isinstance(made, Sequence) or not made:
+        raise ConfigError(
+            f"{type(env).__name__}.eval_problems() returned {shown(made)}; return a list of Problems"
+        )
+    return tuple(checked(problem) for problem in made)
+
+
+@lru_cache(maxsize=_MOST_ENVS)
+def _held_out_keys(env: Env) -> frozenset[str]:
+    return frozenset(problem.key for problem in held_out(env))
+
+
+def _first_of_their_kind(env: Env) -> Sequence[Problem]:
     problems: dict[str, Problem] = {}
     for i in range(env.num_eval * 10):
         if len(problems) == env.num_eval:
@@ -231,8 +254,3 @@ def _held_out(env: Env) -> tuple[Problem, ...]:
             f"env.num_eval={env.num_eval}, or have generate() make more, by question, answer or metadata"
         )
     return tuple(problems.values())
-
-
-@lru_cache(maxsize=8)
-def _held_out_keys(env: Env) -> frozenset[str]:
-    return frozenset(problem.key for problem in _held_out(env))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rl.bounds import NonNegativeFloat
-from rl.envs.base import Env, RolloutContext, derive_seed
+from rl.envs.base import Env, RolloutContext, derive_seed, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.fields import check_fields, shown
 from rl.interfaces import Tokenizer
@@ -67,7 +67,7 @@ class Mixture(Env):
         return replace(env.train_problem(derive_seed(name, seed)), task=name)
 
     def eval_problems(self) -> list[Problem]:
-        return [replace(problem, task=name) for name, env in self.tasks for problem in env.eval_problems()]
+        return [replace(problem, task=name) for name, env in self.tasks for problem in held_out(env)]
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
         return self._task(problem).encode(problem, tokenizer)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import cloudpickle
 
-from rl.envs.base import Env, checked, derive_seed
+from rl.envs.base import Env, checked, derive_seed, held_out
 from rl.envs.pipes import receive, send, send_pickled
 from rl.envs.verifier import START_SECONDS, described
 from rl.processes import end_with_parent
@@ -21,19 +21,29 @@ from rl.types import Problem
 _NUM_PROBLEMS = 3
 
 
-def some_problems(env: Env) -> list[Problem]:
-    """A few problems of each task: held-out ones, and one to train on. Not from any cache."""
-    return [checked(problem) for part in env.made_of for problem in _some_of(part)]
+def some_problems(env: Env, *, anew: bool) -> list[Problem]:
+    """A few problems of each task: held-out ones, and one to train on.
+
+    anew: an environment's own eval_problems() is called again.
+    """
+    return [checked(problem) for part in env.made_of for problem in _some_of(part, anew)]
 
 
-def _some_of(env: Env) -> Iterator[Problem]:
+def _some_of(env: Env, anew: bool) -> Iterator[Problem]:
+    if has_own_held_out(env):
+        problems = env.eval_problems() if anew else held_out(env)
+        yield from problems[:_NUM_PROBLEMS]
+    else:
+        for i in range(_NUM_PROBLEMS):
+            yield env.generate(derive_seed("eval", i))
     if type(env).generate is Env.generate:
-        yield from env.eval_problems()[:_NUM_PROBLEMS]
         yield env.train_problem(0)
-        return
-    for i in range(_NUM_PROBLEMS):
-        yield env.generate(derive_seed("eval", i))
-    yield env.generate(derive_seed("train", 0, 0))
+    else:
+        yield env.generate(derive_seed("train", 0, 0))
+
+
+def has_own_held_out(env: Env) -> bool:
+    return type(env).eval_problems is not Env.eval_problems
 
 
 def keys_elsewhere(env: Env) -> list[str] | str:
@@ -63,7 +73,7 @@ def main() -> None:
     try:
         sys.path[:] = receive(requests)
         env: Env = receive(requests)
-        answer: list[str] | str = [problem.key for problem in some_problems(env)]
+        answer: list[str] | str = [problem.key for problem in some_problems(env, anew=True)]
     except Exception as error:  # the user's own code: named by whoever started this process
         traceback.print_exc()
         answer = described(error)

@@ -1,0 +1,125 @@
+"""Held-out problems are made once, and again only to see that they stay the same; training never draws them."""
+
+# holds: exact
+
+import asyncio
+import random
+import string
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+
+from rl.configs.quickstart import quickstart
+from rl.controller.check import check
+from rl.controller.config import WarmupConfig
+from rl.controller.env_rules import check_env
+from rl.controller.rehearsal import rehearse
+from rl.controller.rollouts import Rollouts
+from rl.controller.validate import validate
+from rl.envs.base import Env, derive_seed, held_out
+from rl.envs.mixture import Mixture
+from rl.models.sources import TinyQwen3
+from rl.types import Problem
+from tests.controller.test_rollouts import Sampler, score
+
+NUM_EVAL = 9
+made: Counter[int] = Counter()
+"""Seed -> how often a problem was made of it in this process."""
+
+
+@dataclass(frozen=True)
+class Counted(Env):
+    num_eval: int = NUM_EVAL
+    max_new_tokens: int = 8
+    name: str = "a"
+
+    def generate(self, seed):
+        made[seed] += 1
+        return Problem(str(seed), f"{self.name} {seed}", "7")
+
+    def reward(self, problem, response, stop):
+        return 0.5
+
+
+@dataclass(frozen=True)
+class OwnHeldOut(Counted):
+    def eval_problems(self):
+        return [self.generate(seed) for seed in range(NUM_EVAL)]
+
+
+def start_and_evaluate(env):
+    """What a run does with its environment up to its second evaluation."""
+    held_out.cache_clear()
+    made.clear()
+    config = replace(quickstart(), model=TinyQwen3(alphabet=string.printable), warmup=WarmupConfig(), env=env)
+    assert validate(config) == []
+    tokenizer = config.model.tokenizer()
+    assert rehearse(config, tokenizer).problems == []
+    rollouts = Rollouts(env, tokenizer, score, 2, 0, max_tokens=99)
+    for _ in range(2):
+        assert len(asyncio.run(rollouts.evaluate(Sampler()))) == len(held_out(env))
+
+
+def test_an_own_eval_problems_is_called_once_and_once_to_compare():
+    start_and_evaluate(OwnHeldOut())
+    assert {made[seed] for seed in range(NUM_EVAL)} == {2}
+
+
+@pytest.mark.parametrize("env", [Counted(), Mixture(tasks=(("a", Counted()), ("b", Counted(name="b"))))])
+def test_held_out_problems_are_generated_once(env):
+    start_and_evaluate(env)
+    num_tasks = len(env.made_of)
+    counts = [made[derive_seed("eval", i)] for i in range(NUM_EVAL)]
+    assert counts[3:] == [num_tasks] * (NUM_EVAL - 3)
+    assert max(counts) <= 4 * num_tasks  # a few are made again, to see that they stay the same
+
+
+def test_rl_check_makes_them_no_more_often(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    held_out.cache_clear()
+    made.clear()
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "from rl.configs.quickstart import quickstart\n"
+        "from rl.controller.config import RunConfig, WarmupConfig\n"
+        "from rl.models.sources import TinyQwen3\n"
+        "from tests.controller.test_held_out import OwnHeldOut\n"
+        "import string\n"
+        "def f() -> RunConfig:\n"
+        "    model = TinyQwen3(alphabet=string.printable)\n"
+        "    return replace(quickstart(), model=model, warmup=WarmupConfig(), env=OwnHeldOut())\n"
+    )
+    assert check(["mine.py"]) == 0
+    assert f"OwnHeldOut, {NUM_EVAL} held-out problems" in capsys.readouterr().out
+    assert {made[seed] for seed in range(NUM_EVAL)} == {2}
+
+
+@dataclass(frozen=True)
+class Few(Env):
+    """Eight problems, of which the first four are held out."""
+
+    num_eval: int = 4
+
+    def generate(self, seed):
+        return Problem(str(seed % 8), f"{seed % 8}", "7")
+
+    def eval_problems(self):
+        return [self.generate(seed) for seed in range(4)]
+
+
+def test_training_draws_no_problem_of_an_own_eval_problems():
+    drawn = {Few().train_problem(seed).question for seed in range(200)}
+    assert drawn == {"4", "5", "6", "7"}
+
+
+@dataclass(frozen=True)
+class Drawn(Counted):
+    def eval_problems(self):
+        return [self.generate(random.getrandbits(40)) for _ in range(NUM_EVAL)]
+
+
+def test_an_own_eval_problems_that_differs_each_time_is_refused():
+    config = replace(quickstart(), warmup=WarmupConfig(), env=Drawn())
+    (line,) = check_env(config)
+    assert "eval_problems() or generate() makes another problem each time" in line
