@@ -85,13 +85,15 @@ def _devices(plan: Plan) -> list[str]:
     lines = []
     for (host, gpu), members in sorted(there.items()):
         room = plan.cluster.hosts[host].gpus[gpu].gib * USABLE
-        phase = max(PHASES, key=lambda phase: _sum(members, phase))
-        needed = _sum(members, phase)
+        taken = {phase: _sum(members, phase) for phase in PHASES}
+        needed = f"{max(taken.values()):.1f}"
+        if len({f"{gib:.1f}" for gib in taken.values()}) > 1:
+            needed = ", ".join(f"{phase} {gib:.1f}" for phase, gib in taken.items())
         who = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)
         fills = [cache for r, _ in members if (cache := _fill(r))]
-        rest = f"; of it {fills[0].expected_gib:.1f} for a cache of whatever is free" if fills else ""
+        rest = f"; of it {fills[0].expected_gib:.1f} for the cache: what vLLM finds free" if fills else ""
         name = f"GPU {gpu}" if len(plan.cluster.hosts) == 1 else f"GPU {host}:{gpu}"
-        lines.append(f"{name}: {needed:.1f} of {room:.1f} GiB ({who}){rest}")
+        lines.append(f"{name}: {needed} of {room:.1f} GiB ({who}){rest}")
     return lines
 
 

@@ -136,6 +136,10 @@ def test_one_gpu_by_turns():
     assert why_it_does_not_run(plan) == [
         "placement=by_turns is planned, but does not run yet; set --placement side_by_side"
     ]
+    (line,) = [line for line in show("by turns", plan) if line.startswith("GPU 0")]
+    assert line.startswith(
+        "GPU 0: generate 72.5, grade 3.5, score 30.1, train 30.1, sync 11.6 of 72.5 GiB"
+    ), line
     # Side by side, as `auto` would have it, the cache is smaller.
     beside = dataclasses.replace(qwen3_0_6b(), placement="auto", generator=GeneratorConfig())
     assert cache(settle(beside, cluster=cluster("1xH100-80"))) == near(37.6)
