@@ -36,6 +36,7 @@ PROCESSES = (
     "tests/models/test_generator_adapters.py",
     "tests/models/test_value_head.py",
     "tests/test_examples.py",
+    "tests/tinker/test_cookbook.py",  # its server plans with 15 GiB
 )
 SECONDS, PROCESSES_SECONDS, SLOW_SECONDS = 120, 300, 900  # of each test, its fixtures included
 

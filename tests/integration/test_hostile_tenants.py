@@ -265,9 +265,9 @@ def many_sessions_and_weights(server, over, told):
 
 ATTACKS = {
     large_bodies: "limits.max_targets",
-    slow_training: "ended an engine of this server",
     many_samples: "wait for their results first",
     many_sessions_and_weights: "limits.max_",
+    slow_training: "ended an engine of this server",  # last: nothing of that tenant is taken for an hour after
 }
 
 
