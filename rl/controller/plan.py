@@ -10,7 +10,7 @@ from rl.controller.recipes import load_recipe
 from rl.controller.settings import override
 from rl.controller.settle import demand_of, facts_of
 from rl.errors import ConfigError
-from rl.fields import check_fields
+from rl.fields import check_fields, repeated
 from rl.plan.cluster import Cluster, parse_cluster
 from rl.plan.resolve import resolve
 from rl.plan.show import differences, plan_json, show
@@ -18,6 +18,8 @@ from rl.plan.types import VERSION, Plan, why_it_does_not_run
 
 PLAN = "plan.json"
 """What a run settled, in its directory."""
+_WITH_EQUALS = ("--cluster=", "--diff=")
+_ROW = {"setting", "value", "why"}
 _USAGE = (
     "usage: rl plan RECIPE [--cluster 8xH100-80 | '2 x 8xH100-80' | cpu] [--json] [--diff RUN] "
     "[--section.field value ...]"
@@ -30,10 +32,17 @@ def plan(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     name, *rest = arguments
-    as_json = "--json" in rest
-    rest = [word for word in rest if word != "--json"]
+    rest = [
+        part for word in rest for part in (word.split("=", 1) if word.startswith(_WITH_EQUALS) else [word])
+    ]
     if "--devices" in rest:
         raise ConfigError("--devices is called --cluster now; write --cluster 8xH100-80")
+    if twice := repeated(word for word in rest if word in ("--cluster", "--diff", "--json")):
+        raise ConfigError("\n".join(twice))
+    as_json = "--json" in rest
+    if as_json and "--diff" in rest:
+        raise ConfigError("--json has no effect with --diff; leave one of them out")
+    rest = [word for word in rest if word != "--json"]
     cluster, run = _take(rest, "--cluster", "8xH100-80"), _take(rest, "--diff", "runs/RUN")
     recipe, config = load_recipe(name)
     config, misread = override(config, rest, prog=f"rl plan {name}")
@@ -51,12 +60,16 @@ def plan(arguments: Sequence[str]) -> int:
             lines = differences(before, made, run) if before is not None else describe(recipe, made)
             print("\n".join(lines))
         return 0
-    print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in made)]))
+    if as_json:
+        print(json.dumps({"version": VERSION, "problems": made}, indent=1))
+    else:
+        print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in made)]))
     return 1
 
 
 def describe(recipe: str, made: Plan) -> list[str]:
-    return [*show(recipe, made), *why_it_does_not_run(made), "it fits"]
+    why = why_it_does_not_run(made)
+    return [*show(recipe, made), *why, "it fits, but does not run yet" if why else "it fits"]
 
 
 def write_plan(run_dir: Path, made: Plan) -> None:
@@ -82,6 +95,9 @@ def _read(run: Path) -> dict:
         raise ConfigError(
             f"--diff {run}: no {PLAN} can be read there ({error}); name a run's directory"
         ) from None
+    rows = data.get("settled") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= _ROW for row in rows):
+        raise ConfigError(f"--diff {run}: its {PLAN} is not what a run wrote; name a run's directory")
     if data.get("version") != VERSION:
         raise ConfigError(
             f"--diff {run}: its {PLAN} has version {data.get('version')}, and this rl reads {VERSION}; use "
@@ -98,5 +114,7 @@ def _take(rest: list[str], flag: str, example: str) -> str:
     if i + 1 == len(rest):
         raise ConfigError(f"{flag} needs a value; write {flag} {example}")
     value = rest[i + 1]
+    if not value:
+        raise ConfigError(f"{flag} is empty; write {flag} {example}")
     del rest[i : i + 2]
     return value

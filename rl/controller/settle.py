@@ -30,7 +30,10 @@ def settle(config: RunConfig, command: Command = "train", cluster: Cluster | Non
     demand = demand_of(config, command)
     plan = resolve(demand, facts_of(config, demand), cluster or Cluster((look_at_host(),)))
     if not isinstance(plan, Plan):
-        raise ConfigError("\n".join(problem.text for problem in plan) or "a model cannot be read")
+        for model in (config.model, config.reference.model, config.judge.model):
+            if model is not None and not plan:
+                model.config()  # raises what is wrong with it
+        raise ConfigError("\n".join(problem.text for problem in plan))
     return plan
 
 
@@ -90,7 +93,11 @@ def facts_of(config: RunConfig, demand: Demand) -> Facts:
 
 def _facts(model: ModelSource) -> ModelFacts:
     hf = model.config()
-    return ModelFacts.of(hf, max_positions(hf))
+    try:
+        layers = frozenset(model.linear_layers())
+    except ConfigError:  # a model of which only config.json is here
+        layers = frozenset()
+    return ModelFacts.of(hf, max_positions(hf), layers)
 
 
 def longest_sequence(config: RunConfig) -> int:

@@ -24,7 +24,6 @@ from rl.paths import why_not_made
 from rl.plan.cluster import Cluster
 from rl.types import LoRA
 
-MAX_LORA_RANK = 512
 _OF_A_CHAT = "a ChatEnv needs one: use another model (a TinyQwen3 has one if its alphabet has >[](),=)"
 
 
@@ -52,7 +51,7 @@ def validate(
     model_problems = config.model.validate()
     found += model_problems
     if not model_problems:
-        found += _models_against_layouts(config) + _lora_targets(config)
+        found += _models_against_layouts(config)
         chats = any(env.chat for env in config.env.made_of)
         if chats and (why := config.model.why_no_chat()):
             without = _OF_A_CHAT if isinstance(config.env, ChatEnv) else "set --env.chat False"
@@ -99,10 +98,10 @@ def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
 
 def _models_against_layouts(config: RunConfig) -> list[str]:
     found = []
-    for name, (layout, model) in _layouts(config).items():
+    for name, (_, model) in _layouts(config).items():
         if model.validate():  # of a teacher, which are listed already
             continue
-        hf, tensor_parallel = model.config(), layout.tensor_parallel
+        hf = model.config()
         if config.trainer.engine == "titan" and name != "critic.layout":
             try:
                 check_supported(hf)
@@ -113,20 +112,6 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
                 check_rope_is_fixed(hf, min(max_positions(hf), config.trainer.max_tokens))
             except ConfigError as error:
                 found.append(str(error))
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            if (heads := hf.get(key)) and tensor_parallel > 0 and heads % tensor_parallel:
-                divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-                found.append(
-                    f"{name}.tensor_parallel={tensor_parallel} does not divide the model's {key}={heads}; "
-                    f"use one of {divisors}"
-                )
-        if name == "trainer.layout" and (heads := hf.get("num_key_value_heads")):
-            split = config.generator.tensor_parallel
-            if heads % split:
-                found.append(
-                    f"generator.tensor_parallel={split} does not divide the model's "
-                    f"num_key_value_heads={heads}; use a divisor"
-                )
         limit = min(max_positions(hf), config.trainer.max_tokens)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
             found.append(
@@ -134,16 +119,6 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
                 f"tokens (the model's positions, trainer.max_tokens); use less"
             )
     return found
-
-
-def _lora_targets(config: RunConfig) -> list[str]:
-    lora, known = config.trainer.lora, config.model.linear_layers()
-    if not lora.rank or not (unknown := sorted(set(lora.targets) - known)):
-        return []
-    return [
-        f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have; its layers: "
-        f"{', '.join(sorted(known))}"
-    ]
 
 
 def _engine(config: RunConfig) -> list[str]:
@@ -162,10 +137,6 @@ def _engine(config: RunConfig) -> list[str]:
         ]
     elif trainer.dropout:
         found.append("trainer.dropout=True needs trainer.engine=hf; torchtitan's models have no dropout")
-    if lora.rank > MAX_LORA_RANK:
-        found.append(
-            f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less"
-        )
     if not lora.rank and lora != LoRA():
         found.append(
             "trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank"

@@ -11,6 +11,7 @@ _CAPABILITIES = {
 }  # fmt: skip
 _VISIBLE = 0.985  # a card sold with 80 GB shows 79.6 GiB, one with 24 GB 23.6, one with 141 GB 139.8
 _MOST_GB = 1000  # of a GPU
+_MOST_GPUS = 8192
 _CORES, _FREE_GIB = 16, 128.0  # of a host, for each of its GPUs, where hosts are stood in for
 USABLE = 0.92
 """The share of a GPU's memory that is planned with, as vLLM's."""
@@ -67,7 +68,11 @@ def parse_cluster(text: str, here: Host) -> Cluster:
     if text == "cpu":
         return Cluster((Host(here.num_cores, here.free_gib),))
     match = re.fullmatch(r"(?:(\d{1,4}) x )?(?:(\d{1,4})x)?([A-Za-z]\w*)-(\d{1,4})", text)
-    if match is None or "0" in (match[1], match[2]) or match[3].upper() not in _CAPABILITIES:
+    if (
+        match is None
+        or 0 in (int(match[1] or 1), int(match[2] or 1))
+        or match[3].upper() not in _CAPABILITIES
+    ):
         raise ConfigError(
             f"--cluster {text!r} is not understood; write 8xH100-80 (number, kind, GB), '2 x 8xH100-80' for "
             f"two such hosts, or cpu; kinds: {', '.join(_CAPABILITIES)}"
@@ -77,4 +82,6 @@ def parse_cluster(text: str, here: Host) -> Cluster:
         raise ConfigError(f"--cluster {text!r}: no GPU has {match[4]} GB; write its memory, as 8xH100-80")
     gpu = GPU(name, int(match[4]) * _VISIBLE, _CAPABILITIES[name])
     count = int(match[2] or 1)
+    if count * int(match[1] or 1) > _MOST_GPUS:
+        raise ConfigError(f"--cluster {text!r} has over {_MOST_GPUS:,} GPUs; write fewer")
     return Cluster((Host(_CORES * count, _FREE_GIB * count, (gpu,) * count),) * int(match[1] or 1))

@@ -13,6 +13,7 @@ from rl.waiting import Deadlines
 
 RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
 ENGINE_ROLES: tuple[RoleName, ...] = ("trainer", "critic", "reference")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 Sharing = Literal["auto", "alone", "side_by_side", "by_turns"]
 """Of GPUs. alone: each process has its own. side_by_side: they are dealt out in turn, and all processes stay.
 by_turns: who does not work in a phase leaves its GPU. auto: side by side where there are too few."""
@@ -82,21 +83,26 @@ class ModelFacts:
     """What a model's config.json says.
 
     shape: None where it gives no sizes of a decoder. expert_width: of each expert; 0 where there is none.
+    heads: of queries and keys, by their names in it. layers: that may have an adapter; empty: not known.
     """
 
     shape: ModelShape | None
     positions: int
     expert_width: int = 0
+    heads: Mapping[str, int] = field(default_factory=dict)
+    layers: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(hf: Mapping[str, Any], positions: int) -> "ModelFacts":
+    def of(hf: Mapping[str, Any], positions: int, layers: frozenset[str] = frozenset()) -> "ModelFacts":
         """hf: the contents of config.json."""
         try:
             shape = ModelShape.of(hf)
         except ConfigError:
             shape = None
         is_sparse = hf.get("num_experts") or hf.get("num_local_experts")
-        return ModelFacts(shape, positions, hf.get("moe_intermediate_size") or 0 if is_sparse else 0)
+        width = hf.get("moe_intermediate_size") if is_sparse else 0
+        heads = {name: hf[name] for name in _HEADS if isinstance(hf.get(name), int) and hf[name] > 0}
+        return ModelFacts(shape, positions, width if isinstance(width, int) else 0, heads, layers)
 
 
 @dataclass(frozen=True)

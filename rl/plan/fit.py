@@ -68,9 +68,10 @@ def _check_devices(
             needed = sum(there[role].total / GIB * (1.0 if role == "generator" else margin) for role in roles)
             if needed > room and needed > fullest:
                 fullest = needed
+                spare = ", and a tenth of what the engines take to spare" * (margin > 1)
                 text = (
                     f"{_name(host, gpu, cluster)} has {room:.1f} GiB for processes that need about "
-                    f"{needed:.1f} ({_list(roles, there)}), {_tenths(needed - room)} GiB short"
+                    f"{needed:.1f} ({_list(roles, there)}{spare}), {_tenths(needed - room)} GiB short"
                     f"{_when(demand, phase)}"
                 )
     if text:

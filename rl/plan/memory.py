@@ -51,7 +51,7 @@ class ModelShape:
             dense = set(hf.get("mlp_only_layers") or [])
             every = hf.get("decoder_sparse_step") or 1
             in_turn = layers // every - sum(i < layers and (i + 1) % every == 0 for i in dense)
-            return ModelShape(
+            shape = ModelShape(
                 dim=dim,
                 num_layers=layers,
                 num_heads=heads,
@@ -64,8 +64,11 @@ class ModelShape:
                 num_moe_layers=in_turn if experts else 0,
                 num_experts=experts,
                 top_k=hf.get("num_experts_per_tok") or 0,
-                expert_dim=hf.get("moe_intermediate_size") or 0,
+                expert_dim=hf.get("moe_intermediate_size") or (hf["intermediate_size"] if experts else 0),
             )
+            if odd := [value for value in vars(shape).values() if not isinstance(value, int)]:
+                raise TypeError(f"{odd[0]!r} is no whole number")
+            return shape
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise ConfigError(f"config.json does not give the sizes of a decoder: {error!r}") from error
 

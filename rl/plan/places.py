@@ -1,5 +1,6 @@
 """Passes: on which host and devices each process is, and how many threads it has."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from rl.plan.types import Notes
 
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
 _PROCESSES_PER_CORE = 4
+_PROCESSES_PER_GPU = 32
 
 
 @dataclass(frozen=True)
@@ -99,77 +101,104 @@ def _members(roles: Sequence[Wanted]) -> tuple[Member, ...]:
 def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     """None where there is no place for somebody. No list is made before it is known that its members fit."""
     before, roles = len(notes.problems), wanted(demand)
-    on_devices, shared = [of for of in roles if of.role != "reward"], False
-    _check_hosts(roles, cluster, notes)
+    on_devices = [of for of in roles if of.role != "reward"]
+    _check_number(roles, cluster, notes)
     if cluster.gpus:
-        shared = _is_shared(on_devices, demand, cluster, notes)
         _check_one_role(on_devices, cluster, notes)
     elif demand.sharing == "side_by_side":
         notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
     if len(notes.problems) > before:
         return None
-    places, devices, next_device = dict[str, tuple[Place, ...]](), cluster.devices, 0
     started = _members(roles)
-    for member in started:
-        if not devices or member.role == "reward":
-            places[member.name] = (Place(0, None),) * member.num_procs
-            continue
-        if not shared and member.role not in ENGINE_ROLES:  # a generator's ranks meet on one host
-            next_device = _on_one_host(member.num_procs, next_device, devices)
-        numbers = [i % len(devices) for i in range(next_device, next_device + member.num_procs)]
-        places[member.name] = tuple(Place(*devices[i]) for i in numbers)
-        next_device += member.num_procs
+    if not cluster.gpus:
+        return Places(
+            started, {member.name: (Place(0, None),) * member.num_procs for member in started}, False
+        )
+    alone = _deal(started, cluster, in_turn=False) if demand.sharing in ("auto", "alone") else None
+    shared = alone is None
+    _settle_sharing(on_devices, demand, shared, cluster, notes)
+    if shared and demand.sharing == "alone":
+        return None
+    places = alone or _deal(started, cluster, in_turn=True)
+    assert places is not None, "each role fits the GPUs"
     return Places(started, places, shared)
 
 
-def _on_one_host(num_procs: int, first: int, devices: Sequence[tuple[int, int]]) -> int:
-    """The first device from `first` on, from which so many are of one host; `first` where there is none."""
-    for start in range(first, len(devices) - num_procs + 1):
-        if devices[start][0] == devices[start + num_procs - 1][0]:
+def _deal(started: Sequence[Member], cluster: Cluster, in_turn: bool) -> dict[str, tuple[Place, ...]] | None:
+    """in_turn: begin again where the GPUs are used up; else None there.
+
+    The ranks of a generator or judge meet on one host: GPUs between are left out.
+    """
+    places, devices, first = dict[str, tuple[Place, ...]](), cluster.devices, 0
+    for member in started:
+        if member.role == "reward":
+            places[member.name] = (Place(0, None),)
+            continue
+        if member.role not in ENGINE_ROLES:
+            first = _on_one_host(member.num_procs, first, devices, in_turn)
+        last = first + member.num_procs
+        if last > len(devices) and not in_turn:
+            return None
+        places[member.name] = tuple(Place(*devices[i % len(devices)]) for i in range(first, last))
+        first = last
+    return places
+
+
+def _on_one_host(num_procs: int, first: int, devices: Sequence[tuple[int, int]], in_turn: bool) -> int:
+    """The first device from `first` on, from which so many are of one host; else past the end."""
+    count = len(devices)
+    for start in range(first, first + (count if in_turn else max(0, count - first))):
+        at, end = start % count, start % count + num_procs - 1
+        if end < count and devices[at][0] == devices[end][0]:
             return start
-    return first
+    return count
 
 
-def _is_shared(on_devices: Sequence[Wanted], demand: Demand, cluster: Cluster, notes: Notes) -> bool:
+def _settle_sharing(
+    on_devices: Sequence[Wanted], demand: Demand, shared: bool, cluster: Cluster, notes: Notes
+) -> None:
     needed, num_gpus = sum(of.num_procs for of in on_devices), len(cluster.gpus)
-    if demand.sharing == "alone" and needed > num_gpus:
+    if shared and demand.sharing == "alone":
         parts = " + ".join(f"{of.role} {of.num_procs}" for of in on_devices)
         notes.problem(
             "places",
-            f"{needed} processes ({parts}) need a GPU each but the machine has {num_gpus}; use fewer, or set "
-            f"--placement side_by_side",
+            f"{needed} processes ({parts}) need a GPU each but {_there(cluster)} {num_gpus}; use fewer, or "
+            f"set --placement side_by_side",
         )
-    shared = demand.sharing in ("side_by_side", "by_turns") or (
-        demand.sharing == "auto" and needed > num_gpus
-    )
     asked = demand.sharing != "auto"
     value = demand.sharing if asked else ("side_by_side" if shared else "alone")
     why = f"{needed} processes for {num_gpus} GPU{'s' * (num_gpus > 1)}"
     notes.settle(demand.name("placement"), demand.sharing, value, "asked for" if asked else why)
-    return shared
+
+
+def _there(cluster: Cluster) -> str:
+    return "the machine has" if len(cluster.hosts) == 1 else f"the {len(cluster.hosts)} hosts have"
 
 
 def _check_one_role(on_devices: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
-    """The ranks of an engine, or of one generator, cannot share a GPU."""
-    num_gpus = len(cluster.gpus)
+    """The ranks of an engine cannot share a GPU; those of one generator are on one host besides."""
+    largest = max(len(host.gpus) for host in cluster.hosts)
     for of in on_devices:
+        num_gpus = len(cluster.gpus) if of.role in ENGINE_ROLES else largest
         if of.procs_of_each > num_gpus:
+            where = "the machine" if len(cluster.hosts) == 1 or of.role in ENGINE_ROLES else "a host"
             notes.problem(
                 "places",
-                f"{of.role} has {of.procs_of_each} processes and the machine {num_gpus} "
+                f"{of.role} has {of.procs_of_each} processes and {where} {num_gpus} "
                 f"GPU{'s' * (num_gpus > 1)}: those of one role cannot share; use fewer",
             )
 
 
-def _check_hosts(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
-    total, hosts = sum(of.num_procs for of in roles), cluster.hosts
-    most = sum(min(int(h.free_gib / _GIB_PER_PROCESS), h.num_cores * _PROCESSES_PER_CORE) for h in hosts)
+def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
+    """On a CPU all are on the first host. On GPUs memory says what fits; the bound only keeps lists short."""
+    total, host = sum(of.num_procs for of in roles), cluster.hosts[0]
+    most = min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
+    if cluster.gpus:
+        most = _PROCESSES_PER_GPU * len(cluster.gpus) + sum(host.num_cores for host in cluster.hosts)
     if total > most:
-        cores, free = sum(host.num_cores for host in hosts), sum(host.free_gib for host in hosts)
         notes.problem(
             "places",
-            f"{total} processes are more than this machine can hold ({cores} cores, {free:.0f} GiB free: at "
-            f"most {most}); use fewer",
+            f"{total} processes are more than this machine can hold ({host}: at most {most}); use fewer",
         )
 
 
@@ -191,32 +220,33 @@ def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> d
         fixed["generator"] = 1
     if demand.generator is not None:
         asked["generator"] = demand.generator.num_threads
-    settled, roles = dict[str, tuple[int, ...]](), set[RoleName]()
+    there = Counter(
+        (member.role, place.host) for member in places.started for place in places.by_name[member.name]
+    )
+    shares = {at: _share(*at, there, demand.overlap, cluster) for at in there}
+    settled = {}
     for member in places.started:
-        role, of_processes = member.role, []
-        for place in places.by_name[member.name]:
-            cores, others = (
-                cluster.hosts[place.host].num_cores,
-                _at_work(role, place.host, places, demand.overlap),
-            )
-            of_processes.append(asked.get(role) or fixed.get(role) or max(1, cores // others))
-        if role != "reward" and role not in roles:
-            roles.add(role)
-            why = "it computes on a GPU" if role in fixed else f"{cores} cores for {others} at work at a time"
+        own = asked.get(member.role) or fixed.get(member.role)
+        settled[member.name] = tuple(
+            own or shares[member.role, place.host][0] for place in places.by_name[member.name]
+        )
+    for role in ("trainer", "generator"):  # the roles with such a setting
+        if first := next((member for member in places.started if member.role == role), None):
+            share = shares[role, places.by_name[first.name][0].host]
+            why = "it computes on a GPU" if role in fixed else share[1]
             reason = "asked for" if asked.get(role) else why
-            notes.settle(f"{role}.num_threads", asked.get(role) or "auto", of_processes[0], reason)
-        settled[member.name] = tuple(of_processes)
+            value = settled[first.name][0]
+            notes.settle(f"{role}.num_threads", asked.get(role) or "auto", value, reason)
     return settled
 
 
-def _at_work(role: RoleName, host: int, places: Places, overlap: bool) -> int:
-    """Processes on a host that work at the same time as those of a role, itself among them."""
+def _share(
+    role: RoleName, host: int, there: Mapping[tuple[RoleName, int], int], overlap: bool, cluster: Cluster
+) -> tuple[int, str]:
+    """Threads of each process of a role on a host, and why: its cores over who works at the same time."""
     beside = {*_BESIDE.get(role, (role,))}
     if overlap:
         beside |= {*(ENGINE_ROLES if role == "generator" else ("generator",))}
-    return sum(
-        place.host == host
-        for member in places.started
-        if member.role in beside
-        for place in places.by_name[member.name]
-    )
+    at_work = sum(there.get((other, host), 0) for other in beside)
+    cores = cluster.hosts[host].num_cores
+    return max(1, cores // at_work), f"{cores} cores for {at_work} at work at a time"

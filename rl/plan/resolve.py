@@ -59,7 +59,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     taken = memories(demand, facts, made, on_cpu=not cluster.gpus)
     memory: Mapping[RoleName, Mapping[Phase, Memory]] = {}
     if taken is None:
-        caches = _caches_of_unknown(demand, caches, places, cluster, notes)
+        caches = _caches_of_unknown(demand, asked_caches(demand), places, cluster, notes)
     else:
         check_asked(demand, made, taken, notes)
         if demand.generator is not None and "generator" not in caches:
@@ -125,26 +125,35 @@ def _with_caches(
 
 def _caches_of_unknown(
     demand: Demand,
-    caches: Mapping[RoleName, float | Fill],
+    asked: Mapping[RoleName, float],
     places: Places,
     cluster: Cluster,
     notes: Notes,
 ) -> dict[RoleName, float | Fill]:
     """Of models whose config.json gives no sizes of a decoder."""
-    if demand.generator is None or "generator" in caches:
-        return {**caches}
-    setting = demand.name("generator.kv_cache_gib")
-    if not cluster.gpus:
-        notes.settle(setting, 0, "0.25", "a CPU's default: the model's sizes are not known")
-        return {**caches, "generator": 0.25}
-    if places.beside("generator"):
+    setting, caches = demand.name("generator.kv_cache_gib"), dict[RoleName, float | Fill](asked)
+    for role, size in asked.items():
+        notes.settle(demand.name(f"{role}.kv_cache_gib"), f"{size:g}", f"{size:g}", "asked for")
+    if places.shared:
         notes.problem(
             "caches",
-            f"{setting}=0 is what the other roles leave of a shared GPU, which config.json does not tell: it "
-            f"gives no sizes of a decoder; set {setting}",
+            "what each role takes of a shared GPU is not known: the model's config.json gives no sizes of a "
+            "decoder; use a GPU for each process",
         )
-    notes.settle(setting, 0, "about 0", "a GPU of its own: what vLLM finds free")
-    return {**caches, "generator": Fill(0.0)}
+    if not cluster.gpus:
+        needed = sum(asked.get(role, 0.0) for roles in places.on_devices().values() for role in roles)
+        if needed > cluster.hosts[0].free_gib:
+            notes.problem(
+                "caches",
+                f"{setting} and the judge's need {needed:g} GiB but {cluster.hosts[0].free_gib:.1f} are "
+                f"free; use less",
+            )
+    if demand.generator is not None and "generator" not in caches:
+        caches["generator"] = Fill(0.0) if cluster.gpus else 0.25
+        why = "a GPU of its own: what vLLM finds free" if cluster.gpus else "a CPU's default"
+        value = "what is free" if cluster.gpus else "0.25"
+        notes.settle(setting, 0, value, f"{why}; the model's sizes are not known")
+    return caches
 
 
 def _of_length(demand: Demand, facts: Facts) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, Threads
+from rl.bounds import CacheGib, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, Threads
 from rl.models.layout import Layout
 from rl.types import LoRA
 
@@ -70,9 +70,9 @@ class GeneratorConfig:
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_num_seqs: PositiveInt = 256
     """Most sequences an engine runs at a time."""
-    kv_cache_gib: NonNegativeFloat = 0.0
-    """Memory of each process's key-value cache. 0: 0.25 on a CPU; on a GPU what is free, or what other roles
-    leave."""
+    kv_cache_gib: CacheGib = 0.0
+    """Memory of each process's key-value cache. 0: on a CPU 0.25, or one sequence if that is more; on a GPU
+    what is free, or what other roles leave."""
     block_size: PositiveInt = 32
     """Tokens of a block of that cache; samples of a prompt share its whole blocks. On a CPU a
     multiple of 32."""

@@ -1,12 +1,18 @@
 """Pass: what a model's shape does not go with."""
 
+from rl.models.layout import Layout
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts
+from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.numerics import Numerics
 from rl.plan.types import Notes
 
+MAX_LORA_RANK = 512
+"""The most that vLLM serves."""
+
 
 def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Cluster, notes: Notes) -> None:
+    _check_heads(demand, facts, notes)
+    _check_adapter(demand, facts, notes)
     shape = facts.models["trainer"].shape
     trainer, ranks = demand.trainer, demand.trainer.layout.tensor_parallel
     if shape is not None and shape.num_moe_layers and trainer.lora.rank and not cluster.gpus:
@@ -30,4 +36,45 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
             "shapes",
             f"generator.block_size={demand.generator.block_size} is not a multiple of 32, as on a CPU "
             f"it has to be",
+        )
+
+
+def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:
+    layouts: dict[RoleName, Layout | None] = {
+        "trainer": demand.trainer.layout,
+        "critic": demand.critic,
+        "reference": demand.reference,
+    }
+    for role, layout in layouts.items():
+        if layout is None:
+            continue
+        for key, heads in facts.models[role].heads.items():
+            if heads % layout.tensor_parallel:
+                divisors = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
+                notes.problem(
+                    "shapes",
+                    f"{demand.name(f'{role}.layout')}.tensor_parallel={layout.tensor_parallel} does not "
+                    f"divide the model's {key}={heads}; use one of {divisors}",
+                )
+    split = demand.generator.tensor_parallel if demand.generator else 1
+    if (heads := facts.models["trainer"].heads.get("num_key_value_heads", 0)) % split:
+        notes.problem(
+            "shapes",
+            f"generator.tensor_parallel={split} does not divide the model's num_key_value_heads={heads}; use "
+            f"a divisor",
+        )
+
+
+def _check_adapter(demand: Demand, facts: Facts, notes: Notes) -> None:
+    lora, layers = demand.trainer.lora, facts.models["trainer"].layers
+    if lora.rank > MAX_LORA_RANK:
+        notes.problem(
+            "shapes",
+            f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less",
+        )
+    if lora.rank and layers and (unknown := sorted(set(lora.targets) - layers)):
+        notes.problem(
+            "shapes",
+            f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have; its layers: "
+            f"{', '.join(sorted(layers))}",
         )

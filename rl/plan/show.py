@@ -19,9 +19,13 @@ def show(title: str, plan: Plan) -> list[str]:
     """One line for each role, device, link, and settled value."""
     dtype = next((s.value for s in plan.settled if s.setting == "dtype"), "")
     lines = [f"{title} on {plan.cluster}, {dtype}, GiB of each process:", "", *_table(plan), ""]
-    lines += _idle(plan) + (_devices(plan) if plan.cluster.gpus else _host(plan))
+    lines += _idle(plan)
+    if not any(process.memory for replica in plan.replicas for process in replica.processes):
+        lines.append("the model's config.json gives no sizes of a decoder: nothing is claimed of its memory")
+    else:
+        lines += _devices(plan) if plan.cluster.gpus else _host(plan)
     for link in plan.links:
-        if link.carries != "questions":
+        if link.carries != "questions" and link.bytes:
             through = "/dev/shm" if link.transport == "shared_memory" else link.transport
             lines.append(
                 f"weight sync: {link.bytes / GIB:.2f} GiB a version, through {through}, which holds three"

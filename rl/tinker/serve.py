@@ -13,7 +13,7 @@ import tyro
 import uvicorn
 from fastapi import FastAPI
 
-from rl.bounds import FilePath, NonNegativeFloat, Port, PositiveInt
+from rl.bounds import CacheGib, FilePath, Port, PositiveInt
 from rl.cluster.launch import launch
 from rl.cluster.machine import look_at_host
 from rl.errors import ConfigError
@@ -48,6 +48,7 @@ _NAMES = {
     "trainer.max_tokens": "context_length",
     "generator.kv_cache_gib": "kv_cache_gib",
     "generator.num_replicas": "num_generators",
+    "generator.cuda_graphs": "cuda_graphs",
 }
 """What the server calls a run's settings."""
 
@@ -96,8 +97,11 @@ class ServeConfig:
     num_generators: PositiveInt = 1
     """Generators, each in a process of its own."""
 
-    kv_cache_gib: NonNegativeFloat = 0.0
+    kv_cache_gib: CacheGib = 0.0
     """Of each generator; 0: on a GPU what is free, else 0.25, or what one sequence takes if that is more."""
+
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Generators decode by CUDA graphs. auto: on a GPU."""
 
     max_body_mib: PositiveInt = 64
     """Largest request."""
@@ -208,6 +212,7 @@ def demand_of(config: ServeConfig, context_length: int) -> Demand:
         generator=GeneratorConfig(
             num_replicas=config.num_generators,
             kv_cache_gib=config.kv_cache_gib,
+            cuda_graphs=config.cuda_graphs,
             max_restarts=_MANY_RESTARTS,
         ),
         dtype=config.dtype,

@@ -1,5 +1,6 @@
 """Who is on which device, with how many threads."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -110,3 +111,35 @@ def test_no_two_share_a_gpu_unless_told_to_and_threads_fit_the_cores(
     for group in together:
         at_work = [count for role in group for count in counts.get(role, [])]
         assert sum(at_work) <= max(num_cores + 40, len(at_work)), group
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (1, 1, 1), (2, 4)])
+@pytest.mark.parametrize("sharing", ["auto", "side_by_side", "alone"])
+@pytest.mark.parametrize(("trainer", "ranks", "critic"), [(1, 2, 1), (2, 2, 0), (1, 1, 1), (3, 1, 0)])
+def test_over_hosts_nobody_shares_unawares_and_a_generator_is_on_one(hosts, sharing, trainer, ranks, critic):
+    there = [host(16, count) for count in hosts]
+    notes = Notes()
+    asked = demand(trainer, 2, ranks, critic, sharing=sharing)
+    places = deal_out(asked, Cluster(tuple(there)), notes)
+    if places is None:
+        assert notes.problems
+        return
+    load = Counter(
+        place for member in places.started if member.role != "reward" for place in places.by_name[member.name]
+    )
+    assert places.shared == (max(load.values()) > 1) or sharing == "side_by_side"
+    assert sharing != "alone" or max(load.values()) == 1
+    for member in places.started:
+        of_member = places.by_name[member.name]
+        assert len({*of_member}) == len(of_member) or member.role == "reward"
+        if member.role == "generator":
+            assert len({place.host for place in of_member}) == 1
+
+
+def test_many_replicas_are_placed_in_no_time():
+    """A remedy places all of them again and again."""
+    asked = demand(generators=3000, sharing="side_by_side", overlap=True)
+    began = time.process_time()
+    devices, counts = settle(asked, *(host(64, 8) for _ in range(64)))
+    assert len(devices["generator"]) == len(counts["generator"]) == 3000
+    assert time.process_time() - began < 2  # holds: meaning, a walk over all for each takes minutes

@@ -25,9 +25,10 @@ from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.plan.cluster import GPU, USABLE, Cluster, Host
-from rl.plan.demand import ENGINE_ROLES
+from rl.plan.demand import ENGINE_ROLES, ModelFacts
 from rl.plan.memory import ModelShape
 from rl.plan.resolve import resolve
+from rl.plan.show import show
 from rl.plan.types import Plan
 from rl.types import LoRA
 from tests.plans import cluster
@@ -396,3 +397,51 @@ def test_any_number_of_processes_is_refused_before_a_list_of_them_is_made(model,
     tracemalloc.stop()
     assert any("processes are more than this machine can hold" in line for line in lines)
     assert peak < 10e6
+
+
+def test_experts_without_a_width_of_their_own_have_the_layers(tmp_path):
+    """Mixtral 8x7B: 46.7 billion parameters, by its card."""
+    mixtral = LLAMA | {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    assert ModelShape.of(mixtral).num_parameters == pytest.approx(46.7e9, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"hidden_size": "4096"}, {"moe_intermediate_size": [1], "num_experts": 4}, {"num_attention_heads": 0}],
+)
+def test_sizes_that_are_no_numbers_are_not_known(odd):
+    assert ModelFacts.of(CONFIGS["llama-3.1-8b"] | odd, 128).shape is None
+
+
+def unknown(make, **changes) -> RunConfig:
+    config = qwen(make, **changes)
+    (Path(config.model.path) / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 64}))
+    return config
+
+
+def test_of_a_model_of_unknown_sizes_what_is_asked_is_counted_and_no_gpu_is_shared(model):
+    config = unknown(model)
+    assert (
+        settle(config, cluster=Cluster((Host(16, 128.0),))).of("generator")[0].spec.config.kv_cache_gib
+        == 0.25
+    )
+    large = unknown(model, generator=GeneratorConfig(kv_cache_gib=1000))
+    assert any("1000 GiB but 128.0 are free" in line for line in problems(large, Cluster((Host(16, 128.0),))))
+    for asked in (config, large):
+        assert any("gives no sizes of a decoder" in line for line in problems(asked, "1xH100-80"))
+    lines = show("unknown", settle(config, cluster=cluster("2xH100-80")))
+    assert any("nothing is claimed of its memory" in line for line in lines)
+
+
+def test_a_remedy_divides_the_heads(model):
+    """Of 2 key heads, four ranks would have half of one."""
+    made = model("llama-3.1-70b")
+    path = Path(made.path) / "config.json"
+    path.write_text(json.dumps(CONFIGS["llama-3.1-70b"] | {"num_key_value_heads": 2}))
+    for hosts in ("4xH100-80", "8xA100-80", "16xL4-24", "64xL4-24"):
+        for line in problems(qwen(model, model=made, trainer=TrainerConfig(layout=Layout(shard=2))), hosts):
+            assert "tensor_parallel 4" not in line and "tensor_parallel 8" not in line, line
