@@ -419,7 +419,9 @@ def test_sizes_that_are_no_numbers_are_not_known(odd):
 
 def unknown(make, **changes) -> RunConfig:
     config = qwen(make, **changes)
-    (Path(config.model.path) / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 64}))
+    (Path(config.model.path) / "config.json").write_text(
+        json.dumps({"model_type": "mamba", "vocab_size": 64})
+    )
     return config
 
 
