@@ -122,6 +122,7 @@ def mortal() -> RunConfig:
         reward=RewardConfig(num_procs=1, max_restarts=20),
         steps=12,
         eval_every=4,
+        record_rollouts=32,  # all of a step
     )
 
 

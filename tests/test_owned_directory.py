@@ -15,6 +15,7 @@ import pytest
 from rl import owned_directory as module
 from rl.errors import ConfigError
 from rl.owned_directory import note_beside, owned_directory, remove_unowned
+from tests.integration import runs
 
 HOLD = """
 import sys, time
@@ -266,3 +267,19 @@ def test_a_root_that_another_run_removes_meanwhile_is_made_again(tmp_path, monke
     monkeypatch.setattr(Path, "iterdir", iterdir)
     with owned_directory(tmp_path, "run") as path:
         assert path.is_dir()
+
+
+def test_the_tests_of_whole_runs_see_what_a_run_has_and_what_a_dead_one_leaves(tmp_path, monkeypatch):
+    """They look by name: under another name they would see nothing, and pass."""
+    monkeypatch.setattr(runs, "SHARED_MEMORY", tmp_path)
+    with owned_directory(tmp_path, "run") as path:
+        (path / "model-v3-rank0.bin").touch()
+        (path / "model-v3-rank1.bin").touch()
+        versions = runs.SharedVersions(os.getpid())
+        assert wait_for(lambda: versions.seen)
+        versions.stop()
+        assert versions.seen == {"model-v3"} and versions.most == 1
+        assert path.name not in runs.shared_leftovers()
+        monkeypatch.setattr(runs.psutil, "pid_exists", lambda pid: False)
+        assert path.name in runs.shared_leftovers()
+    assert path.name not in runs.shared_leftovers()

@@ -1,16 +1,25 @@
-"""Whether a generator makes progress: the time in which the controller was blocked is not held against it."""
+"""Whether a generator makes progress: the time in which the controller was blocked is not held against it.
+
+And in which thread its engine is made and runs.
+"""
 
 # holds: exact, seconds of a clock that is made up
 
 import asyncio
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from rl.actors.generator import GeneratorProcesses
+from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.remote import ProcessDied
-from rl.models.generator.commands import Progress
+from rl.models.generator.commands import Admit, Progress, Tick
+from rl.models.generator.vllm_config import VLLMConfig
 from rl.observability.timeline import Timeline
+from rl.types import Completion, SamplingParams, StopReason, VersionRange
 from rl.waiting import Deadlines
+from rl.weight_sync.manifest import Manifest
 from tests.test_waiting import run
 
 LIMIT = 20.0
@@ -66,3 +75,34 @@ def test_one_that_decodes_nothing_is_dead_after_its_deadline():
         return loop.time()
 
     assert 1000.0 + LIMIT <= run(main()) <= 1000.0 + LIMIT + 3
+
+
+def test_all_of_vllm_runs_in_the_thread_that_made_it(monkeypatch):
+    """CUDA's current stream belongs to a thread, and OpenMP's threads do: requests and weights come from others."""
+    idents = []
+
+    class VLLM:
+        def __init__(self, config, transport):
+            idents.append(threading.get_ident())
+
+        def tick(self, commands):
+            idents.append(threading.get_ident())
+            done = Completion([1], [-1.0], VersionRange(0, 0), StopReason.STOP)
+            return Tick({c.id: done if isinstance(c, Admit) else None for c in commands}, 0)
+
+    monkeypatch.setitem(sys.modules, "rl.models.generator.vllm_engine", SimpleNamespace(VLLM=VLLM))
+    generator = Generator(VLLMConfig(""), None)
+
+    async def main():
+        await generator._engine.sample([1], 1, SamplingParams(1), None, None)
+        await generator._engine.load_weights(Manifest(1, ()))
+        await asyncio.gather(
+            *(generator._engine.sample([1], 1, SamplingParams(1), None, None) for _ in range(3))
+        )
+
+    try:
+        asyncio.run(main())
+    finally:
+        generator._thread.shutdown()
+    assert len(idents) >= 4 and len(set(idents)) == 1
+    assert threading.get_ident() not in idents

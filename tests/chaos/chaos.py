@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +70,8 @@ NOTES = f"""Runs of 12 steps of the tiny model: synchronous and asynchronous, 1 
 critic, with LoRA; real Monarch, torchtitan and vLLM, a checkpoint every 2 steps. Each suffers up to three kills, at random moments from its
 start to its end. The same run: rollouts and exported weights are those of a run that nothing happened to, and so is every metric but those that tell
 what happened: times (time/*, idle/*), generators/serving and generators/alive, the prompt tokens of work that was done twice (tokens/prompt,
-tokens/prompt_computed), and buffer/*. Of an asynchronous run: every step once, no prompt lost or doubled, the bound on staleness held. SIGSTOP is acted on after {STOPPED_SECONDS} s here
+tokens/prompt_computed), and buffer/*. Of an asynchronous run: every step once, no prompt lost or doubled, the bound on staleness held, and
+what no order of arrival changes: each prompt's problem, the size and learning rate of each step, the problems of each evaluation, the first accuracy. SIGSTOP is acted on after {STOPPED_SECONDS} s here
 (deadlines.progress). A controller is started again by the same command, which takes the rest of the seconds."""
 
 
@@ -86,13 +88,27 @@ class Outcome:
 
     survived: bool
     kills: list[Kill] = field(default_factory=list)
-    lost: int = 0  # prompts
-    doubled: int = 0
+    lost: list[int] = field(default_factory=list)  # prompts
+    doubled: list[int] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
     numbers: list[dict] = field(default_factory=list)  # of metrics.jsonl, times aside
     rollouts: str = ""
     weights: str = ""  # a hash of what was exported
     output: str = ""
+
+    def lines(self, split: str) -> list[dict]:
+        """Of rollouts.jsonl."""
+        lines = map(json.loads, self.rollouts.splitlines())
+        return [line for line in lines if line["split"] == split]
+
+
+def lost_and_doubled(
+    num_started: int, unfinished: Collection[int], trained: Collection[tuple[int, int]]
+) -> tuple[list[int], list[int]]:
+    """Prompts that ended nowhere, and those that ended more than once. trained: each step with each prompt of its."""
+    ends = Counter(prompt for _, prompt in trained) + Counter(unfinished)
+    lost = [prompt for prompt in range(num_started) if not ends[prompt]]
+    return lost, sorted(prompt for prompt, number in ends.items() if number > 1)
 
 
 class Victim:
@@ -171,8 +187,9 @@ class Victim:
         found.weights = hashlib.blake2b(exported, digest_size=8).hexdigest()
         prompts = read_record(latest(self.run_dir / "checkpoints"))["state"]["prompts"]
         config = json.loads((self.run_dir / "config.json").read_text())
-        trained = prompts["next"] - len(prompts["unfinished"]) - config["steps"] * config["prompts_per_step"]
-        found.lost, found.doubled = max(0, -trained), max(0, trained)
+        if not config["resampling_rounds"]:  # else some are filtered
+            trained = {(line["step"], line["prompt"]) for line in found.lines("train")}
+            found.lost, found.doubled = lost_and_doubled(prompts["next"], prompts["unfinished"], trained)
         return found
 
 
@@ -213,9 +230,8 @@ def differences(setting: Setting, got: Outcome, expected: Outcome) -> list[str]:
     """What a run that was disturbed did otherwise than one that was not."""
     if not got.survived:
         return [f"it did not survive: {got.output[-1000:]}"]
-    found = [f"{got.lost} prompts lost"] * bool(got.lost) + [f"{got.doubled} prompts doubled"] * bool(
-        got.doubled
-    )
+    found = [f"prompts {got.lost} lost"] * bool(got.lost)
+    found += [f"prompts {got.doubled} doubled"] * bool(got.doubled)
     found += [f"left behind: {got.left_behind}"] * bool(got.left_behind)
     steps = [line["step"] for line in got.numbers if "loss" in line]
     if steps != sorted(set(steps)) or len(steps) != sum("loss" in line for line in expected.numbers):
@@ -224,8 +240,36 @@ def differences(setting: Setting, got: Outcome, expected: Outcome) -> list[str]:
         found += ["metrics differ"] * (got.numbers != expected.numbers)
         found += ["rollouts differ"] * (got.rollouts != expected.rollouts)
         found += ["weights differ"] * (got.weights != expected.weights)
-    elif max(line.get("offpolicy/max", 0) for line in got.numbers) > 1:
-        found.append("the bound on staleness was passed")
+        return found
+    return found + asynchronous_differences(got, expected)
+
+
+def asynchronous_differences(got: Outcome, expected: Outcome) -> list[str]:
+    """What no order of arrival changes: problems, how many in each step, the rate, evaluations, and the bound of 1."""
+    found = []
+    too_old = [
+        (line["step"], line["prompt"])
+        for line in got.lines("train")
+        if line["policy_version"] and line["policy_version"][0] < line["step"] - 2
+    ]
+    if too_old or max((line.get("offpolicy/max", 0) for line in got.numbers), default=0) > 1:
+        found.append(f"the bound on staleness was passed: {too_old[:3]}")
+
+    def problems(outcome: Outcome, split: str) -> dict[tuple, tuple]:
+        at = [(line["step"] if split == "eval" else 0, line["prompt"]) for line in outcome.lines(split)]
+        return dict(zip(at, [(r["question"], r["answer"]) for r in outcome.lines(split)], strict=True))
+
+    for split in ("train", "eval"):
+        if problems(got, split) != problems(expected, split):
+            found.append(f"{split}: other problems")
+    sizes, whole = (Counter(line["step"] for line in o.lines("train")) for o in (got, expected))
+    found += [f"steps of other sizes: {sizes}"] * (sizes != whole)
+    rates, whole_rates = ({r["step"]: r["lr"] for r in o.numbers if "lr" in r} for o in (got, expected))
+    found += ["other learning rates"] * (rates != whole_rates)
+    first, whole_first = (
+        [r for r in o.numbers if r["step"] == 0 and "eval/accuracy" in r] for o in (got, expected)
+    )
+    found += ["another accuracy before the first step"] * (first != whole_first)
     return found
 
 
@@ -266,8 +310,8 @@ def main() -> None:
         seconds = [kill.seconds for kill, _, _ in killed if kill.seconds]
         times = f"{statistics.median(seconds):.0f}, {max(seconds):.0f}" if seconds else "it was over"
         outcomes = [outcome for _, outcome, _ in killed]
-        cells = [kind, number, len(killed), sum(good for *_, good in killed), times, sum(o.lost for o in outcomes),
-                 sum(o.doubled for o in outcomes), sum(len(o.left_behind) for o in outcomes)]  # fmt: skip
+        cells = [kind, number, len(killed), sum(good for *_, good in killed), times, sum(len(o.lost) for o in outcomes),
+                 sum(len(o.doubled) for o in outcomes), sum(len(o.left_behind) for o in outcomes)]  # fmt: skip
         rows.append([str(cell) for cell in cells])
     print("\n".join(" | ".join(row) for row in rows))
     if options.write:

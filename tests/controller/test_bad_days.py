@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +20,19 @@ import pytest
 from configs.quickstart import quickstart
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.controller import run as run_module
+from rl.controller import schedule as schedule_module
+from rl.controller import stages as stages_module
 from rl.controller.run import run
 from rl.errors import ConfigError, RunError
 from rl.models import checkpoint
+from rl.observability import timeline as timeline_module
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.paths import lock_directory
 from rl.processes import ProcessInfo
 from rl.weight_sync.shared_memory import _reserve
+from tests.controller import test_recovery as recovery_tests
 from tests.controller.test_recovery import config as small
 from tests.controller.test_recovery import run as run_with_fakes
 from tests.controller.test_training_batch import group
@@ -49,11 +57,27 @@ def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
     )
 
 
-def test_a_full_disk_under_a_checkpoint(tmp_path):
-    said = checkpoint._words(OSError(errno.ENOSPC, "x"), tmp_path / "checkpoints" / "step-3")
-    assert said.startswith(f"the disk of {tmp_path}/checkpoints/step-3 is full (") and said.endswith(
-        "make room"
+def test_a_full_disk_under_a_checkpoint(tmp_path, monkeypatch):
+    """What the writing thread met is told by whoever waits for the checkpoint; the next one may be written."""
+
+    def fail_together(failure, group):
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr(checkpoint, "fail_together", fail_together)
+    monkeypatch.setattr(checkpoint, "new_group", lambda *_, **__: None)
+    checkpoints = checkpoint.Checkpoints(None, 5.0, None, dict)
+    checkpoints._directory = tmp_path / "run" / "checkpoints"
+    checkpoints._writing = Future()
+    checkpoints._writing.set_exception(OSError(errno.ENOSPC, "x"))
+    with pytest.raises(RunError) as said:
+        checkpoints.wait()
+    assert re.fullmatch(
+        rf"a checkpoint could not be written: the disk of {tmp_path}/run/checkpoints is full \(\d+ MiB free\); "
+        r"make room; the one before it is still there",
+        str(said.value),
     )
+    checkpoints.wait()
 
 
 def test_a_directory_that_cannot_be_written():
@@ -148,12 +172,22 @@ def test_a_second_signal_ends_what_the_first_one_waits_for(tmp_path, monkeypatch
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
-    """Only the monotonic clock decides and measures anything."""
-    settings = small()
+    """Only the monotonic clock decides and measures anything: steps have their seconds, and none is saved by time.
+
+    The modules that take a clock as they are imported are read anew, with the clock that jumps.
+    """
+    settings = small(save_every_minutes=30.0)
     expected = run_with_fakes(settings, tmp_path / "steady")
     jumps = iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: (-1) ** next(jumps) * 3.0e7)
+    monkeypatch.setattr(recovery_tests, "Timeline", runpy.run_path(timeline_module.__file__)["Timeline"])
+    monkeypatch.setattr(stages_module, "SaveClock", runpy.run_path(schedule_module.__file__)["SaveClock"])
     assert run_with_fakes(settings, tmp_path / "jumping") == expected
+    lines = [json.loads(line) for line in (tmp_path / "jumping" / "metrics.jsonl").read_text().splitlines()]
+    times = [v for line in lines for n, v in line.items() if n.startswith(("time/", "idle/"))]
+    assert times and all(0 <= seconds < 600 for seconds in times)
+    saved = [sorted(path.name for path in (tmp_path / run / "checkpoints").iterdir()) for run in ("steady", "jumping")]  # fmt: skip
+    assert saved[0] == saved[1]
 
 
 LOG_DISK = """

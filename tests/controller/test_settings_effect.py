@@ -1,12 +1,19 @@
 """No setting is silently without effect: each is changed, and something that the run does must change."""
 
+import ast
+import asyncio
 import dataclasses
+import json
+import re
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from configs.quickstart import quickstart
+from rl.controller import run as run_module
 from rl.controller.config import (
     CriticConfig,
     JudgeConfig,
@@ -38,8 +45,13 @@ from rl.loss.kl import KL
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir, TinyQwen3
-from tests.controller.fakes import run_fakes
+from rl.observability.recorder import Recorder
+from rl.observability.sinks import TrackingConfig
+from rl.types import LoRA
+from tests.controller.fakes import fake_actors, run_fakes
 from tests.plans import AMPLE, cluster
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def small(**changes) -> RunConfig:
@@ -166,6 +178,7 @@ IN_THE_LOOP = [
 # replica, or, of counts, how many it has).
 LAYOUT = ("replicate", "shard", "context_parallel", "tensor_parallel")
 REFERENCE = {"kl": KL(coef=0.1)}
+LORA = {"trainer": TrainerConfig(lora=LoRA(rank=4))}
 JUDGED = {"judge": JudgeConfig(model=TinyQwen3("abc"))}
 AT_LAUNCH = [
     *(({}, f"trainer.layout.{axis}", 2, f"trainer.spec.config.layout.{axis}") for axis in LAYOUT),
@@ -199,6 +212,8 @@ AT_LAUNCH = [
     ({}, "reward.max_restarts", 7, "reward.max_restarts"),
     ({}, "weight_sync.transport", "torchstore", "transport"),
     ({}, "dtype", "bfloat16", "trainer.spec.config.dtype"),
+    (LORA, "trainer.lora.alpha", 7.0, "trainer.adapter.alpha"),
+    (LORA, "trainer.lora.targets", ("q_proj",), "trainer.adapter.targets"),
     *(
         ({}, f"deadlines.{kind}", 7.0, f"deadlines.{kind}")
         for kind in ("start", "load", "progress", "train", "sync", "checkpoint")
@@ -216,27 +231,25 @@ OF_THE_MODEL = [
     ("model.num_kv_heads", 2, "num_key_value_heads"),
     ("model.max_length", 64, "max_position_embeddings"),
 ]
-# Held by tests that need processes, or the config's own checks.
+# Held by other tests: those of what the setting is for, those that need processes, and the config's own checks.
 ELSEWHERE = {
-    "trainer.lora.alpha": "tests/models/test_lora.py",
-    "trainer.lora.targets": "tests/models/test_lora.py",
-    "max_offpolicy_steps": "tests/controller/test_buffer.py",
-    "trace": "tests/integration/test_async.py",
-    "model.alphabet": "tests/models/test_hf.py",
-    "env.chat": "tests/envs/test_envs.py",
-    "env.prompt_prefix": "tests/envs/test_envs.py",
-    "env.stop": "tests/envs/test_envs.py",
-    "placement": "tests/plan/test_resolve.py",
-    "max_logprob_diff": "tests/controller/test_parity.py",
-    "generator.cuda_graphs": "tests/models/test_cuda.py",
-    "judge.model": "tests/controller/test_judge_rules.py",
-    "reference.model": "test_a_teacher_is_another_model, below",
-    "resume": "tests/integration/test_runs.py",
-    "tracking.sinks": "tests/observability/test_sinks.py",
-    "tracking.project": "tests/observability/test_sinks.py",
-    "run_dir": "tests/integration/test_runs.py",
-    "record_batches": "tests/integration/test_replay.py",
-    "record_rollouts": "tests/integration/test_runs.py",
+    "max_offpolicy_steps": "tests/integration/test_async.py::test_an_asynchronous_run_keeps_its_bound_and_measures_one_version",
+    "trace": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "model.alphabet": "tests/controller/test_bad_input.py::test_a_model_that_cannot_read_the_task",
+    "env.chat": "tests/envs/test_envs.py::test_a_prompt_is_prefix_and_question_or_turns_of_them",
+    "env.prompt_prefix": "tests/envs/test_envs.py::test_a_prompt_is_prefix_and_question_or_turns_of_them",
+    "env.stop": "tests/envs/test_envs.py::test_a_completion_ends_at_eos_or_at_a_text_of_the_env",
+    "placement": "tests/plan/test_resolve.py::test_a_default_gives_way_to_a_setting",
+    "max_logprob_diff": "tests/controller/test_parity.py::test_the_limit_is_the_setting_or_the_dtypes",
+    "generator.cuda_graphs": "tests/models/test_vllm_arguments.py::test_graphs_are_captured_where_they_are_asked_for_and_prompts_are_cut_on_gpus_alone",
+    "judge.model": "tests/controller/test_judge_rules.py::test_a_judge_is_a_role_with_weights_of_its_own",
+    "reference.model": "tests/controller/test_settings_effect.py::test_a_teacher_is_another_model",
+    "resume": "tests/integration/test_runs.py::test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers",
+    "tracking.sinks": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "tracking.project": "tests/observability/test_sinks.py::test_mlflow_goes_on_in_its_run_and_has_each_step_once",
+    "run_dir": "tests/integration/test_runs.py::test_a_run_leaves_its_artefacts",
+    "record_batches": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "record_rollouts": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
 }
 
 
@@ -288,6 +301,8 @@ def test_a_setting_of_the_processes_arrives_where_they_are_started(case, tmp_pat
         replicas = plan.of(role)
         if rest == "count":
             return len(replicas)
+        if rest.startswith("adapter."):
+            return attrgetter(rest.removeprefix("adapter."))(replicas[0].spec.adapters[0].lora)
         return replicas[0].processes[0].threads if rest == "threads" else attrgetter(rest)(replicas[0])
 
     assert arrives(before) != value == arrives(after)
@@ -327,6 +342,52 @@ def test_every_setting_is_tested():
                     and isinstance(base.get(part, getattr(small(), part)), type(chosen))
                     for base, setting, _, _ in IN_THE_LOOP
                 ), (chosen, field.name)
+
+
+@pytest.mark.parametrize("setting", ELSEWHERE)
+def test_who_holds_a_setting_elsewhere_knows_it(setting):
+    path, _, function = ELSEWHERE[setting].partition("::")
+    source = (ROOT / path).read_text()
+    assert function in {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    if not path.startswith("tests/integration/"):  # whose recipes have it
+        assert re.search(rf"\b{setting.rpartition('.')[2]}\b", source), setting
+
+
+FILES = [
+    ({}, []),
+    ({"trace": True}, ["trace.json"]),
+    ({"record_batches": 2}, ["batches/step-2.pkl", "batches/step-3.pkl"]),
+    ({"tracking": TrackingConfig()}, ["tensorboard"]),
+    *(({"record_rollouts": number}, []) for number in (0, 3, 16)),
+]
+
+
+@pytest.mark.parametrize(("changes", "files"), FILES, ids=[str(changes) for changes, _ in FILES])
+def test_a_setting_of_what_is_written_changes_the_files(changes, files, tmp_path, monkeypatch):
+    """A whole run, but for its processes."""
+
+    @asynccontextmanager
+    async def launch(plan, models, run_dir, env, timeline):
+        yield fake_actors(config, run_dir)[0]
+
+    monkeypatch.setattr(run_module, "launch", launch)
+    monkeypatch.setattr(run_module, "give_way_often", lambda: None)
+    monkeypatch.setattr(Recorder, "draw_curve", lambda recorder, title: recorder.run_dir / "curve.png")
+    config = small(**{"tracking": TrackingConfig(sinks=()), **changes})
+    asyncio.run(run_module.run_recipe("small", config, tmp_path))
+    for name in (
+        "trace.json",
+        "batches/step-1.pkl",
+        "batches/step-2.pkl",
+        "batches/step-3.pkl",
+        "tensorboard",
+    ):
+        assert (tmp_path / name).exists() == (name in files), name
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    for step in (1, 2, 3):  # of 16 rollouts; those that failed are recorded beside them
+        of_step = [row for row in rows if (row["split"], row["step"]) == ("train", step)]
+        good = [row for row in of_step if row["error"] is None]
+        assert len(good) <= config.record_rollouts <= len(of_step)
 
 
 def test_a_teacher_is_another_model(tmp_path):

@@ -72,13 +72,23 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
 
         return read
 
+    def waiting(value):
+        """A read that a GPU's queue has to be empty for."""
+
+        def read(tensor, *args, **kwargs):
+            waits.num += tensor.device.type != "cpu"
+            return value(tensor, *args, **kwargs)
+
+        return read
+
     import numpy as np
 
+    waits = Waits()
     reads = {
         "numpy": on_host(lambda t: np.zeros(tuple(t.shape), str(t.dtype).removeprefix("torch."))),
-        "item": lambda t: 1.0,
-        "tolist": lambda t: np.ones(tuple(t.shape)).tolist(),
-        "__bool__": lambda t: True,
+        "item": waiting(lambda t: 1.0),
+        "tolist": waiting(lambda t: np.ones(tuple(t.shape)).tolist()),
+        "__bool__": waiting(lambda t: True),
         "any": lambda t: False,
         "unique": lambda t, return_inverse=False: (t[:2], torch.zeros_like(t)) if return_inverse else t[:2],
     }
@@ -124,10 +134,33 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         engines = {"titan": titan.TitanEngine, "hf": hf_engine.HFEngine}
         for kind in kinds:
-            _verbs(engines[kind], model_dir, device)
+            _verbs(engines[kind], model_dir, device, waits)
 
 
-def _verbs(kind, model_dir, device) -> None:
+class Waits:
+    """How often the host waited for the device: `num`, and copies to the host within `counted`."""
+
+    num = 0
+
+    def counted(self, call) -> int:
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        waits, before = self, self.num
+
+        class Copies(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **(kwargs or {}))
+                if func is torch.ops.aten._to_copy.default and args[0].device.type == "meta":
+                    waits.num += result.device.type == "cpu"
+                return result
+
+        with Copies():
+            call()
+        return self.num - before
+
+
+def _verbs(kind, model_dir, device, waits) -> None:
     import numpy as np
     import torch
 
@@ -188,6 +221,15 @@ def _verbs(kind, model_dir, device) -> None:
         for _, tensor in whole_tensors(engine._tensors, torch.bfloat16, engine._split):
             assert tensor.device.type == "cpu"
         engine.reset_optimizer(adapter)
+        # Looked at once a call, for all micro-batches; a wait in each layer or bucket would be one in each of them.
+        loss = ClippedValue(0.2) if settings.get("head") else objective
+        few = pack(rows[:1], max_tokens=96)
+        assert (len(few.ranks[0]), len(batch.ranks[0])) == (1, 2)
+        once = waits.counted(lambda: engine.forward_backward(few, loss, adapter))  # noqa: B023
+        twice = waits.counted(lambda: engine.forward_backward(batch, loss, adapter))  # noqa: B023
+        assert once == twice == 2, f"{once} and {twice} waits for the device: finite, and the totals"
+        scored = waits.counted(lambda: engine.forward(batch, adapter))  # noqa: B023
+        assert scored == 2, f"{scored} waits for two micro-batches"
         _moves(engine, batch, adapter)
 
 

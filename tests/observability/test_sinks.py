@@ -237,6 +237,7 @@ def test_wandb_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):
     restarted(TrackingConfig(("wandb",), "p"), tmp_path, {"steps": 2})
     first, again = asked
     assert "id" not in first and (again["id"], again["resume"]) == ("new", "allow")
+    assert first["project"] == again["project"] == "p" and first["name"] == tmp_path.name
     assert first["settings"]["finish_timeout"] == 50.0 and first["config"] == {"steps": 2}
     assert [line["step"] for line in logged] == [1, 2, 3, 4] and ended == [1, 0]
 
