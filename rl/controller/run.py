@@ -28,6 +28,7 @@ from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.log_tail import log_tail
 from rl.observability.recorder import Recorder
+from rl.observability.silence import break_silence
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
@@ -128,9 +129,10 @@ async def run_recipe(
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
     """
     give_way_often()
-    take_over_weights(config, run_dir)
-    model_dir = config.model.materialize(run_dir)
-    tokenizer = HFTokenizer(model_dir)
+    with break_silence("preparing the model's files"):
+        take_over_weights(config, run_dir)
+        model_dir = config.model.materialize(run_dir)
+        tokenizer = HFTokenizer(model_dir)
     started = ", ".join(f"{count} {role}" for role, count in roles(config).items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(with_trace=config.trace)
