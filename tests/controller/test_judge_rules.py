@@ -6,7 +6,7 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.cluster.machine import this_machine
-from rl.controller.config import JudgeConfig
+from rl.controller.config import JudgeConfig, RewardConfig
 from rl.controller.device_defaults import by_device
 from rl.controller.judge_rules import check_judge
 from rl.controller.memory_plan import processes
@@ -22,6 +22,8 @@ class Judged(ChatEnv):
     judge: Judge = Judge()
 
 
+PATIENT = {"reward": RewardConfig(limit_seconds=60.0)}
+
 CASES = [
     ({}, [], []),
     ({"env": Judged(judge=Judge("http://somewhere/v1"))}, [], []),
@@ -36,6 +38,16 @@ CASES = [
         {"model": ModelDir("nowhere")},
         ["env.judge.base_url is set, so nobody asks judge.model"],
     ),
+    (
+        {"env": Judged(judge=Judge("http://somewhere/v1")), "reward": RewardConfig()},
+        [],
+        ["reward.limit_seconds=5 is not over env.judge.seconds=30"],
+    ),
+    (
+        {"env": Judged(judge=Judge("http://somewhere/v1", seconds=60.0))},
+        [],
+        ["reward.limit_seconds=60 is not over env.judge.seconds=60"],
+    ),
     ({}, {"model": TinyQwen3("abc")}, ["judge.model has random weights"]),
     ({}, {"model": ModelDir("nowhere")}, ["judge.model: "]),
 ]
@@ -43,7 +55,7 @@ CASES = [
 
 @pytest.mark.parametrize(("run", "judge", "expected"), CASES)
 def test_what_is_wrong_with_a_judge(run, judge, expected):
-    config = replace(quickstart(), **run, judge=JudgeConfig(**dict(judge)))
+    config = replace(quickstart(), **PATIENT | run, judge=JudgeConfig(**dict(judge)))
     found = check_judge(config)
     assert len(found) == len(expected) and all(
         f.startswith(e) for f, e in zip(found, expected, strict=True)
