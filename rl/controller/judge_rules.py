@@ -9,6 +9,21 @@ from rl.envs.judge import Judge
 
 def check_judge(config: RunConfig) -> list[str]:
     """One line for each problem."""
+    return _own_judge(config) + _too_slow(config)
+
+
+def _too_slow(config: RunConfig) -> list[str]:
+    """A reward that is stopped while its judge answers is scored 0, as if the policy had brought it about."""
+    limit = config.reward.limit_seconds
+    return [
+        f"reward.limit_seconds={limit:g} is not over {name}.seconds={judge.seconds:g}, so that answers "
+        f"which a slow judge is grading are scored 0; set --reward.limit_seconds {2 * judge.seconds:g}"
+        for name, judge in _judges(config)
+        if limit <= judge.seconds
+    ]
+
+
+def _own_judge(config: RunConfig) -> list[str]:
     judge = config.judge
     if judge.model is None:
         names = [field.name for field in dataclasses.fields(JudgeConfig)]

@@ -19,6 +19,7 @@ from rl.controller.config_json import config_file, from_json, read_config
 from rl.controller.recipe_modules import call_in_recipe, import_recipe, split_name
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, parts_of, postpone_refusals, short
+from rl.observability.silence import break_silence
 
 
 def load_recipe(name: str) -> tuple[str, RunConfig]:
@@ -160,7 +161,8 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
 def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
     """Raises ConfigError with the file's own line, not our stack, where the recipe is at fault."""
     try:
-        return code()
+        with break_silence(f"loading the recipe {Path(path).name}"):
+            return code()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

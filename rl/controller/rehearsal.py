@@ -25,6 +25,7 @@ from rl.envs.verifier import Verifier
 from rl.errors import ConfigError, RunError, one_line
 from rl.fields import shown
 from rl.interfaces import Tokenizer
+from rl.observability.silence import break_silence
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Score
 from rl.waiting import within
 
@@ -55,7 +56,8 @@ class _Take:
 def rehearse(config: RunConfig, tokenizer: Tokenizer) -> Rehearsal:
     """Of a config whose environment has passed `check_env`."""
     env, rehearsal = config.env, Rehearsal()
-    with _without_output(), ThreadPoolExecutor(1) as beside:
+    trying = break_silence(f"trying {type(env).__name__} with a canned policy")
+    with trying, _without_output(), ThreadPoolExecutor(1) as beside:
         elsewhere = beside.submit(_made_elsewhere, env)
         try:
             asyncio.run(_rehearse(config, tokenizer, rehearsal))
@@ -144,31 +146,40 @@ class _Stage:
 
 def _answers(env: Env, problem: Problem, tokenizer: Tokenizer) -> list[list[str]]:
     """What the policy says, in each rollout: the right answer, a wrong one, calls of tools."""
-    answers = [[problem.answer or "yes"], ["x"]]
+    word = _word(problem, tokenizer)
+    answers = [[problem.answer or "yes"], [word]]
     if isinstance(env, ChatEnv) and (tools := env.tools()):
         written = chat_template(tokenizer, env.call_format).written
         calls = [
-            write_call({"name": tool.name, "arguments": _arguments(tool.schema["function"])}, written)
+            write_call({"name": tool.name, "arguments": _arguments(tool.schema["function"], word)}, written)
             for tool in tools
         ]
         answers.append([*calls[: env.max_turns - 1], problem.answer or "yes"])
     return answers
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Some that suit a tool's schema."""
+def _word(problem: Problem, tokenizer: Tokenizer) -> str:
+    """A wrong answer that the model can write: a model of a few characters lacks most words."""
+    for word in dict.fromkeys(["x", *problem.question]):
+        if word.strip() and word != problem.answer and tokenizer.decode(tokenizer.encode_plain(word)) == word:
+            return word
+    return "x"
+
+
+def _arguments(function: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """Some that suit a tool's schema. word: a string."""
     parameters = function["parameters"]
     shapes = parameters.get("properties", {})
-    return {name: _value(shapes[name]) for name in parameters.get("required", ()) if name in shapes}
+    return {name: _value(shapes[name], word) for name in parameters.get("required", ()) if name in shapes}
 
 
-def _value(shape: Mapping[str, Any]) -> Any:
+def _value(shape: Mapping[str, Any], word: str) -> Any:
     if "enum" in shape:
         return shape["enum"][0]
     if "anyOf" in shape:
-        return _value(shape["anyOf"][0])
+        return _value(shape["anyOf"][0], word)
     by_type = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
-    return by_type.get(shape.get("type", ""), "x")
+    return by_type.get(shape.get("type", ""), word)
 
 
 def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> None:
@@ -178,13 +189,11 @@ def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> N
     rehearsal.notes.append(f"asked {shown(asked.question or asked.messages)}")
     for take in takes:
         said = " then ".join(shown(text) for text in take.texts)
-        end = f"fails: {take.score.error:.160}" if take.score.error else f"reward {take.score.reward:g}"
-        rehearsal.notes.append(f"  to {said}: {end}")
+        rehearsal.notes.append(f"  to {said}: {_outcome(config, take.score)}")
         for message in take.rollout.messages:
             if message["role"] == "tool" and str(message["content"]).startswith("Error: "):
                 rehearsal.notes.append(f"  the tool {message['name']} says {shown(message['content'])}")
-    if config.judge.model is not None and any(take.score.cause == "judge" for take in takes):
-        rehearsal.notes.append("  its judge is not here before the run: the reward was not tried to its end")
+    if any(_lacks_its_judge(config, take.score) for take in takes):
         return
     if any(take.score.parts != Rewards() for take in takes) and not config.algorithm.reads_turns:
         rehearsal.problems.append(
@@ -200,6 +209,28 @@ def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> N
             f"env {name} fails where the policy says {shown(worst.texts[-1])}: {worst.score.error:.300}; "
             f"fix it"
         )
+
+
+def _lacks_its_judge(config: RunConfig, score: Score) -> bool:
+    return config.judge.model is not None and score.cause == "judge"
+
+
+def _outcome(config: RunConfig, score: Score) -> str:
+    if _lacks_its_judge(config, score):
+        return "its judge starts with the run, so the reward was not tried to its end"
+    if score.error:
+        return f"fails: {score.error:.160}"
+    text = f"reward {score.reward:g}"
+    if any(score.turn_components):
+        turns = [_named(parts) for parts in score.turn_components]
+        return f"{text} ({'; '.join(f'turn {i}: {turn}' for i, turn in enumerate(turns, 1))})"
+    if score.parts.turns:
+        return f"{text} (of turns: {', '.join(f'{reward:g}' for reward in score.parts.turns)})"
+    return f"{text} ({_named(score.components)})" if score.components else text
+
+
+def _named(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {reward:g}" for name, reward in parts.items())
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.log_tail import log_tail
 from rl.observability.recorder import Recorder
+from rl.observability.silence import break_silence
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
@@ -127,11 +128,12 @@ async def run_recipe(
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
     """
     give_way_often()
-    take_over_weights(config, run_dir)
     plan = settle(config)
     write_plan(run_dir, plan)
-    models = model_dirs(config, plan, run_dir)
-    tokenizer = HFTokenizer(models["model"])
+    with break_silence("preparing the model's files"):
+        take_over_weights(config, run_dir)
+        models = model_dirs(config, plan, run_dir)
+        tokenizer = HFTokenizer(models["model"])
     started = ", ".join(f"{count} {role}" for role, count in plan.roles.items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(with_trace=config.trace)

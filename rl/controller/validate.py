@@ -19,6 +19,7 @@ from rl.fields import check_fields
 from rl.models.hf import max_positions
 from rl.models.hf_checks import check_rope_is_fixed, check_supported
 from rl.models.layout import Layout
+from rl.observability.silence import break_silence
 from rl.owned_directory import SHARED_MEMORY
 from rl.paths import why_not_made
 from rl.plan.cluster import Cluster
@@ -42,7 +43,8 @@ def validate(
     found = [*known, *wrong]
     env_problems = [line for line in found if line.startswith("env.")]
     if not env_problems:  # with a default in its place it is another task
-        env_problems = check_env(config)
+        with break_silence(f"making problems of {type(config.env).__name__}"):
+            env_problems = check_env(config)
         found += env_problems
     found += check_algorithm(config) + without_effect(config) + check_judge(config) + check_replay(config)
     found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(

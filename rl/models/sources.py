@@ -120,8 +120,8 @@ class TinyQwen3:
         return path
 
     def validate(self) -> list[str]:
-        if len(set(self.alphabet)) != len(self.alphabet):
-            return [f"model.alphabet={self.alphabet!r} repeats a character; name each once"]
+        if twice := sorted({char for char in self.alphabet if self.alphabet.count(char) > 1}):
+            return [f"model.alphabet={self.alphabet!r} repeats {''.join(twice)!r}; name each character once"]
         sizes = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "max_length")
         given = {name: getattr(self, name) for name in sizes}
         found = [f"model.{name}={size} must be at least 1" for name, size in given.items() if size < 1]

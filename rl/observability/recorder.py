@@ -55,6 +55,7 @@ class Recorder:
         self._said_no_signal = False
         self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
         self._warmup_watch = LossWatch("warmup.lr")
+        self._unshown = ""  # the newest line of the warm-up, where it was not printed
         self._timeline = timeline
         self._step_seconds: list[float] = []
         self.rewards: dict[int, float] = {}  # step -> mean reward
@@ -114,19 +115,24 @@ class Recorder:
         while not self._step_seconds:
             quiet = self._timeline.now() - self._last_shown
             if quiet >= _SILENCE_SECONDS:
-                waits = self._timeline.waits()
-                more = f" and {len(waits) - _MOST_WAITS} more" if len(waits) > _MOST_WAITS else ""
-                text = f"waiting for {', '.join(waits[:_MOST_WAITS]) or 'the controller'}{more}"
+                text = self._unshown or self._waits()
+                self._unshown = ""
                 self._line(f"{self._timeline.now() - began:.0f} s: {text}", keep=not self._out.isatty())
                 self._files.write_progress(f"{time.strftime('%F %T')} {text}")
             await asyncio.sleep(min(_SILENCE_SECONDS, max(_SILENCE_SECONDS - quiet, 0.1)))
 
+    def _waits(self) -> str:
+        waits = self._timeline.waits()
+        more = f" and {len(waits) - _MOST_WAITS} more" if len(waits) > _MOST_WAITS else ""
+        return f"waiting for {', '.join(waits[:_MOST_WAITS]) or 'the controller'}{more}"
+
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._tell(step, {"warmup/loss": loss})
         is_due = step in (1, num_steps) or self._timeline.now() - self._last_kept >= _SILENCE_SECONDS
+        self._unshown = f"warm-up {step}/{num_steps}  loss {loss:.3f}"
         if is_due or self._out.isatty():
-            keep = step == num_steps or not self._out.isatty()
-            self._line(f"warm-up {step}/{num_steps}  loss {loss:.3f}", keep=keep)
+            self._line(self._unshown, keep=step == num_steps or not self._out.isatty())
+            self._unshown = ""
         if message := self._warmup_watch.observe({"loss": loss}):
             self._line(f"warm-up {step}: {message}", keep=True)
 

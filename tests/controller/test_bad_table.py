@@ -415,7 +415,7 @@ VALUES = [
     quick("no key and value heads", "--model.num_kv_heads 0", "model.num_kv_heads=0 must be at least 1"),
     quick("heads that do not go", "--model.num_kv_heads 3", "does not divide model.num_heads=2; use a divisor"),
     quick("no alphabet", "--model.alphabet ''", "model.alphabet", "add them"),
-    quick("a letter twice", f"--model.alphabet {ALPHABET}a", "repeats a character; name each once"),
+    quick("a letter twice", f"--model.alphabet {ALPHABET}a", "repeats 'a'; name each character once"),
     quick("an alphabet too short", "--model.alphabet bcd", "characters that model.alphabet lacks"),
     quick("a model too short", "--model.max_length 4", "leaves no room for a prompt in 4 tokens"),
     quick("too few tokens", "--trainer.max_tokens 4", "leaves no room for a prompt in 4 tokens"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import JudgeConfig
+from rl.controller.config import JudgeConfig, RewardConfig
 from rl.controller.judge_rules import check_judge
 from rl.controller.settle import model_dirs, settle
 from rl.envs.chat.env import ChatEnv
@@ -19,6 +19,8 @@ from tests.tiny import write_model
 class Judged(ChatEnv):
     judge: Judge = Judge()
 
+
+PATIENT = {"reward": RewardConfig(limit_seconds=60.0)}
 
 CASES = [
     ({}, [], []),
@@ -34,6 +36,16 @@ CASES = [
         {"model": ModelDir("nowhere")},
         ["env.judge.base_url is set, so nobody asks judge.model"],
     ),
+    (
+        {"env": Judged(judge=Judge("http://somewhere/v1")), "reward": RewardConfig()},
+        [],
+        ["reward.limit_seconds=5 is not over env.judge.seconds=30"],
+    ),
+    (
+        {"env": Judged(judge=Judge("http://somewhere/v1", seconds=60.0))},
+        [],
+        ["reward.limit_seconds=60 is not over env.judge.seconds=60"],
+    ),
     ({}, {"model": TinyQwen3("abc")}, ["judge.model has random weights"]),
     ({}, {"model": ModelDir("nowhere")}, ["judge.model: "]),
 ]
@@ -41,7 +53,7 @@ CASES = [
 
 @pytest.mark.parametrize(("run", "judge", "expected"), CASES)
 def test_what_is_wrong_with_a_judge(run, judge, expected):
-    config = replace(quickstart(), **run, judge=JudgeConfig(**dict(judge)))
+    config = replace(quickstart(), **PATIENT | run, judge=JudgeConfig(**dict(judge)))
     found = check_judge(config)
     assert len(found) == len(expected) and all(
         f.startswith(e) for f, e in zip(found, expected, strict=True)

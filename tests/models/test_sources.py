@@ -1,5 +1,8 @@
 """The tokenizer of single characters."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rl.models.sources import TinyQwen3, write_character_tokenizer
@@ -41,3 +44,27 @@ def test_each_character_of_the_alphabet_is_one_token(tokenizer, alphabet, text):
 def test_so_is_the_models_own(alphabet):
     tokenizer = TinyQwen3(alphabet).tokenizer()
     assert len(tokenizer.encode_plain(BREAKS * 2)) == 2 * len(BREAKS)
+
+
+def test_it_is_the_tokenizer_that_transformers_takes(tokenizer, alphabet, tmp_path):
+    from transformers import AutoTokenizer
+
+    path = TinyQwen3(alphabet + ">[](),=").materialize(tmp_path)
+    ours, theirs = HFTokenizer(path), AutoTokenizer.from_pretrained(path)
+    assert type(ours._tokenizer) is type(theirs)
+    assert ours._tokenizer.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_id, ours.chat_template) == (theirs.eos_token_id, theirs.chat_template)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_check_of_a_tiny_model_imports_no_models(tmp_path):
+    """AutoTokenizer imports torch's compiler: two of the five seconds that `rl check quickstart` took."""
+    program = (
+        "import sys\n"
+        "from rl.models.sources import TinyQwen3\n"
+        "TinyQwen3('ab').tokenizer()\n"
+        "print([name for name in ('torch._dynamo', 'transformers.models.auto.auto_factory') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

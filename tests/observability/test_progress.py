@@ -92,3 +92,22 @@ def test_a_line_names_what_is_waited_for_and_so_does_the_file(tmp_path):
 def test_steps_tell_of_themselves(tmp_path):
     screen = played(tmp_path, False, 0, 0, 0, 0, after=500)
     assert screen.times[-1] == screen.first_step and not (tmp_path / "progress.log").exists()
+
+
+def test_a_warm_up_of_short_steps_tells_how_far_it_is(tmp_path):
+    screen = Screen(is_terminal=False)
+
+    async def main():
+        timeline = Timeline(clock=asyncio.get_running_loop().time)
+        recorder = Recorder(tmp_path, 3, timeline, Sinks({}), out=screen)
+        async with recorder, beside(recorder.break_silence()):
+            for number in range(1, 61):
+                with timeline.span("trainer", "forward_backward"):
+                    await asyncio.sleep(0.9)
+                recorder.warmup(number, 60, 2.0)
+
+    run_virtually(main())
+    lines = screen.getvalue().splitlines()
+    assert not [line for line in lines if "waiting" in line]
+    steps = [int(line.partition("warm-up ")[2].partition("/")[0]) for line in lines]
+    assert steps[0] == 1 and steps[-1] == 60 and max(b - a for a, b in pairwise(steps)) <= 12
