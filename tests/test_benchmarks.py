@@ -65,7 +65,7 @@ def test_padded_rows_have_one_mean_whatever_the_micro_batches(tmp_path):
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     samples = [supervised_sample([1, 2], [3 + i] * (1 + 5 * i)) for i in range(8)]
     losses = [padded_step(tmp_path, max_tokens)(samples) for max_tokens in (0, 2 * 38, 38)]
-    assert losses == pytest.approx([losses[0]] * 3, rel=2e-3)  # holds: meaning, means of means are 5% off
+    assert losses == pytest.approx([losses[0]] * 3, rel=2e-3)  # holds: meaning, means of means are 4% off
 
 
 def test_training_is_compared_by_the_tokens_that_there_are_without_sharing():
