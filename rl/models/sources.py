@@ -15,7 +15,7 @@ from rl.errors import ConfigError
 from rl.hub import config_directory, model_directory
 from rl.models import hf, hf_checks
 from rl.models.known_shapes import known_config
-from rl.models.tokenizer import HFTokenizer
+from rl.models.tokenizer import HFTokenizer, tokenizer_of
 from rl.types import LoRA
 
 MODEL = "model"
@@ -45,13 +45,13 @@ class ModelDir:
             hf_checks.check_config(hf.read_config(self.directory))
             hf_checks.check_known(self.directory)
             hf.check_weights(self.directory)
-            HFTokenizer(self.directory)
+            tokenizer_of(self.directory)
         except ConfigError as error:
             return [str(error)]
         return []
 
     def tokenizer(self) -> HFTokenizer:
-        return HFTokenizer(self.directory)
+        return tokenizer_of(self.directory)
 
     def linear_layers(self) -> set[str]:
         """The last parts of its matrices' names, among which adapters choose.
@@ -77,18 +77,18 @@ class ModelDir:
     def unknown_characters(self, text: str) -> str:
         """Those that its tokenizer has no token for. None where it has no tokenizer, as `validate` says."""
         try:
-            return HFTokenizer(self.directory).unknown_characters(text)
+            return tokenizer_of(self.directory).unknown_characters(text)
         except ConfigError:
             return ""
 
     def not_one_token(self, texts: Iterable[str]) -> list[str]:
         """Those that its tokenizer does not make one token of."""
-        tokenizer = HFTokenizer(self.directory)
+        tokenizer = tokenizer_of(self.directory)
         return [text for text in texts if len(tokenizer.encode_plain(text)) != 1]
 
     def why_no_chat(self) -> str:
         """What is wrong with its chat template."""
-        return HFTokenizer(self.directory).why_no_chat()
+        return tokenizer_of(self.directory).why_no_chat()
 
 
 @dataclass(frozen=True)

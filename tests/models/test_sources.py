@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rl.models.sources import TinyQwen3, write_character_tokenizer
+from rl.models.sources import ModelDir, TinyQwen3, write_character_tokenizer
 from rl.models.tokenizer import HFTokenizer
 
 BREAKS = "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029 \u00a0"
@@ -68,3 +68,15 @@ def test_a_check_of_a_tiny_model_imports_no_models(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_directory_has_one_tokenizer_until_a_file_changes(tmp_path, monkeypatch):
+    path = TinyQwen3("ab>[](),=").materialize(tmp_path)
+    source, loads = ModelDir(str(path)), []
+    load = HFTokenizer.__init__
+    monkeypatch.setattr(HFTokenizer, "__init__", lambda self, *a: (loads.append(a), load(self, *a))[1])
+    assert source.tokenizer() is source.tokenizer()
+    assert source.why_no_chat() == "" and source.unknown_characters("abc") == "c"
+    assert source.not_one_token(["a", "ab"]) == ["ab"] and len(loads) == 1
+    write_character_tokenizer("abc>[](),=", path)
+    assert source.unknown_characters("abc") == "" and len(loads) == 2

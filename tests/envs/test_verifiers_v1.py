@@ -1,0 +1,30 @@
+"""Environments of verifiers' v1 API, unmodified: any words, and scores beside verifiers' own runs."""
+
+# holds: exact
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.envs.test_variables import VERIFIERS_0_4
+
+pytestmark = pytest.mark.slow  # a Python of its own, which imports another version of verifiers
+
+CASES = Path(__file__).with_name("verifiers_v1_cases.py")
+NAMES = ["hangman", "calculator", "best of two", "tools"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("test", ["test_scores", "test_any_words"])
+def test_verifiers_v1(test, name):
+    path = os.pathsep.join([str(VERIFIERS_0_4), os.getcwd()])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{CASES}::{test}[{name}]"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
