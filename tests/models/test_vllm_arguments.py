@@ -13,7 +13,9 @@ from tests.plans import AMPLE, cluster
 
 
 def given_to_vllm(on_cpu=True, hosts=AMPLE, role="generator", **changes):
-    plan = settle(replace(small(), **changes), cluster=hosts)
+    config = replace(small(), **changes)
+    config = replace(config, model=replace(config.model, num_kv_heads=2))  # for two ranks
+    plan = settle(config, cluster=hosts)
     return engine_args(plan.of(role)[0].spec.config, on_cpu)
 
 
