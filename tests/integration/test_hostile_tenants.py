@@ -266,8 +266,8 @@ def many_sessions_and_weights(server, over, told):
 ATTACKS = {
     large_bodies: "limits.max_targets",
     many_samples: "wait for their results first",
-    many_sessions_and_weights: "limits.max_",
-    slow_training: "ended an engine of this server",  # last: nothing of that tenant is taken for an hour after
+    slow_training: "ended an engine of this server",  # then little of that tenant is taken for an hour
+    many_sessions_and_weights: "limits.max_",  # last: it has all the models that a tenant may have
 }
 
 
