@@ -29,6 +29,7 @@ Share = Annotated[float, Ge(0), Le(1), tyro.conf.arg(metavar="0 <= FLOAT <= 1")]
 ZeroOrOverOne = Annotated[float, ZeroOrOver(1), tyro.conf.arg(metavar="0 or FLOAT > 1")]
 Port = Annotated[int, Ge(0), Le(65535), tyro.conf.arg(metavar="0 <= INT <= 65535")]
 CacheGib = Annotated[float, Ge(0), Le(2**20), tyro.conf.arg(metavar="0 <= FLOAT <= 1048576")]
+PositiveCacheGib = Annotated[float, Gt(0), Le(2**20), tyro.conf.arg(metavar="0 < FLOAT <= 1048576")]
 Problems = Annotated[int, Ge(1), Le(100_000), tyro.conf.arg(metavar="1 <= INT <= 100000")]
 
 

@@ -2,12 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-from annotated_types import Gt, Le
-
-from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
+from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveCacheGib, PositiveInt, Seed
 from rl.controller.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
@@ -64,7 +61,7 @@ class JudgeConfig:
     """Processes of each engine, which split its layers."""
     max_tokens: PositiveInt = 4096
     """Longest question with its verdict, in tokens, where the model allows so many."""
-    kv_cache_gib: Annotated[float, Gt(0), Le(2**20), tyro.conf.arg(metavar="0 < FLOAT <= 1048576")] = 1.0
+    kv_cache_gib: PositiveCacheGib = 1.0
     """Memory of each process's key-value cache."""
 
 

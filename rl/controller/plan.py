@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.cluster.machine import look_at_host
-from rl.controller.config import RunConfig
 from rl.controller.recipes import load_recipe
 from rl.controller.settings import override
-from rl.controller.settle import demand_of, facts_of
+from rl.controller.settle import check_models_read, plan_or_problems
 from rl.errors import ConfigError
 from rl.fields import check_fields, repeated
+from rl.paths import write_whole
 from rl.plan.cluster import Cluster, parse_cluster
-from rl.plan.resolve import resolve
 from rl.plan.show import differences, plan_json, show
 from rl.plan.types import VERSION, Plan, why_it_does_not_run
 
@@ -52,7 +51,7 @@ def plan(arguments: Sequence[str]) -> int:
     here = look_at_host()
     hosts = parse_cluster(cluster, here) if cluster else Cluster((here,))
     before = _read(Path(run)) if run else None
-    made = _resolve(config, hosts)
+    made = plan_or_problems(config, "train", hosts)
     if isinstance(made, Plan):
         if as_json:
             print(json.dumps(plan_json(made), indent=1))
@@ -60,6 +59,7 @@ def plan(arguments: Sequence[str]) -> int:
             lines = differences(before, made, run) if before is not None else describe(recipe, made)
             print("\n".join(lines))
         return 0
+    check_models_read(config, "train")
     if as_json:
         print(json.dumps({"version": VERSION, "problems": made}, indent=1))
     else:
@@ -73,18 +73,7 @@ def describe(recipe: str, made: Plan) -> list[str]:
 
 
 def write_plan(run_dir: Path, made: Plan) -> None:
-    (run_dir / PLAN).write_text(json.dumps(plan_json(made), indent=1))
-
-
-def _resolve(config: RunConfig, cluster: Cluster) -> Plan | list[str]:
-    demand = demand_of(config, "train")
-    facts = facts_of(config, demand)
-    if not facts.models:
-        for model in (config.model, config.reference.model, config.judge.model):
-            if model is not None:
-                model.config()  # raises what is wrong with it
-    made = resolve(demand, facts, cluster)
-    return made if isinstance(made, Plan) else [problem.text for problem in made]
+    write_whole(run_dir / PLAN, json.dumps(plan_json(made), indent=1).encode())
 
 
 def _read(run: Path) -> dict:

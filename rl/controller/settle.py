@@ -27,22 +27,34 @@ _OPTIONAL = ("torchao",)
 
 def settle(config: RunConfig, command: Command = "train", cluster: Cluster | None = None) -> Plan:
     """cluster: None: this host. Raises ConfigError with every problem, one a line."""
-    demand = demand_of(config, command)
-    plan = resolve(demand, facts_of(config, demand), cluster or Cluster((look_at_host(),)))
-    if not isinstance(plan, Plan):
-        for model in (config.model, config.reference.model, config.judge.model):
-            if model is not None and not plan:
-                model.config()  # raises what is wrong with it
-        raise ConfigError("\n".join(problem.text for problem in plan))
-    return plan
+    plan = plan_or_problems(config, command, cluster)
+    if isinstance(plan, Plan):
+        return plan
+    if not plan:
+        check_models_read(config, command)
+    raise ConfigError("\n".join(plan))
 
 
 def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: bool = True) -> list[str]:
     """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
-    demand = demand_of(config, "train")
+    plan = plan_or_problems(config, "train", cluster, model_known)
+    return why_it_does_not_run(plan) if isinstance(plan, Plan) else plan
+
+
+def plan_or_problems(
+    config: RunConfig, command: Command, cluster: Cluster | None = None, model_known: bool = True
+) -> Plan | list[str]:
+    """No problem is told of a model that cannot be read, and there is no plan either."""
+    demand = demand_of(config, command)
     facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
     plan = resolve(demand, facts, cluster or Cluster((look_at_host(),)))
-    return why_it_does_not_run(plan) if isinstance(plan, Plan) else [problem.text for problem in plan]
+    return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
+
+
+def check_models_read(config: RunConfig, command: Command) -> None:
+    """Raises ConfigError where the config.json of a model that the command needs cannot be read."""
+    for model in _models(config, demand_of(config, command)).values():
+        model.config()
 
 
 def demand_of(config: RunConfig, command: Command) -> Demand:
@@ -78,15 +90,22 @@ def _drawn(config: RunConfig) -> tuple[RoleName, ...]:
     return (*policy, "reference") if teacher.random_weights else policy
 
 
-def facts_of(config: RunConfig, demand: Demand) -> Facts:
-    """Of the models that the demand's roles have. Without models where a config.json cannot be read."""
+def _models(config: RunConfig, demand: Demand) -> dict[RoleName, ModelSource]:
+    """Role -> the model that it has."""
     models: dict[RoleName, ModelSource] = dict.fromkeys(("trainer", "generator", "critic"), config.model)
     if demand.reference is not None:
         models["reference"] = config.reference.model or config.model
     if demand.judge is not None and config.judge.model is not None:
         models["judge"] = config.judge.model
+    return models
+
+
+def facts_of(config: RunConfig, demand: Demand) -> Facts:
+    """Of the models that the demand's roles have. Without models where a config.json cannot be read."""
+    models = _models(config, demand)
     try:
-        return Facts({role: _facts(model) for role, model in models.items()}, _packages())
+        facts = {model: _facts(model) for model in {*models.values()}}
+        return Facts({role: facts[model] for role, model in models.items()}, _packages())
     except ConfigError:
         return Facts(packages=_packages())
 

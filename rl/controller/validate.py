@@ -12,7 +12,7 @@ from rl.controller.config_json import why_no_run
 from rl.controller.env_rules import check_chat_env, check_env, check_prompts
 from rl.controller.judge_rules import check_judge
 from rl.controller.replay_rules import check_replay
-from rl.controller.settle import demand_of, why_no_plan
+from rl.controller.settle import demand_of, longest_sequence, why_no_plan
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields
@@ -72,8 +72,7 @@ def validate(
         found.append(f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there")
     found += _run_dir(config, in_place) + config.tracking.validate()
     if not found and config.data == "rollouts":  # with the model that all of the above holds for
-        limit = min(max_positions(config.model.config()), config.trainer.max_tokens)
-        found += check_prompts(config.env, config.model.tokenizer(), limit)
+        found += check_prompts(config.env, config.model.tokenizer(), longest_sequence(config))
     return found
 
 

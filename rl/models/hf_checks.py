@@ -8,6 +8,7 @@ from typing import Any
 from rl.bounds import MOST
 from rl.errors import ConfigError
 from rl.models.hf import rope_parameters
+from rl.models.layout import why_no_split
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
@@ -100,19 +101,11 @@ def check_supported(config: dict[str, Any]) -> None:
 
 
 def check_expert_width(config: dict[str, Any], dtype: str, tensor_parallel: int) -> None:
-    """Raises ConfigError where torch's grouped product does not take a rank's part of the experts.
-
-    In 16 bits it needs rows of whole 16 bytes.
-    """
-    width = config.get("moe_intermediate_size")
+    """Raises ConfigError where torch's grouped product does not take a rank's part of the experts."""
     is_sparse = config.get("num_experts") or config.get("num_local_experts")
-    if dtype == "float32" or not (width and is_sparse) or width % (8 * tensor_parallel) == 0:
-        return
-    part = f" over tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else ""
-    raise ConfigError(
-        f"config.json has moe_intermediate_size={width}, which{part} is no multiple of 8, as {dtype} needs; "
-        f"set dtype to float32" + (", or tensor_parallel lower" if tensor_parallel > 1 else "")
-    )
+    width = config.get("moe_intermediate_size") if is_sparse else 0
+    if why := why_no_split(width or 0, dtype, tensor_parallel):
+        raise ConfigError(why)
 
 
 def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:

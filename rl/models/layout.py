@@ -43,6 +43,20 @@ class Layout:
         return self.context_parallel * self.tensor_parallel
 
 
+def why_no_split(expert_width: int, dtype: str, tensor_parallel: int) -> str:
+    """Why torch's grouped product does not take a rank's part of the experts; empty where it does.
+
+    In 16 bits it needs rows of whole 16 bytes. expert_width: config.json's; 0 where there are no experts.
+    """
+    if dtype == "float32" or expert_width % (8 * tensor_parallel) == 0:
+        return ""
+    part = f" over tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else ""
+    return (
+        f"config.json has moe_intermediate_size={expert_width}, which{part} is no multiple of 8, as {dtype} "
+        f"needs; set dtype to float32" + (", or tensor_parallel lower" if tensor_parallel > 1 else "")
+    )
+
+
 def row_multiple(layout: Layout, float8: bool = False) -> int:
     """What a row's number of tokens must be a multiple of."""
     halves = 2 if layout.context_parallel > 1 else 1  # a piece from the front and one from the back for each

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rl.models.generator.vllm_config import Fill
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import ENGINE_ROLES, Demand, Facts, RoleName
-from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
+from rl.plan.memory import BYTES, GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
 from rl.plan.phases import Presences, remaining
 from rl.plan.places import Places
 from rl.plan.specs import Spec
@@ -16,7 +16,6 @@ from rl.types import LoRA
 
 MARGIN = 1.1
 """For engines beside a cache that was worked out: what arithmetic does not see."""
-_BYTES = {"float32": 4, "bfloat16": 2}
 _CPU_CACHE_GIB = 0.25
 
 
@@ -43,7 +42,7 @@ def memories(demand: Demand, facts: Facts, made: Mapping[RoleName, Spec], on_cpu
         elif isinstance(spec, GeneratorSpec):
             memory = generator_memory(shape, replace(spec.config, kv_cache_gib=0.0), on_cpu)
             if role == "generator" and demand.clients_adapters is not None:
-                held = shape.adapter_elements(demand.learned_adapters) * _BYTES[spec.config.dtype]
+                held = shape.adapter_elements(demand.learned_adapters) * BYTES[spec.config.dtype]
                 memory = Memory({**memory.parts, "adapters": held})
             parts[role], least[role] = memory, longest_sequence_bytes(shape, spec.config) / GIB
     return Taken(parts, least)
@@ -116,6 +115,36 @@ def _left(demand: Demand, taken: Taken, present: Presences, places: Places, clus
         room = cluster.hosts[host].gpus[gpu].gib * USABLE
         left = min(left, (room - others - num_caches * beside["generator"]) / num_caches)
     return math.floor(left * 10) / 10
+
+
+def caches_of_unknown(
+    demand: Demand, places: Places, cluster: Cluster, notes: Notes
+) -> dict[RoleName, float | Fill]:
+    """Of models whose config.json gives no sizes of a decoder."""
+    asked, setting = asked_caches(demand), demand.name("generator.kv_cache_gib")
+    caches = dict[RoleName, float | Fill](asked)
+    for role, size in asked.items():
+        notes.settle(demand.name(f"{role}.kv_cache_gib"), f"{size:g}", f"{size:g}", "asked for")
+    if places.shared:
+        notes.problem(
+            "caches",
+            "what each role takes of a shared GPU is not known: the model's config.json gives no sizes of a "
+            "decoder; use a GPU for each process",
+        )
+    if not cluster.gpus:
+        needed = sum(asked.get(role, 0.0) for roles in places.on_devices().values() for role in roles)
+        if needed > cluster.hosts[0].free_gib:
+            notes.problem(
+                "caches",
+                f"{setting} and the judge's need {needed:g} GiB but {cluster.hosts[0].free_gib:.1f} are "
+                f"free; use less",
+            )
+    if demand.generator is not None and "generator" not in caches:
+        caches["generator"] = Fill(0.0) if cluster.gpus else _CPU_CACHE_GIB
+        why = "a GPU of its own: what vLLM finds free" if cluster.gpus else "a CPU's default"
+        value = "what is free" if cluster.gpus else _CPU_CACHE_GIB
+        notes.settle(setting, 0, value, f"{why}; the model's sizes are not known")
+    return caches
 
 
 def engine_budgets(

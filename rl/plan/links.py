@@ -3,11 +3,10 @@
 from typing import Literal
 
 from rl.plan.demand import Demand, Facts
+from rl.plan.memory import BYTES
 from rl.plan.numerics import Numerics
 from rl.plan.places import Places
 from rl.plan.types import Link, Notes
-
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def links(demand: Demand, facts: Facts, numerics: Numerics, places: Places, notes: Notes) -> tuple[Link, ...]:
@@ -23,7 +22,7 @@ def links(demand: Demand, facts: Facts, numerics: Numerics, places: Places, note
             )
         elements = 0 if shape is None else shape.adapter_elements(lora) if lora.rank else shape.num_parameters
         carries: Literal["adapter", "weights"] = "adapter" if lora.rank else "weights"
-        num_bytes = elements * _BYTES[numerics.dtype]
+        num_bytes = elements * BYTES[numerics.dtype]
         made.append(Link("trainer", "generator", carries, demand.transport, num_bytes))
     if demand.judge is not None:
         made.append(Link("reward", "judge", "questions", "http", 0))

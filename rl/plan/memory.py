@@ -15,7 +15,7 @@ from rl.models.generator.vllm_config import VLLMConfig
 from rl.types import LoRA
 
 GIB = 2**30
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
 _FP32 = 4
 OVERHEAD_GPU = 1.5 * GIB
 """Of a process on a GPU: CUDA's context, NCCL's buffers, and what the allocator cannot use. An estimate."""
@@ -113,7 +113,7 @@ class ModelShape:
 
     def kv_bytes(self, dtype: str, tensor_parallel: int = 1) -> float:
         """Of one token in the key-value cache of a rank."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES[dtype] / tensor_parallel
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES[dtype] / tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Memory:
 
 def engine_memory(shape: ModelShape, config: EngineConfig, lora: LoRA, learns: bool, on_cpu: bool) -> Memory:
     """Of a rank of a trainer, critic (`learns`) or reference. With a rank in `lora`, the adapter learns."""
-    layout, size = config.layout, _BYTES[config.dtype]
+    layout, size = config.layout, BYTES[config.dtype]
     tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
     here = shape.matrices / (fsdp * tp) + shape.vectors / fsdp
     frozen = config.adapters
@@ -191,12 +191,12 @@ def _head(shape: ModelShape, config: EngineConfig, learns: bool) -> float:
     if config.head == "value":
         return 0.0
     held = min((config.max_seq_len or 0) * shape.vocab_size, CHUNK_ELEMENTS)
-    return held * (_BYTES[config.dtype] + (3 if learns else 2) * _FP32)
+    return held * (BYTES[config.dtype] + (3 if learns else 2) * _FP32)
 
 
 def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Memory:
     """Of a rank of a generator. A cache of no given size counts as nothing: vLLM takes what is left."""
-    size, tp = _BYTES[config.dtype], config.tensor_parallel
+    size, tp = BYTES[config.dtype], config.tensor_parallel
     cache = config.kv_cache_gib if isinstance(config.kv_cache_gib, float | int) else 0.0
     tokens = max(config.max_model_len, 4096)  # of a step, as vllm_engine.py asks for
     width = 4 * shape.dim + 3 * max(shape.hidden_dim, shape.top_k * shape.expert_dim) / tp

@@ -80,9 +80,9 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
 
 
 def _check_compile(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -> None:
-    layouts = [layout for layout in (demand.trainer.layout, demand.critic, demand.reference) if layout]
     if not demand.trainer.compile:
         return
+    layouts = [layout for layout in (demand.trainer.layout, demand.critic, demand.reference) if layout]
     if not cluster.gpus:
         notes.problem("numerics", "trainer.compile=True needs a GPU; set it to False")
     elif dtype != "bfloat16" or max(layout.context_parallel for layout in layouts) > 1:

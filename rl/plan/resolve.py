@@ -10,6 +10,7 @@ from dataclasses import replace
 from rl.models.generator.vllm_config import Fill
 from rl.plan.budgets import (
     asked_caches,
+    caches_of_unknown,
     check_asked,
     engine_budgets,
     generators_cache,
@@ -23,11 +24,11 @@ from rl.plan.links import links
 from rl.plan.memory import Memory
 from rl.plan.numerics import settle_numerics
 from rl.plan.phases import by_phase, presences, stays
-from rl.plan.places import Places, deal_out, threads
+from rl.plan.places import deal_out, threads
 from rl.plan.remedies import changes, last_remedy
 from rl.plan.shapes import check_shapes
 from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
-from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase, Plan, Problem, Process, Replica
+from rl.plan.types import Notes, Phase, Plan, Problem, Process, Replica, WorkerSpec
 
 
 def resolve(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Problem, ...]:
@@ -59,15 +60,16 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     taken = memories(demand, facts, made, on_cpu=not cluster.gpus)
     memory: Mapping[RoleName, Mapping[Phase, Memory]] = {}
     if taken is None:
-        caches = _caches_of_unknown(demand, asked_caches(demand), places, cluster, notes)
+        caches = caches_of_unknown(demand, places, cluster, notes)
     else:
         check_asked(demand, made, taken, notes)
         if demand.generator is not None and "generator" not in caches:
             caches["generator"] = generators_cache(demand, taken, present, places, cluster, notes)
         memory = by_phase(_whole(taken.memory, caches), present)
-        made = _with_budgets(made, engine_budgets(memory, present, places, cluster))
+        budgets = engine_budgets(memory, present, places, cluster)
+        made = _with(made, "device_memory_gib", budgets)
         check_fit(demand, taken, caches, present, places, cluster, notes)
-    made = _with_caches(made, caches)
+    made = _with(made, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics, places, notes)
     if notes.problems:
         return None, tuple(notes.problems)
@@ -103,57 +105,16 @@ def _whole(
     return {role: with_cache(of, caches[role]) if role in caches else of for role, of in memory.items()}
 
 
-def _with_budgets(made: Mapping[RoleName, Spec], budgets: Mapping[RoleName, float]) -> dict[RoleName, Spec]:
-    changed = dict(made)
-    for role, budget in budgets.items():
-        spec = changed[role]
-        assert isinstance(spec, EngineSpec)
-        changed[role] = replace(spec, config=replace(spec.config, device_memory_gib=budget))
-    return changed
-
-
-def _with_caches(
-    made: Mapping[RoleName, Spec], caches: Mapping[RoleName, float | Fill]
+def _with(
+    made: Mapping[RoleName, Spec], name: str, values: Mapping[RoleName, object]
 ) -> dict[RoleName, Spec]:
+    """The specs with this field of their configs changed, for the roles that have a value."""
     changed = dict(made)
-    for role, cache in caches.items():
+    for role, value in values.items():
         spec = changed[role]
-        assert isinstance(spec, GeneratorSpec)
-        changed[role] = replace(spec, config=replace(spec.config, kv_cache_gib=cache))
+        assert not isinstance(spec, WorkerSpec)
+        changed[role] = replace(spec, config=replace(spec.config, **{name: value}))  # type: ignore[arg-type]
     return changed
-
-
-def _caches_of_unknown(
-    demand: Demand,
-    asked: Mapping[RoleName, float],
-    places: Places,
-    cluster: Cluster,
-    notes: Notes,
-) -> dict[RoleName, float | Fill]:
-    """Of models whose config.json gives no sizes of a decoder."""
-    setting, caches = demand.name("generator.kv_cache_gib"), dict[RoleName, float | Fill](asked)
-    for role, size in asked.items():
-        notes.settle(demand.name(f"{role}.kv_cache_gib"), f"{size:g}", f"{size:g}", "asked for")
-    if places.shared:
-        notes.problem(
-            "caches",
-            "what each role takes of a shared GPU is not known: the model's config.json gives no sizes of a "
-            "decoder; use a GPU for each process",
-        )
-    if not cluster.gpus:
-        needed = sum(asked.get(role, 0.0) for roles in places.on_devices().values() for role in roles)
-        if needed > cluster.hosts[0].free_gib:
-            notes.problem(
-                "caches",
-                f"{setting} and the judge's need {needed:g} GiB but {cluster.hosts[0].free_gib:.1f} are "
-                f"free; use less",
-            )
-    if demand.generator is not None and "generator" not in caches:
-        caches["generator"] = Fill(0.0) if cluster.gpus else 0.25
-        why = "a GPU of its own: what vLLM finds free" if cluster.gpus else "a CPU's default"
-        value = "what is free" if cluster.gpus else "0.25"
-        notes.settle(setting, 0, value, f"{why}; the model's sizes are not known")
-    return caches
 
 
 def _of_length(demand: Demand, facts: Facts) -> str:

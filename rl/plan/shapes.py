@@ -1,6 +1,6 @@
 """Pass: what a model's shape does not go with."""
 
-from rl.models.layout import Layout
+from rl.models.layout import Layout, why_no_split
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.numerics import Numerics
@@ -14,7 +14,7 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
     _check_heads(demand, facts, notes)
     _check_adapter(demand, facts, notes)
     shape = facts.models["trainer"].shape
-    trainer, ranks = demand.trainer, demand.trainer.layout.tensor_parallel
+    trainer = demand.trainer
     if shape is not None and shape.num_moe_layers and trainer.lora.rank and not cluster.gpus:
         # vLLM 0.32 samples with an adapter beside experts by kernels of Triton's, which has no CPU.
         notes.problem(
@@ -22,15 +22,10 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
             f"trainer.lora.rank={trainer.lora.rank} of a model with experts needs a GPU, because vLLM's "
             f"kernels do; set it to 0",
         )
-    width = facts.models["trainer"].expert_width
-    if trainer.engine == "titan" and numerics.dtype != "float32" and width % (8 * ranks):
-        # torch's grouped product needs rows of whole 16 bytes.
-        part, also = f" over tensor_parallel={ranks}", ", or tensor_parallel lower"
-        notes.problem(
-            "shapes",
-            f"config.json has moe_intermediate_size={width}, which{part if ranks > 1 else ''} is no multiple "
-            f"of 8, as {numerics.dtype} needs; set dtype to float32{also if ranks > 1 else ''}",
-        )
+    if trainer.engine == "titan":
+        width = facts.models["trainer"].expert_width
+        if why := why_no_split(width, numerics.dtype, trainer.layout.tensor_parallel):
+            notes.problem("shapes", why)
     if demand.generator is not None and not cluster.gpus and demand.generator.block_size % 32:
         notes.problem(
             "shapes",

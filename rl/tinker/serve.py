@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from rl.bounds import CacheGib, FilePath, Port, PositiveInt
 from rl.cluster.launch import launch
 from rl.cluster.machine import look_at_host
+from rl.cluster.spawner import spec_of
 from rl.errors import ConfigError
 from rl.http_server import Server
 from rl.models.hf import max_positions, read_config
@@ -27,7 +28,7 @@ from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, ModelFacts
 from rl.plan.resolve import resolve
 from rl.plan.sections import GeneratorConfig, TrainerConfig
-from rl.plan.types import Plan
+from rl.plan.types import GeneratorSpec, Plan
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
@@ -169,7 +170,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
             await actors.generators.wait_served(0)
             backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
             eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
-            capacity = GeneratorConfig.max_num_seqs * config.num_generators
+            capacity = sum(spec_of(r, GeneratorSpec).config.max_num_seqs for r in plan.of("generator"))
             shared = config.limits.shared_samples or (64 if host.gpus else 8) * config.num_generators
             service = Service(database, backend, directory, names, eos_ids, config.limits, capacity, shared)
             architecture = hf_config["model_type"]
