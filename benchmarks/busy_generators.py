@@ -10,8 +10,8 @@ from statistics import fmean
 from benchmarks.pages import machine, spread, write_page
 from benchmarks.runs import run
 from rl.bounds import PositiveInt
+from rl.config import RunConfig, WarmupConfig
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import RunConfig, WarmupConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.types import Problem

@@ -21,7 +21,7 @@ from unittest import mock
 from benchmarks import long_samples
 from benchmarks.fakes import AtOnce, Completions, Seconds, config, fake_actors
 from benchmarks.pages import machine, write_page
-from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig
+from rl.config import GeneratorConfig, RewardConfig, RunConfig
 from rl.controller.stages import RunStages
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder

@@ -16,8 +16,8 @@ from rl.actors.generator_replica import GeneratorReplica
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
-from rl.controller.config import RunConfig, WarmupConfig
-from rl.controller.settle import settle
+from rl.config import RunConfig, WarmupConfig
+from rl.config.settle import settle
 from rl.observability.timeline import Timeline
 from rl.observability.writer import Writer
 from rl.types import Completion, Score, StopReason, VersionRange

@@ -140,7 +140,7 @@ def copy_rate(num_bytes: int) -> float:
 async def main(rounds: int) -> None:
     from configs.smollm2 import smollm2
     from rl.cluster.launch import launch
-    from rl.controller.settle import settle
+    from rl.config.settle import settle
     from rl.models.generator.environment import generator_environment
     from rl.types import SamplingParams
 

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.fakes import Completions, FakeReward, FakeTrainer, Seconds, config, fake_actors
 from benchmarks.pages import Rows
 from rl.batching import pack
-from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig
+from rl.config import GeneratorConfig, RewardConfig, RunConfig
 from rl.controller.stages import RunStages
 from rl.controller.training_batch import build_training_batch
 from rl.envs.base import RolloutContext

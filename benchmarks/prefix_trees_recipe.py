@@ -11,7 +11,7 @@ from dataclasses import replace
 from benchmarks.pages import machine, write_page
 from benchmarks.rl_step import SKIPPED, learning
 from benchmarks.runs import median, run
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 
 NOTES = """SmolLM2-135M-Instruct on chain_sum, 16 prompts x 8 samples, at most 24 new tokens, bf16, one update, AdamW at a constant
 2e-5. Groups without an advantage are not computed, so two runs have other tokens to train on: the work of a step is its tokens if

@@ -21,7 +21,7 @@ from benchmarks.runs import run
 from configs.smollm2 import smollm2
 from rl.cluster.environment import engine_environment, prepare_environment
 from rl.cluster.machine import num_cores
-from rl.controller.config import RunConfig, WarmupConfig
+from rl.config import RunConfig, WarmupConfig
 from rl.envs.base import Env
 from rl.envs.reasoning import ReasoningGym
 from rl.loss.base import LossOutput, TokenInputs

@@ -6,8 +6,8 @@ Formulas, papers, and where other frameworks differ: docs/algorithms.md.
 
 from dataclasses import replace
 
+from rl.config import CriticConfig, ReferenceConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.configs.quickstart import quickstart
-from rl.controller.config import CriticConfig, ReferenceConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.sort_letters import SortLetters
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean

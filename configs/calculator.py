@@ -1,6 +1,6 @@
 """A tiny model learns to use a calculator: two turns and a tool, minutes on two CPU cores."""
 
-from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig, WarmupConfig
+from rl.config import GeneratorConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.calculator import ALPHABET, Calculator
 from rl.models.sources import TinyQwen3
 

@@ -1,6 +1,6 @@
 """A tiny model learns to write expressions that a sandbox checks: minutes on two CPU cores."""
 
-from rl.controller.config import GeneratorConfig, RewardConfig, RunConfig, TrainerConfig, WarmupConfig
+from rl.config import GeneratorConfig, RewardConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.expression import ALPHABET, Expression
 from rl.models.sources import TinyQwen3
 

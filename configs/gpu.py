@@ -3,7 +3,7 @@
 Model and data come from the Hugging Face Hub; --model.path and --env.path take local ones.
 """
 
-from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig
+from rl.config import GeneratorConfig, RunConfig, TrainerConfig
 from rl.envs.question_file import QuestionFile
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from rl.config import RewardConfig, RunConfig, WarmupConfig
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import RewardConfig, RunConfig, WarmupConfig
 from rl.envs.adapters.textarena import TextArena
 
 

@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, replace
 
 from rl.bounds import PositiveInt
+from rl.config import JudgeConfig, RewardConfig, RunConfig, WarmupConfig
 from rl.configs.smollm2 import smollm2
-from rl.controller.config import JudgeConfig, RewardConfig, RunConfig, WarmupConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.envs.judge import Judge

@@ -1,6 +1,6 @@
 """A model of 100,000 parameters learns to sort letters: two minutes on two CPU cores."""
 
-from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig, WarmupConfig
+from rl.config import GeneratorConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.sort_letters import ALPHABET, SortLetters
 from rl.models.sources import TinyQwen3
 

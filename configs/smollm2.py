@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig, WarmupConfig
+from rl.config import GeneratorConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.loss.entropy import EntropyBonus
 from rl.models.sources import ModelDir

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.bounds import PositiveInt
+from rl.config import RewardConfig, RunConfig
 from rl.configs.calculator import calculator
-from rl.controller.config import RewardConfig, RunConfig
 from rl.envs.adapters.verifiers import Verifiers
 from rl.envs.adapters.verifiers_v1 import VerifiersV1
 from rl.envs.base import Env

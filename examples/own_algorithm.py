@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from rl.config import RunConfig
 from rl.configs.quickstart import quickstart
-from rl.controller.config import RunConfig
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
 
 

@@ -115,8 +115,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from rl.controller.recipes import load_recipe, recipe_names, source_of
-    from rl.controller.settings import override
+    from rl.config.flags import override
+    from rl.config.recipes import load_recipe, recipe_names, source_of
     from rl.fields import check_fields
 
     if not arguments or arguments[0] in ("-h", "--help"):

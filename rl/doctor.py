@@ -125,8 +125,8 @@ def _devices(torch: Any, problems: list[str]) -> None:
 
 
 def _settled(problems: list[str]) -> None:
-    from rl.controller.recipes import load_recipe
-    from rl.controller.settle import settle
+    from rl.config.recipes import load_recipe
+    from rl.config.settle import settle
     from rl.errors import ConfigError
 
     try:

@@ -220,8 +220,8 @@ async def _parity(
 ) -> dict[str, Any]:
     from rl.batching import to_sample
     from rl.cluster.launch import launch
-    from rl.controller.config import GeneratorConfig, RunConfig, TrainerConfig
-    from rl.controller.settle import model_dirs, settle
+    from rl.config.run import GeneratorConfig, RunConfig, TrainerConfig
+    from rl.config.settle import model_dirs, settle
     from rl.envs.sort_letters import SortLetters
     from rl.loss.clip import Clip
     from rl.models.sources import ModelDir

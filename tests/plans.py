@@ -1,7 +1,7 @@
 """Plans of a run's settings on stand-in hosts, for tests."""
 
-from rl.controller.config import RunConfig
-from rl.controller.settle import settle
+from rl.config import RunConfig
+from rl.config.settle import settle
 from rl.models.engine_config import EngineConfig
 from rl.plan.cluster import Cluster, Host, parse_cluster
 

@@ -12,7 +12,7 @@ import torch
 
 from configs import gpu
 from configs.quickstart import quickstart
-from rl.controller.config import (
+from rl.config import (
     CriticConfig,
     GeneratorConfig,
     ReferenceConfig,

@@ -33,6 +33,7 @@ LAYERS = [
     {"rl.plan"},
     {"rl.actors"},
     {"rl.cluster"},
+    {"rl.config"},
     {"rl.controller", "rl.tinker"},
     {"rl.cli", "rl.doctor", "rl.fetch", "rl.gpu_check", "rl.gpu_checks", "configs", "rl.configs"},
 ]

@@ -25,7 +25,7 @@ def test_a_wheel_has_one_top_level_package_with_the_recipes_in_it(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rl"}
     assert {"rl/py.typed", "rl/configs/quickstart.py"} <= set(names)
     list_recipes = (
-        "from rl.controller.recipes import recipe_names; import rl; print(rl.__file__, *recipe_names())"
+        "from rl.config.recipes import recipe_names; import rl; print(rl.__file__, *recipe_names())"
     )
     done = subprocess.run(
         [sys.executable, "-c", list_recipes],

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 from rl.envs.chat.testing import play
 from rl.types import StopReason
 from tests.envs.chat.templates import make_tokenizer
@@ -74,14 +74,14 @@ def test_the_docs_agent_is_played(tmp_path):
 
 
 def test_the_docs_tiny_task_is_checked():
-    from rl.controller.env_rules import check_env
+    from rl.config.env_rules import check_env
 
     config = docs_block("class Reverse")["reverse"]()
     assert isinstance(config, RunConfig) and check_env(config) == []
 
 
 def test_the_docs_lookup_is_played(tmp_path):
-    from rl.controller.env_rules import check_env
+    from rl.config.env_rules import check_env
 
     names = docs_block("class Lookup")
     config = names["lookup"]()
@@ -95,7 +95,7 @@ def test_the_docs_lookup_is_played(tmp_path):
 
 
 def test_the_docs_judge_is_a_recipe():
-    from rl.controller.judge_rules import check_judge
+    from rl.config.judge_rules import check_judge
 
     config = docs_block("class Sentences")["sentences"]()
     assert isinstance(config, RunConfig)

@@ -9,9 +9,8 @@ import re
 import shutil
 from pathlib import Path
 
-from rl.models.checkpoint_dir import RECORD, finish_rename, remove
+from rl.models.checkpoint_dir import ABANDONED, RECORD, finish_rename, remove
 
-ABANDONED = "abandoned"
 _PARTS = {
     "checkpoints": r"step-(\d+)",
     "critic_checkpoints": r"step-(\d+)",

@@ -5,13 +5,13 @@ The same checks come before each run. What this machine lacks (the model's files
 
 from collections.abc import Sequence
 
-from rl.controller.config import RunConfig
-from rl.controller.recipe_modules import modules_of
-from rl.controller.recipes import load_recipe, source_of
-from rl.controller.rehearsal import rehearse
-from rl.controller.settings import override
-from rl.controller.settle import why_no_plan
-from rl.controller.validate import validate
+from rl.config.flags import override
+from rl.config.recipe_modules import modules_of
+from rl.config.recipes import load_recipe, source_of
+from rl.config.rehearsal import rehearse
+from rl.config.run import RunConfig
+from rl.config.settle import why_no_plan
+from rl.config.validate import validate
 from rl.envs.base import held_out
 from rl.errors import ConfigError
 from rl.fields import check_fields

@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.actors.actors import Actors
-from rl.models.checkpoint_dir import RECORD
-
-
-def critic_path(path: Path) -> Path:
-    """The critic's checkpoint beside the policy's."""
-    return path.parent.with_name("critic_checkpoints") / path.name
+from rl.models.checkpoint_dir import RECORD, critic_path
 
 
 async def save_checkpoint(

@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.controller.config import RunConfig
-from rl.controller.recipe_modules import modules_of
-from rl.controller.recipes import load_recipe, source_of
-from rl.controller.resume import with_drawn_weights
+from rl.config.flags import override
+from rl.config.recipe_modules import modules_of
+from rl.config.recipes import load_recipe, source_of
+from rl.config.resume import with_drawn_weights
+from rl.config.run import RunConfig
+from rl.config.settle import model_dirs, settle
+from rl.config.validate import validate
 from rl.controller.rollouts import check_rewards
-from rl.controller.settings import override
-from rl.controller.settle import model_dirs, settle
 from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
-from rl.controller.validate import validate
 from rl.envs.base import held_out
 from rl.errors import ConfigError
 from rl.fields import check_fields

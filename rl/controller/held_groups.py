@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from rl.config.codec import to_json
+from rl.config.recipe_modules import files_of_recipe
+from rl.config.run import RunConfig
 from rl.controller.buffer import BufferState
-from rl.controller.config import RunConfig
-from rl.controller.config_json import to_json
-from rl.controller.recipe_modules import files_of_recipe
 from rl.envs.base import Env
 from rl.paths import whole_file
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.cluster.machine import look_at_host
-from rl.controller.recipes import load_recipe
-from rl.controller.settings import override
-from rl.controller.settle import check_models_read, plan_or_problems
+from rl.config.flags import override
+from rl.config.recipes import load_recipe
+from rl.config.settle import check_models_read, plan_or_problems
 from rl.errors import ConfigError
 from rl.fields import check_fields, repeated
 from rl.paths import write_whole

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
+from rl.config.resume import is_own, newest_good
+from rl.config.run import RunConfig
 from rl.controller.abandoned import abandon_after, remove_unfinished
-from rl.controller.config import RunConfig
 from rl.controller.held_groups import note_code
-from rl.controller.resume import is_own, newest_good
 from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
 from rl.interfaces import Tokenizer

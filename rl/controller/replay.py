@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
+from rl.config.flags import override
+from rl.config.recipes import load_recipe
+from rl.config.replay_rules import NEEDS
+from rl.config.resume import with_drawn_weights
+from rl.config.run import RunConfig
+from rl.config.settle import model_dirs, settle
+from rl.config.validate import validate
 from rl.controller.checkpoints import load_checkpoint
-from rl.controller.config import RunConfig
-from rl.controller.recipes import load_recipe
 from rl.controller.recovery import step_of
-from rl.controller.replay_rules import NEEDS
-from rl.controller.resume import with_drawn_weights
-from rl.controller.settings import override
-from rl.controller.settle import model_dirs, settle
 from rl.controller.side_run import own_directory
 from rl.controller.update import learn
 from rl.controller.updaters import updaters
-from rl.controller.validate import validate
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.loss.entropy import EntropyBonus

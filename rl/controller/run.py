@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
+from rl.config.codec import to_json, write_config
+from rl.config.recipe_modules import modules_of
+from rl.config.rehearsal import rehearse
+from rl.config.replay_rules import what_a_replay_needs
+from rl.config.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
+from rl.config.run import RunConfig
+from rl.config.settle import model_dirs, settle
+from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
-from rl.controller.config import RunConfig
-from rl.controller.config_json import to_json, write_config
 from rl.controller.plan import write_plan
-from rl.controller.recipe_modules import modules_of
 from rl.controller.recovery import step_of, train_and_export
-from rl.controller.rehearsal import rehearse
-from rl.controller.replay_rules import what_a_replay_needs
-from rl.controller.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
-from rl.controller.settle import model_dirs, settle
-from rl.controller.validate import validate
 from rl.envs.base import held_out
 from rl.errors import ConfigError, RunError
 from rl.models.checkpoint_dir import latest

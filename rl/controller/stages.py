@@ -8,15 +8,15 @@ from typing import Any
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied, ProcessDied
-from rl.controller.algorithm import Algorithm
+from rl.config.algorithm import Algorithm
+from rl.config.checkpoint_rules import checkpoint_state
+from rl.config.resume import is_own
+from rl.config.run import RunConfig
 from rl.controller.buffer import RolloutBuffer
-from rl.controller.checkpoint_rules import checkpoint_state
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
-from rl.controller.config import RunConfig
 from rl.controller.held_groups import write_prompts
 from rl.controller.loop import train
 from rl.controller.parity import Parity, default_limit
-from rl.controller.resume import is_own
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up, warmup_lr

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rl.actors.engine import EngineHandle
 from rl.batching import supervised_sample
-from rl.controller.algorithm import Algorithm
-from rl.controller.config import RunConfig
+from rl.config.algorithm import Algorithm
+from rl.config.run import RunConfig
 from rl.controller.training_batch import Scorers, TrainingBatch, TrainingGroup, weighted, with_loss_inputs
 from rl.envs.base import Env, derive_seed
 from rl.envs.chat.demonstration import chat_sample

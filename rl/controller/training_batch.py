@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rl.batching import segments_sample
-from rl.controller.algorithm import Algorithm
+from rl.config.algorithm import Algorithm
 from rl.controller.member import Member, scatter_reward
 from rl.errors import RunError
 from rl.interfaces import EstimatorWithCritic

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from rl.actors.engine import EngineHandle, combine
-from rl.controller.algorithm import Algorithm
+from rl.config.algorithm import Algorithm
 from rl.controller.parity import Parity, PolicyMismatch, are_of_version, explain
 from rl.controller.training_batch import Streamed, TrainingBatch, TrainingGroup
 from rl.envs.base import derive_seed

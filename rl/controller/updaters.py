@@ -7,13 +7,13 @@ from typing import Any
 
 from rl.actors.actors import Actors
 from rl.actors.generator_pool import GeneratorPool
-from rl.controller.algorithm import Algorithm
+from rl.config.algorithm import Algorithm
+from rl.config.run import RunConfig
+from rl.config.settle import longest_sequence
 from rl.controller.buffer import Pace, RolloutBuffer
-from rl.controller.config import RunConfig
 from rl.controller.held_groups import read_prompts
 from rl.controller.rollouts import Rollouts
 from rl.controller.schedule import LRSchedule
-from rl.controller.settle import longest_sequence
 from rl.controller.training_batch import Scorers
 from rl.controller.update import Updater
 from rl.envs.chat.agent import AgentEnv

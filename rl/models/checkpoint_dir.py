@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 RECORD = "record.json"
 OF_THE_REST = "rest"
+ABANDONED = "abandoned"
+"""In a run's directory: the branches that it has left, each laid out as a run's directory."""
 _log = logging.getLogger(__name__)
 
 
@@ -157,6 +159,11 @@ def _metadata(path: Path) -> "Metadata":
     except Exception as error:  # it is a pickle: anything may go wrong
         broken = f"{path / '.metadata'} is broken ({error})"
         raise DamagedCheckpoint(f"{broken}; give another checkpoint") from error
+
+
+def critic_path(path: Path) -> Path:
+    """The critic's checkpoint beside the policy's."""
+    return path.parent.with_name("critic_checkpoints") / path.name
 
 
 def is_complete(path: str | Path) -> bool:

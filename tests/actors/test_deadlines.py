@@ -15,7 +15,7 @@ from rl.actors.remote import ProcessDied
 from rl.actors.trainer import TrainerHandle
 from rl.cluster.launch import _Start
 from rl.cluster.launchers import ThisHost
-from rl.controller.settle import settle
+from rl.config.settle import settle
 from rl.errors import RunError
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.commands import Progress

@@ -15,7 +15,7 @@ from configs.quickstart import quickstart
 from rl.cluster.launch import _Start
 from rl.cluster.launchers import ThisHost
 from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group
-from rl.controller.settle import settle
+from rl.config.settle import settle
 from rl.observability.timeline import Timeline
 from rl.processes import allow_many_files
 from tests.plans import AMPLE

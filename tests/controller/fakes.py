@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from rl.actors.actors import Actors
 from rl.actors.engine import EngineHandle
 from rl.actors.reference import ReferenceAdapter, ReferenceMesh
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 from rl.controller.stages import RunStages
 from rl.controller.training_batch import TrainingBatch, build_training_batch
 from rl.controller.updaters import scorers

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from configs.quickstart import quickstart
+from rl.config import WarmupConfig
 from rl.controller import abandoned
 from rl.controller import run as running
 from rl.controller.abandoned import abandon_after, remove_unfinished
-from rl.controller.config import WarmupConfig
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError, DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE

@@ -16,7 +16,7 @@ import pytest
 from configs.algorithms import dpo, sft
 from configs.calculator import calculator
 from configs.quickstart import quickstart
-from rl.controller.config import CriticConfig, ReferenceConfig, WarmupConfig
+from rl.config import CriticConfig, ReferenceConfig, WarmupConfig
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
 from rl.loss.advantages.gae import GAE
@@ -37,7 +37,7 @@ OTHERS = {
     "cluster/spawner.py": "real processes: tests/chaos, tests/integration",
     "controller/evaluate.py": "tests/controller/test_evaluate.py, tests/integration",
     "controller/replay.py": "tests/integration/test_replay.py",
-    "controller/rehearsal.py": "before a run: tests/controller/test_check.py",
+    "config/rehearsal.py": "before a run: tests/controller/test_check.py",
     "controller/run.py": "tests/test_processes.py, tests/controller/test_bad_days.py",
     "gpu_check.py": "is no run",
     "gpu_checks.py": "is no run",

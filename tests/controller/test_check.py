@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from rl.controller.recipes import load_recipe, recipe_names
-from rl.controller.rehearsal import rehearse
+from rl.config.recipes import load_recipe, recipe_names
+from rl.config.rehearsal import rehearse
 from rl.envs.base import Env
-from tests.controller import test_bad_table
-from tests.controller.test_bad_table import Outcome, Place, what_is_there, without_network_or_new_files
+from tests.config import test_bad_table
+from tests.config.test_bad_table import Outcome, Place, what_is_there, without_network_or_new_files
 
 _HEADER = """
 import asyncio
@@ -20,7 +20,7 @@ import time
 import typing
 from dataclasses import dataclass, replace
 from configs.quickstart import quickstart
-from rl.controller.config import RewardConfig, RunConfig, WarmupConfig
+from rl.config import RewardConfig, RunConfig, WarmupConfig
 from rl.envs.base import Env
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv

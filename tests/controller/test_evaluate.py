@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from configs.quickstart import quickstart
+from rl.config import ReferenceConfig, TrainerConfig
+from rl.config.codec import write_config
+from rl.config.resume import take_over_weights
 from rl.controller import evaluate as evaluation
 from rl.controller import replay as replaying
-from rl.controller.config import ReferenceConfig, TrainerConfig
-from rl.controller.config_json import write_config
 from rl.controller.evaluate import evaluate, measures, pass_at_k
 from rl.controller.replay import replay
-from rl.controller.resume import take_over_weights
 from rl.errors import ConfigError
 from rl.loss.kl import KL
 from rl.models.random_weights import draw_once

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
+from rl.config.recipes import load_recipe
 from rl.controller import held_groups
 from rl.controller.buffer import BufferState, Finished
 from rl.controller.held_groups import note_code, read_prompts, write_prompts
-from rl.controller.recipes import load_recipe
 from rl.models.sources import TinyQwen3
 from rl.types import Problem, Score
 from tests.controller.test_buffer import group

@@ -9,8 +9,8 @@ import pytest
 
 from configs.calculator import calculator
 from configs.quickstart import quickstart
-from rl.controller.config import ReferenceConfig, WarmupConfig
-from rl.controller.resume import with_newest_checkpoint
+from rl.config import ReferenceConfig, WarmupConfig
+from rl.config.resume import with_newest_checkpoint
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError

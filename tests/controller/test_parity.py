@@ -9,9 +9,9 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.batching import segments_sample
-from rl.controller.config import WarmupConfig
+from rl.config import WarmupConfig
+from rl.config.validate import validate
 from rl.controller.parity import LIMITS, STEPS, Parity, PolicyMismatch, are_of_version, default_limit, explain
-from rl.controller.validate import validate
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
 from rl.models.engine_config import EngineConfig

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl.controller.recipes import load_recipe
-from rl.controller.settle import settle
+from rl.config.recipes import load_recipe
+from rl.config.settle import settle
 from rl.models.known_shapes import KNOWN, known_config
 from rl.models.sources import ModelDir
 from rl.plan.memory import ModelShape

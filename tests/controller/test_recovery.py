@@ -11,8 +11,8 @@ import pytest
 from configs.quickstart import quickstart
 from rl.actors.actors import Revival
 from rl.actors.remote import EngineDied
+from rl.config import CriticConfig, ReferenceConfig, WarmupConfig
 from rl.controller import recovery
-from rl.controller.config import CriticConfig, ReferenceConfig, WarmupConfig
 from rl.controller.recovery import train_and_export
 from rl.envs.sort_letters import SortLetters
 from rl.errors import DamagedCheckpoint, RunError

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from configs.quickstart import quickstart
+from rl.config import WarmupConfig
 from rl.controller import stages
-from rl.controller.config import WarmupConfig
 from rl.controller.schedule import LRSchedule, SaveClock, Schedule
 from tests.controller.fakes import FakeEngine, run_fakes
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import WarmupConfig
-from rl.controller.config_json import write_config
-from rl.controller.resume import changed_settings
+from rl.config import WarmupConfig
+from rl.config.codec import write_config
+from rl.config.resume import changed_settings
 from rl.controller.schedule import LRSchedule
 from rl.controller.supervised import warmup_lr
 from rl.models.sources import ModelDir

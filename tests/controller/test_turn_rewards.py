@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from configs.calculator import calculator
+from rl.config.rehearsal import rehearse
 from rl.controller.member import scatter_reward
-from rl.controller.rehearsal import rehearse
 from rl.envs.verifier import check_parts, score_of
 from rl.loss.advantages.base import Trajectory
 from rl.loss.advantages.gae import GAE

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from configs.quickstart import quickstart
-from rl.controller.config import ReferenceConfig, WarmupConfig
+from rl.config import ReferenceConfig, WarmupConfig
+from rl.config.validate import validate
 from rl.controller.training_batch import TrainingGroup, build_training_batch, scatter_reward
 from rl.controller.update import denominator, minibatches
 from rl.controller.updaters import scorers
-from rl.controller.validate import validate
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
 from rl.loss.advantages.gae import GAE

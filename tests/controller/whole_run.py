@@ -26,8 +26,8 @@ from rl.actors.remote import ProcessDied
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess
 from rl.actors.trainer import TrainerHandle
+from rl.config import RunConfig
 from rl.controller import training_batch
-from rl.controller.config import RunConfig
 from rl.controller.recovery import train_and_export
 from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.verifier import score_of

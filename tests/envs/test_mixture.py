@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import RunConfig, WarmupConfig
-from rl.controller.config_json import from_json, to_json
-from rl.controller.validate import validate
+from rl.config import RunConfig, WarmupConfig
+from rl.config.codec import from_json, to_json
+from rl.config.validate import validate
 from rl.envs.base import Env, RolloutContext
 from rl.envs.chat.env import ChatEnv
 from rl.envs.mixture import Mixture

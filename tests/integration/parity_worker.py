@@ -9,7 +9,7 @@ import psutil
 
 from rl.batching import pack, to_sample
 from rl.cluster.launch import launch
-from rl.controller.settle import model_dirs, settle
+from rl.config.settle import model_dirs, settle
 from rl.envs.base import RolloutContext
 from rl.models.tokenizer import HFTokenizer
 from rl.owned_directory import temporary_directory

@@ -27,7 +27,7 @@ import string
 from dataclasses import dataclass, replace
 
 from configs.smollm2 import smollm2
-from rl.controller.config import GeneratorConfig, RewardConfig, TrainerConfig, WarmupConfig
+from rl.config import GeneratorConfig, RewardConfig, TrainerConfig, WarmupConfig
 from rl.loss.entropy import EntropyBonus
 from rl.models.sources import ModelDir, TinyQwen3
 from rl.types import Problem
@@ -81,7 +81,7 @@ def train():
     return recipe(OneSentence(judge=Judge(base_url="http://127.0.0.1:PORT/v1", model="judge"), **SMALL))
 """,
     "a judge of the run's own": """
-from rl.controller.config import JudgeConfig
+from rl.config import JudgeConfig
 from rl.envs.chat.env import ChatEnv
 from rl.envs.judge import Judge
 @dataclass(frozen=True)

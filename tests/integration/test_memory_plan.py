@@ -10,7 +10,7 @@ import pytest
 
 from configs.smollm2 import smollm2
 from rl.cluster.machine import num_cores
-from rl.controller.settle import settle
+from rl.config.settle import settle
 from rl.plan.cluster import Cluster, Host
 from tests.devices import NUM_GPUS
 from tests.integration.runs import start

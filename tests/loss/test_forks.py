@@ -11,7 +11,7 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.batching import pack
-from rl.controller.settings import override
+from rl.config.flags import override
 from rl.controller.training_batch import build_training_batch
 from rl.loss.correction import Correction
 from rl.loss.gspo import GSPO

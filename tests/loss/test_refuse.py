@@ -19,10 +19,10 @@ from annotated_types import Ge, Gt, Le, Lt
 import rl.loss
 from configs.quickstart import quickstart
 from rl.bounds import NonNegativeFloat, Share, ZeroOrOver
-from rl.controller.config_json import from_json, to_json
-from rl.controller.recipes import load_recipe
-from rl.controller.settings import override
-from rl.controller.validate import validate
+from rl.config.codec import from_json, to_json
+from rl.config.flags import override
+from rl.config.recipes import load_recipe
+from rl.config.validate import validate
 from rl.errors import ConfigError
 from rl.fields import check_fields, postpone_refusals
 from rl.loss.advantages.base import Trajectory
@@ -244,7 +244,7 @@ def test_the_command_line_names_the_setting():
 RECIPE = """
 from dataclasses import replace
 from configs.quickstart import quickstart
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 from rl.loss.advantages.gae import GAE
 from rl.loss.clip import Clip
 from rl.loss.kl import KL

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rl.controller.config import GeneratorConfig, JudgeConfig
-from rl.controller.settle import settle
+from rl.config import GeneratorConfig, JudgeConfig
+from rl.config.settle import settle
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_arguments import engine_args
-from tests.controller.test_settings_effect import small
+from tests.config.test_settings_effect import small
 from tests.plans import AMPLE, cluster
 
 

@@ -19,7 +19,7 @@ import string
 import time
 from dataclasses import dataclass, replace
 from rl.configs.quickstart import quickstart
-from rl.controller.config import RunConfig, WarmupConfig
+from rl.config import RunConfig, WarmupConfig
 from rl.envs.base import Env
 from rl.models.sources import TinyQwen3
 from rl.types import Problem

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rl.controller.config import CriticConfig, JudgeConfig, RewardConfig, RunConfig
-from rl.controller.recipes import load_recipe, recipe_names
-from rl.controller.settle import NOT_STARTED, demand_of, facts_of
+from rl.config import CriticConfig, JudgeConfig, RewardConfig, RunConfig
+from rl.config.recipes import load_recipe, recipe_names
+from rl.config.settle import NOT_STARTED, demand_of, facts_of
 from rl.errors import ConfigError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL

@@ -9,14 +9,14 @@ import pytest
 
 from configs.gpu import qwen3_0_6b, qwen3_1_7b
 from configs.quickstart import quickstart
-from rl.controller.config import (
+from rl.config import (
     GeneratorConfig,
     JudgeConfig,
     ReferenceConfig,
     TrainerConfig,
     WeightSyncConfig,
 )
-from rl.controller.settle import settle
+from rl.config.settle import settle
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
 from rl.models.generator.vllm_config import Fill

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rl.controller.settle import NOT_STARTED
+from rl.config.settle import NOT_STARTED
 from rl.plan.cluster import USABLE
 from rl.plan.memory import GIB
 from rl.plan.types import PHASES, Plan

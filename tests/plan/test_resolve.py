@@ -14,10 +14,10 @@ import pytest
 
 from configs import gpu
 from configs.smollm2 import smollm2
+from rl.config import GeneratorConfig, JudgeConfig, RunConfig, TrainerConfig
+from rl.config.settle import NOT_STARTED, demand_of, facts_of, settle
 from rl.controller import evaluate, replay
-from rl.controller.config import GeneratorConfig, JudgeConfig, RunConfig, TrainerConfig
 from rl.controller.plan import plan
-from rl.controller.settle import NOT_STARTED, demand_of, facts_of, settle
 from rl.errors import ConfigError, RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
@@ -353,7 +353,7 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
     monkeypatch.setattr(
         module, "temporary_directory", lambda: tmp_path
     )  # else a janitor stays in this process
-    monkeypatch.setattr("rl.controller.settle.look_at_host", lambda: host)
+    monkeypatch.setattr("rl.config.settle.look_at_host", lambda: host)
     config = qwen(model, placement="auto", kl=KL(coef=0.1), advantages=GAE())
     out = tmp_path / "out"
     arguments = (config, 0, out) if command == "eval" else (config, tmp_path, 3, out)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.cli import _serve
-from rl.controller.settings import setting_names
+from rl.config.flags import setting_names
 from rl.errors import ConfigError
 from rl.models.generator.vllm_config import Fill
 from rl.models.hf import read_config

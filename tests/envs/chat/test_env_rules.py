@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from configs.calculator import calculator
-from rl.controller.env_rules import check_chat_env, check_env
-from rl.controller.validate import validate
+from rl.config.env_rules import check_chat_env, check_env
+from rl.config.validate import validate
 from rl.envs.calculator import Calculator
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.testing import play

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl.controller.config import RunConfig
-from rl.controller.config_json import config_file, from_json, read_config
-from rl.controller.recipe_modules import call_in_recipe, import_recipe, split_name
+from rl.config.codec import config_file, from_json, read_config
+from rl.config.names import MOVED
+from rl.config.recipe_modules import call_in_recipe, import_recipe, split_name
+from rl.config.run import RunConfig
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, parts_of, postpone_refusals, short
 from rl.observability.silence import break_silence
@@ -170,4 +171,6 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
         lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
         line = (error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None) or "?"
         what = one_line(error)
+        if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
+            what = f"the module {error.name} is {MOVED[error.name]} now"
         raise ConfigError(f"{path} line {line}: {what}; fix the recipe") from error

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller import run as run_module
-from rl.controller.config import (
+from rl.config import (
     CriticConfig,
     JudgeConfig,
     ReferenceConfig,
@@ -23,9 +22,10 @@ from rl.controller.config import (
     TrainerConfig,
     WarmupConfig,
 )
-from rl.controller.settings import override, setting_names
-from rl.controller.settle import settle
-from rl.controller.validate import validate
+from rl.config.flags import override, setting_names
+from rl.config.settle import settle
+from rl.config.validate import validate
+from rl.controller import run as run_module
 from rl.envs.sort_letters import SortLetters
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean
@@ -234,22 +234,22 @@ OF_THE_MODEL = [
 # Held by other tests: those of what the setting is for, those that need processes, and the config's own checks.
 ELSEWHERE = {
     "max_offpolicy_steps": "tests/integration/test_async.py::test_an_asynchronous_run_keeps_its_bound_and_measures_one_version",
-    "trace": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
-    "model.alphabet": "tests/controller/test_bad_input.py::test_a_model_that_cannot_read_the_task",
+    "trace": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "model.alphabet": "tests/config/test_bad_input.py::test_a_model_that_cannot_read_the_task",
     "env.chat": "tests/envs/test_envs.py::test_a_prompt_is_prefix_and_question_or_turns_of_them",
     "env.prompt_prefix": "tests/envs/test_envs.py::test_a_prompt_is_prefix_and_question_or_turns_of_them",
     "env.stop": "tests/envs/test_envs.py::test_a_completion_ends_at_eos_or_at_a_text_of_the_env",
     "placement": "tests/plan/test_resolve.py::test_a_default_gives_way_to_a_setting",
     "max_logprob_diff": "tests/controller/test_parity.py::test_the_limit_is_the_setting_or_the_dtypes",
     "generator.cuda_graphs": "tests/models/test_vllm_arguments.py::test_graphs_are_captured_where_they_are_asked_for_and_prompts_are_cut_on_gpus_alone",
-    "judge.model": "tests/controller/test_judge_rules.py::test_a_judge_is_a_role_with_weights_of_its_own",
-    "reference.model": "tests/controller/test_settings_effect.py::test_a_teacher_is_another_model",
+    "judge.model": "tests/config/test_judge_rules.py::test_a_judge_is_a_role_with_weights_of_its_own",
+    "reference.model": "tests/config/test_settings_effect.py::test_a_teacher_is_another_model",
     "resume": "tests/integration/test_runs.py::test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers",
-    "tracking.sinks": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "tracking.sinks": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
     "tracking.project": "tests/observability/test_sinks.py::test_mlflow_goes_on_in_its_run_and_has_each_step_once",
     "run_dir": "tests/integration/test_runs.py::test_a_run_leaves_its_artefacts",
-    "record_batches": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
-    "record_rollouts": "tests/controller/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "record_batches": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
+    "record_rollouts": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
 }
 
 

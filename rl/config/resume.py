@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.controller.abandoned import ABANDONED
-from rl.controller.checkpoints import critic_path
-from rl.controller.config import RunConfig
-from rl.controller.config_json import read_config, to_json
+from rl.config.codec import read_config, to_json
+from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.fields import short
-from rl.models.checkpoint_dir import newest_first, why_damaged
+from rl.models.checkpoint_dir import ABANDONED, critic_path, newest_first, why_damaged
 from rl.models.hf import WEIGHTS
 from rl.models.sources import MODEL, ModelDir, ModelSource
 

@@ -4,9 +4,9 @@
 
 from dataclasses import dataclass, replace
 
+from rl.config import JudgeConfig, RunConfig, WarmupConfig
+from rl.config.rehearsal import rehearse
 from rl.configs.quickstart import quickstart
-from rl.controller.config import JudgeConfig, RunConfig, WarmupConfig
-from rl.controller.rehearsal import rehearse
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.tools import tool

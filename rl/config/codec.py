@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.controller.config import RENAMED, RunConfig
+from rl.config.names import MOVED, RENAMED
+from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.paths import LOCK, write_whole
 
@@ -171,7 +172,7 @@ def _name(thing: Any) -> str:
 def _find(name: str, where: str) -> Any:
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = importlib.import_module(MOVED.get(module, module))
         for part in path.split("."):
             found = getattr(found, part)
         return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from rl.controller.config import RunConfig
+from rl.config.run import RunConfig
 from rl.fields import conflicts, shown, unread
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation

@@ -1,6 +1,6 @@
 """A table of bad input: each row with words that its error must hold, which name what is wrong or the remedy.
 
-Printed, with the messages that the rows get, by: python -m tests.controller.test_bad_table [SECTION ...]
+Printed, with the messages that the rows get, by: python -m tests.config.test_bad_table [SECTION ...]
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from configs.quickstart import quickstart
 from rl import cli
-from rl.controller.checkpoint_rules import checkpoint_state
-from rl.controller.config_json import write_config
+from rl.config.checkpoint_rules import checkpoint_state
+from rl.config.codec import write_config
 from rl.envs.sort_letters import ALPHABET
 from rl.models.sources import TinyQwen3
 from tests.tiny import write_model
@@ -73,8 +73,8 @@ import string
 import threading
 from dataclasses import dataclass, field, replace
 from configs.quickstart import quickstart
-from rl.controller.config import *
-from rl.controller.config import ReferenceConfig, RunConfig, TrainerConfig, WarmupConfig
+from rl.config import *
+from rl.config import ReferenceConfig, RunConfig, TrainerConfig, WarmupConfig
 from rl.envs.base import Env
 from rl.envs.question_file import QuestionFile
 from rl.envs.sort_letters import SortLetters
@@ -825,7 +825,7 @@ EARLIER = [
     earlier("null", lambda c: "null", "is not the config.json of a run"),
     earlier("{}", lambda c: "{}", "it names no recipe"),
     earlier("a model's", lambda c: {"architectures": [], "hidden_size": 3}, "it names no recipe"),
-    earlier("of a class that is gone", at("type", "rl.controller.config:Gone"), "names 'rl.controller.config:Gone', which is not there"),
+    earlier("of a class that is gone", at("type", "rl.config.run:Gone"), "names 'rl.config.run:Gone', which is not there"),
     earlier("of a module that is gone", at("loss.type", "rl.loss.gone:Gone"), "names 'rl.loss.gone:Gone', which is not there"),
     earlier("of another class", at("type", "rl.loss.clip:Clip"), "which this version does not"),
     earlier("of a class that is none", at("loss.type", "json:loads"), "which is no dataclass"),
@@ -835,7 +835,7 @@ EARLIER = [
     earlier("with a type that is a number", at("loss.type", 3), "cannot be read back; give a recipe"),
     earlier("without a type", lambda c: {k: v for k, v in c.items() if k != "type"}, "cannot be read back"),
     earlier("with the words of an object", at("loss", {"repr": "<lambda>"}), "cannot be read back; give a recipe"),
-    earlier("with an unknown setting", at("stepz", 3), "has the setting stepz of rl.controller.config:RunConfig, which this version does not; remove it there"),
+    earlier("with an unknown setting", at("stepz", 3), "has the setting stepz of rl.config.run:RunConfig, which this version does not; remove it there"),
     earlier("with an unknown setting of a part", at("trainer.lrr", 3), "has the setting lrr of"),
     earlier("without its model", lambda c: {k: v for k, v in c.items() if k != "model"}, "cannot be made again", "model"),
     earlier("with steps a string", at("steps", "ten"), "steps='ten' must be a whole number"),

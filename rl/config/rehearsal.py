@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.controller.config import RunConfig
+from rl.config.run import RunConfig
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost

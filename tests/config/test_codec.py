@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.quickstart import quickstart
-from rl.controller.config import ReferenceConfig, TrainerConfig
-from rl.controller.config_json import from_json, to_json, write_config
-from rl.controller.recipes import load_recipe, recipe_names
+from rl.config import ReferenceConfig, TrainerConfig
+from rl.config.codec import from_json, to_json, write_config
+from rl.config.recipes import load_recipe, recipe_names
 from rl.errors import ConfigError
 from rl.loss.kl import KL
 from rl.models.sources import ModelDir
@@ -22,7 +22,7 @@ from rl.models.sources import ModelDir
 MINE = """
 from dataclasses import dataclass
 from pathlib import Path
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 from rl.envs.base import Env
 from rl.models.sources import TinyQwen3
 from rl.types import Problem

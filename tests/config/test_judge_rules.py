@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config import JudgeConfig, RewardConfig
-from rl.controller.judge_rules import check_judge
-from rl.controller.settle import model_dirs, settle
+from rl.config import JudgeConfig, RewardConfig
+from rl.config.judge_rules import check_judge
+from rl.config.settle import model_dirs, settle
 from rl.envs.chat.env import ChatEnv
 from rl.envs.judge import Judge
 from rl.models.sources import ModelDir, TinyQwen3

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.replay_rules import check_replay, what_a_replay_needs
+from rl.config.replay_rules import check_replay, what_a_replay_needs
+from rl.config.validate import validate
 from rl.controller.schedule import Schedule
-from rl.controller.validate import validate
 
 
 def replayable(config):

@@ -11,16 +11,16 @@ import cloudpickle
 import pytest
 
 from rl.cluster.spawn import _prepare_process
-from rl.controller import recipe_modules
-from rl.controller.config_json import write_config
-from rl.controller.recipe_modules import files_of_recipe, modules_of, split_name
-from rl.controller.recipes import load_recipe, source_of
+from rl.config import recipe_modules
+from rl.config.codec import write_config
+from rl.config.recipe_modules import files_of_recipe, modules_of, split_name
+from rl.config.recipes import load_recipe, source_of
 from rl.envs.verifier import Verifier
 from rl.types import Problem, Rollout, StopReason
 
 RECIPE = """
 from dataclasses import dataclass
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 from rl.envs.base import Env
 from rl.models.sources import TinyQwen3
 from rl.types import Problem

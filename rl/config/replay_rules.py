@@ -1,6 +1,6 @@
 """What `rl replay` needs of a run: a checkpoint before the step, and the batches from there on."""
 
-from rl.controller.config import RunConfig
+from rl.config.run import RunConfig
 
 NEEDS = (
     "needs a run with --record_batches at least --save_every: the batches from a checkpoint on to step N; "

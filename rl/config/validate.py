@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.controller.algorithm_rules import check_algorithm, without_effect
-from rl.controller.checkpoint_rules import check_resume
-from rl.controller.config import RunConfig
-from rl.controller.config_json import why_no_run
-from rl.controller.env_rules import check_chat_env, check_env, check_prompts
-from rl.controller.judge_rules import check_judge
-from rl.controller.replay_rules import check_replay
-from rl.controller.settle import demand_of, longest_sequence, why_no_plan
+from rl.config.algorithm_rules import check_algorithm, without_effect
+from rl.config.checkpoint_rules import check_resume
+from rl.config.codec import why_no_run
+from rl.config.env_rules import check_chat_env, check_env, check_prompts
+from rl.config.judge_rules import check_judge
+from rl.config.replay_rules import check_replay
+from rl.config.run import RunConfig
+from rl.config.settle import demand_of, longest_sequence, why_no_plan
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields

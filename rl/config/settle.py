@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl.cluster.machine import look_at_host
-from rl.controller.config import RunConfig
+from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.models.hf import max_positions
 from rl.models.sources import ModelSource

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.config_json import why_no_run, write_config
-from rl.controller.recipes import load_recipe
-from rl.controller.resume import changed_settings
+from rl.config.codec import why_no_run, write_config
+from rl.config.recipes import load_recipe
+from rl.config.resume import changed_settings
 from rl.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ RECIPE = """
 import string
 from dataclasses import dataclass, replace
 from configs.quickstart import quickstart
-from rl.controller.config import RunConfig, WarmupConfig
+from rl.config import RunConfig, WarmupConfig
 from rl.envs.base import Env
 from rl.models.sources import TinyQwen3
 from rl.types import Problem

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from rl.config import WarmupConfig
+from rl.config.env_rules import check_env
+from rl.config.rehearsal import rehearse
+from rl.config.validate import validate
 from rl.configs.quickstart import quickstart
 from rl.controller.check import check
-from rl.controller.config import WarmupConfig
-from rl.controller.env_rules import check_env
-from rl.controller.rehearsal import rehearse
 from rl.controller.rollouts import Rollouts
-from rl.controller.validate import validate
 from rl.envs.base import Env, derive_seed, held_out
 from rl.envs.mixture import Mixture
 from rl.models.sources import TinyQwen3
@@ -82,9 +82,9 @@ def test_rl_check_makes_them_no_more_often(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
         "from rl.configs.quickstart import quickstart\n"
-        "from rl.controller.config import RunConfig, WarmupConfig\n"
+        "from rl.config import RunConfig, WarmupConfig\n"
         "from rl.models.sources import TinyQwen3\n"
-        "from tests.controller.test_held_out import OwnHeldOut\n"
+        "from tests.config.test_held_out import OwnHeldOut\n"
         "import string\n"
         "def f() -> RunConfig:\n"
         "    model = TinyQwen3(alphabet=string.printable)\n"

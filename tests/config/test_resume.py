@@ -13,10 +13,10 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from configs.quickstart import quickstart
+from rl.config.codec import write_config
+from rl.config.resume import is_own, with_newest_checkpoint
+from rl.config.validate import validate
 from rl.controller import run as running
-from rl.controller.config_json import write_config
-from rl.controller.resume import is_own, with_newest_checkpoint
-from rl.controller.validate import validate
 from rl.errors import ConfigError, RunError
 from rl.paths import lock_directory
 

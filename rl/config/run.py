@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveCacheGib, PositiveInt, Seed
-from rl.controller.algorithm import Algorithm
+from rl.config.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.clip import Clip
@@ -193,10 +193,3 @@ class RunConfig:
         if self.reference.model is not None:
             return "teacher"
         return "adapter" if self.reference_is_adapter else "policy"
-
-
-RENAMED: dict[tuple[str, Any], str] = {
-    ("placement", "separate"): "alone",
-    ("placement", "shared"): "side_by_side",
-}
-"""(setting, value of earlier versions) -> what it is called now."""

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl.controller.config import ReferenceConfig, WarmupConfig
-from rl.controller.recipes import load_recipe, recipe_names
-from rl.controller.validate import validate
+from rl.config import ReferenceConfig, WarmupConfig
+from rl.config.recipes import load_recipe, recipe_names
+from rl.config.validate import validate
 from rl.models.sources import ModelDir
 from tests.controller.fakes import run_fakes
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from rl.controller.config import JudgeConfig, RunConfig
+from rl.config.run import JudgeConfig, RunConfig
 from rl.envs.judge import Judge
 
 

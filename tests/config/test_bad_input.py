@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from rl import cli
-from rl.controller.settings import setting_names
+from rl.config.flags import setting_names
 from rl.envs.sort_letters import ALPHABET
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.reinforce_pp import ReinforcePP
@@ -20,7 +20,7 @@ from rl.models.sources import TinyQwen3
 from tests.tiny import write_config, write_model
 
 OWN_RECIPE = """
-from rl.controller.config import RunConfig
+from rl.config import RunConfig
 from rl.envs.question_file import QuestionFile
 from rl.models.sources import ModelDir
 
@@ -157,7 +157,7 @@ def test_a_loss_keeps_its_own_beta_and_a_size_is_not_taken_for_a_number(one_line
 
 def test_every_foreign_name_leads_to_a_setting_that_exists():
     from configs.quickstart import quickstart
-    from rl.controller.settings import FOREIGN_NAMES
+    from rl.config.flags import FOREIGN_NAMES
     from rl.models.sources import ModelDir
 
     parts = [

@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rl.controller.checkpoints import critic_path
-from rl.controller.config import RunConfig
-from rl.controller.resume import is_own
+from rl.config.resume import is_own
+from rl.config.run import RunConfig
 from rl.errors import RunError
-from rl.models.checkpoint_dir import read_record, why_damaged
+from rl.models.checkpoint_dir import critic_path, read_record, why_damaged
 from rl.types import POLICY, LoRA
 
 _SHAPE = (

@@ -5,9 +5,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rl.controller.config import RunConfig
-from rl.controller.env_methods import wrong_methods
-from rl.controller.recipe_modules import names_left_behind
+from rl.config.env_methods import wrong_methods
+from rl.config.recipe_modules import names_left_behind
+from rl.config.run import RunConfig
 from rl.envs.base import Env, checked, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template

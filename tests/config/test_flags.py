@@ -6,7 +6,7 @@ from operator import attrgetter
 import pytest
 
 from configs.quickstart import quickstart
-from rl.controller.settings import override, setting_names
+from rl.config.flags import override, setting_names
 from rl.envs.question_file import QuestionFile
 
 CONFIG = replace(quickstart(), env=QuestionFile(path="questions.jsonl", num_eval=1))
