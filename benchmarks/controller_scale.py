@@ -22,6 +22,7 @@ from benchmarks import long_samples
 from benchmarks.fakes import AtOnce, Completions, Seconds, config, fake_actors
 from benchmarks.pages import machine, write_page
 from rl.config import GeneratorConfig, RewardConfig, RunConfig
+from rl.config.learning import learning_of
 from rl.controller.stages import RunStages
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
@@ -52,7 +53,7 @@ def _run(settings: RunConfig, seconds: Seconds, num_rewards: int, run_dir: Path)
         async with recorder, beside(actors.generators.run(), actors.rewards.run()):
             await asyncio.gather(actors.generators.started(), actors.rewards.started())
             began = asyncio.get_running_loop().time()
-            await RunStages(settings, actors, tokenizer, recorder).run()
+            await RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
             return asyncio.get_running_loop().time() - began
 
     random.seed(0)

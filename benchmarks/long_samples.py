@@ -21,6 +21,7 @@ from benchmarks.fakes import Completions, FakeReward, FakeTrainer, Seconds, conf
 from benchmarks.pages import Rows
 from rl.batching import pack
 from rl.config import GeneratorConfig, RewardConfig, RunConfig
+from rl.config.learning import learning_of
 from rl.controller.stages import RunStages
 from rl.controller.training_batch import build_training_batch
 from rl.envs.base import RolloutContext
@@ -148,7 +149,7 @@ def steps_under_way() -> dict[str, Any]:
         async with recorder, beside(actors.generators.run(), actors.rewards.run()):
             await asyncio.gather(actors.generators.started(), actors.rewards.started())
             async with beside(probe.run()):
-                await RunStages(settings, actors, tokenizer, recorder).run()
+                await RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
 
     give_way_often()
     asyncio.run(main())

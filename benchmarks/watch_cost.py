@@ -46,10 +46,10 @@ def run_in_turns() -> None:
     async def watch_engine(self, method):
         await (asyncio.Event().wait() if without(running) else watch(self, method))
 
-    def keep_groups(path, state):
+    def keep_groups(path, state, scored_by):
         if without(running):
             return {"next": state.next, "unfinished": state.unfinished}
-        return write_prompts(path, state)
+        return write_prompts(path, state, scored_by)
 
     def count(self, step, *args):
         nonlocal running

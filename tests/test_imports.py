@@ -100,6 +100,16 @@ def test_the_loop_can_be_imported_without_torch_or_monarch():
     assert done.stdout.strip() == "[]"
 
 
+COMMANDS = {"rl.controller.check", "rl.controller.evaluate", "rl.controller.replay", "rl.controller.run"}
+COMMANDS |= {"rl.gpu_checks"}
+
+
+def test_only_the_settings_own_package_and_the_commands_name_a_config():
+    named = {module for module, name, _ in imports() if name.endswith(".RunConfig")}
+    outside = {module for module in named if not module.startswith(("rl.config", "configs"))}
+    assert outside == COMMANDS
+
+
 def test_files_are_small_and_lines_short():
     for path in ROOT.glob("rl/**/*.py"):
         lines = path.read_text().splitlines()

@@ -27,10 +27,9 @@ _PROMPTS_FOLLOW_FROM = ("seed", "prompts_per_step")
 """With others, prompts that were trained on would come again, and others never."""
 
 
-def checkpoint_state(config: RunConfig, step: int) -> dict[str, Any]:
+def checkpoint_notes(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint says of its run, so that another run can tell whether it may go on from it."""
     return {
-        "step": step,
         "engine": config.trainer.engine,
         "model": _shape(config),
         "prompts_follow_from": {name: getattr(config, name) for name in _PROMPTS_FOLLOW_FROM},

@@ -25,15 +25,16 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
 
     "latest" is the newest of run_dir, or none, where one is given; else of any run of the recipe.
     """
+    needs_critic = config.algorithm.needs_critic
     if config.resume == "latest" and config.run_dir:
-        own = newest_good(config, Path(config.run_dir))
+        own = newest_good(Path(config.run_dir), needs_critic)
         return replace(config, resume=str(own or "")), []
     if config.resume == "latest":
-        newest = [newest_good(config, run) for run in Path("runs").glob(f"{recipe}-*")]
+        newest = [newest_good(run, needs_critic) for run in Path("runs").glob(f"{recipe}-*")]
         found = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
         where = f"a run of {recipe} in runs/"
     elif config.resume and os.path.isdir(os.path.join(config.resume, "checkpoints")):
-        found, where = newest_good(config, Path(config.resume)), f"the run {config.resume}"
+        found, where = newest_good(Path(config.resume), needs_critic), f"the run {config.resume}"
     else:
         return config, []
     if found is None:
@@ -42,14 +43,14 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
     return replace(config, resume=str(found)), []
 
 
-def newest_good(config: RunConfig, run_dir: Path) -> Path | None:
+def newest_good(run_dir: Path, needs_critic: bool) -> Path | None:
     """The newest checkpoint of a run whose files look good, the critic's where the run has one.
 
     Says which it passes over. What only reading every byte shows, loading it shows.
     """
     for path in newest_first(run_dir / "checkpoints"):
         damage = why_damaged(path)
-        if config.algorithm.needs_critic:
+        if needs_critic:
             damage = damage or why_damaged(critic_path(path))
         if not damage:
             return path

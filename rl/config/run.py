@@ -23,6 +23,8 @@ from rl.plan.sections import TrainerConfig as TrainerConfig
 from rl.plan.sections import WeightSyncConfig as WeightSyncConfig
 from rl.waiting import Deadlines
 
+ReferenceKind = Literal["none", "teacher", "adapter", "policy"]
+
 
 @dataclass(frozen=True)
 class ReferenceConfig:
@@ -172,21 +174,12 @@ class RunConfig:
         )
 
     @property
-    def groups_per_part(self) -> int:
-        """How many groups the trainer takes at a time."""
-        return self.stream_groups or self.prompts_per_step
-
-    @property
-    def num_parts(self) -> int:
-        return self.prompts_per_step // self.groups_per_part
-
-    @property
     def reference_is_adapter(self) -> bool:
         """Whether the reference lives in the trainer, beside the adapter that is the policy."""
         return self.algorithm.needs_reference and self.reference.model is None and self.trainer.lora.rank > 0
 
     @property
-    def reference_kind(self) -> Literal["none", "teacher", "adapter", "policy"]:
+    def reference_kind(self) -> ReferenceKind:
         """What a checkpoint's reference has to be for this run to go on from it."""
         if not self.algorithm.needs_reference:
             return "none"

@@ -21,19 +21,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from rl.config.learning import Pace
 from rl.errors import RunError
 from rl.types import Group, PolicyVersion
 from rl.waiting import Signal
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How many groups a step takes, and how old they may be."""
-
-    groups_per_step: int
-    num_steps: int  # of the whole run: no more is started than these will take
-    max_offpolicy_steps: int = 0
-    max_filtered_per_step: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.config.flags import override
+from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
 from rl.config.resume import with_drawn_weights
@@ -161,7 +162,7 @@ async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list
             await actors.publish(0)
             generators = actors.generators
             await generators.wait_served(0)
-            made = rollouts(config, HFTokenizer(models["model"]), actors)
+            made = rollouts(learning_of(config), HFTokenizer(models["model"]), actors)
             try:
                 greedy = await made.evaluate(generators)
                 sampled = await made.evaluate(generators, num_samples, 1.0) if num_samples else []

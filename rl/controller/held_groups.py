@@ -6,30 +6,22 @@ part of it: without the file their prompts are started again, as all others that
 
 import dataclasses
 import hashlib
-import json
 import logging
-import os
 import pickle
 import re
-import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import cloudpickle
 
-from rl.config.codec import to_json
-from rl.config.recipe_modules import files_of_recipe
-from rl.config.run import RunConfig
 from rl.controller.buffer import BufferState
-from rl.envs.base import Env
 from rl.paths import whole_file
 
 _log = logging.getLogger(__name__)
 
 
-def write_prompts(checkpoint: Path, state: BufferState, config: RunConfig) -> dict[str, Any]:
+def write_prompts(checkpoint: Path, state: BufferState, scored_by: str) -> dict[str, Any]:
     """Plain data for a checkpoint that is about to be written. Removes files of those that are gone."""
     path = _path(checkpoint)
     for other in path.parent.glob("step-*.pkl"):
@@ -42,24 +34,26 @@ def write_prompts(checkpoint: Path, state: BufferState, config: RunConfig) -> di
         # In small frames, so that other threads run in between. Metadata may have classes of the recipe's.
         cloudpickle.dump(state.held, hashed)
     prompts = {"next": state.next, "unfinished": state.unfinished}
-    return prompts | {"held": hashed.checksum, "scored_by": scored_by(config)}
+    return prompts | {"held": hashed.checksum, "scored_by": scored_by}
 
 
-def read_prompts(config: RunConfig, prompts: Mapping[str, Any], is_own: bool) -> BufferState:
-    """Of the checkpoint `config.resume`. prompts: what `write_prompts` gave. is_own: it is one of this run.
+def read_prompts(own_checkpoint: str, prompts: Mapping[str, Any], scored_by: str) -> BufferState:
+    """prompts: what `write_prompts` gave for the checkpoint. own_checkpoint: empty where it is another run's.
 
     A pickle of another may do anything, and its rewards may be another's. So may this run's own rewards be,
     where env or reward have changed: its groups are generated again then.
     """
     state = BufferState(prompts["next"], list(prompts["unfinished"]))
-    path = _path(Path(config.resume))
-    if not is_own or "held" not in prompts or not path.is_file():
+    if not own_checkpoint or "held" not in prompts:
+        return state
+    path = _path(Path(own_checkpoint))
+    if not path.is_file():
         return state
     try:
         content = path.read_bytes()
         if _checksum(content) != prompts["held"]:
             raise ValueError("its content has changed")
-        if scored_by(config) != prompts.get("scored_by"):
+        if scored_by != prompts.get("scored_by"):
             raise ValueError("it was generated or scored under other settings, or other code of the env")
         held = pickle.loads(content)
         # A pickle of other code may lack fields, which only reading them shows.
@@ -85,36 +79,6 @@ class _Hashed:
     @property
     def checksum(self) -> str:
         return self._hash.hexdigest()
-
-
-def scored_by(config: RunConfig) -> str:
-    """A fingerprint of what makes a group and its scores, beside the policy: the env with its code, the time
-    and the judge that rewards have, and how samples are drawn."""
-    judge = (config.judge.model, config.judge.max_tokens)
-    sampling = (config.group_size, config.seed, config.dtype, config.trainer.max_tokens)
-    settings = json.dumps(to_json((config.env, config.reward.limit_seconds, judge, sampling)))
-    code = sorted({_checksum_of(file) for file in _files_of(config.env)})
-    # The repr of what JSON does not know may have its address in this process.
-    return _checksum(re.sub(r" at 0x[0-9a-f]+", "", "\n".join([settings, *code])).encode())
-
-
-@cache
-def _checksum_of(file: Path) -> str:
-    """As it was when first asked."""
-    return _checksum(file.read_bytes())
-
-
-def note_code(config: RunConfig) -> None:
-    """Called before anything is scored: what scores is the code as it is now, also where it changes later."""
-    for file in _files_of(config.env):
-        _checksum_of(file)
-
-
-def _files_of(env: Env) -> set[Path]:
-    """Where its classes are, and what a recipe imports from its own places."""
-    kinds = (kind for part in (env, *env.made_of) for kind in type(part).__mro__)
-    files = (getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds)
-    return {Path(file) for file in files if file and os.path.isfile(file)} | files_of_recipe()
 
 
 def _path(checkpoint: Path) -> Path:

@@ -8,15 +8,13 @@ of one that nothing happened to.
 
 import asyncio
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
+from rl.config.learning import Learning
 from rl.config.resume import is_own, newest_good
-from rl.config.run import RunConfig
 from rl.controller.abandoned import abandon_after, remove_unfinished
-from rl.controller.held_groups import note_code
 from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
 from rl.interfaces import Tokenizer
@@ -25,22 +23,24 @@ from rl.waiting import num_interrupts
 
 
 async def train_and_export(
-    config: RunConfig,
+    learning: Learning,
+    checkpoint: str,
     actors: Actors,
     tokenizer: Tokenizer,
     recorder: Recorder,
     goes_on: bool,
     is_named: bool = False,
 ) -> None:
-    """goes_on: `config.resume` is a checkpoint of this run's own directory. is_named: the user chose it.
+    """checkpoint: empty at a run's beginning. goes_on: it is of this run's own directory. is_named: the user
+    chose it.
 
     Where one that nobody chose is damaged, which only loading it shows, the run goes on from one before it.
     """
-    origin = "" if is_own(config.resume, recorder.run_dir) else config.resume
-    note_code(config)
+    origin = "" if is_own(checkpoint, recorder.run_dir) else checkpoint
+    needs_critic = learning.algorithm.needs_critic
     while True:
         try:
-            await RunStages(config, actors, tokenizer, recorder, goes_on).run()
+            await RunStages(learning, checkpoint, actors, tokenizer, recorder, goes_on).run()
             await actors.trainer.finish_checkpoint()
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:
@@ -50,21 +50,21 @@ async def train_and_export(
             await actors.restart_engines(death)
             remove_unfinished(recorder.run_dir)
         except DamagedCheckpoint as damage:
-            if is_named or not is_own(config.resume, recorder.run_dir):
+            if is_named or not is_own(checkpoint, recorder.run_dir):
                 raise
             print(damage, flush=True)
-            await _abandon_after(recorder, step_of(config.resume) - 1)
-            if actors.critic and not (origin or newest_good(config, recorder.run_dir)):
+            await _abandon_after(recorder, step_of(checkpoint) - 1)
+            if actors.critic and not (origin or newest_good(recorder.run_dir, needs_critic)):
                 # The policy has been loaded before the critic's damage showed.
                 await actors.restart_engines(EngineDied(str(damage)))
-        newest = newest_good(config, recorder.run_dir)
-        config = replace(config, resume=str(newest or origin))
-        await _abandon_after(recorder, step_of(config.resume) if newest else -1)
+        newest = newest_good(recorder.run_dir, needs_critic)
+        checkpoint = str(newest or origin)
+        await _abandon_after(recorder, step_of(checkpoint) if newest else -1)
         is_named = is_named and newest is None
-        goes_on = newest is not None or goes_on or not config.resume
-        before = step_of(config.resume)
+        goes_on = newest is not None or goes_on or not checkpoint
+        before = step_of(checkpoint)
         await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
-        print(f"going on from {config.resume or 'the beginning'}", flush=True)
+        print(f"going on from {checkpoint or 'the beginning'}", flush=True)
 
 
 async def _abandon_after(recorder: Recorder, step: int) -> None:

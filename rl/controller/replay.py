@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.config.flags import override
+from rl.config.learning import learning_of
 from rl.config.recipes import load_recipe
 from rl.config.replay_rules import NEEDS
 from rl.config.resume import with_drawn_weights
@@ -94,15 +95,15 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
 async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="replay-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
-        plan = settle(config, "replay")
+        plan, learning = settle(config, "replay"), learning_of(config)
         async with launch(plan, model_dirs(config, plan, directory), out) as actors:
             await load_checkpoint(actors, config.resume)
-            policy, critic = updaters(config, actors)
+            policy, critic = updaters(learning, actors)
             learned: dict[str, float] = {}
             for number in range(step_of(config.resume) + 1, step + 1):
                 batch, entropy_coef = read_batch(run_dir, number)
                 batch = replace(batch, groups=batch.all_groups, streamed=())
-                algorithm = replace(config.algorithm, entropy=EntropyBonus(entropy_coef))
+                algorithm = replace(learning.algorithm, entropy=EntropyBonus(entropy_coef))
                 policy = replace(policy, loss=algorithm.objective)
-                learned = await learn(batch, number, algorithm, config.seed, policy, critic)
+                learned = await learn(batch, number, algorithm, learning.seed, policy, critic)
             return learned

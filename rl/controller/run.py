@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.config.codec import to_json, write_config
+from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.rehearsal import rehearse
 from rl.config.replay_rules import what_a_replay_needs
@@ -128,7 +129,7 @@ async def run_recipe(
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
     """
     give_way_often()
-    plan = settle(config)
+    plan, learning = settle(config), learning_of(config)
     write_plan(run_dir, plan)
     with break_silence("preparing the model's files"):
         take_over_weights(config, run_dir)
@@ -141,7 +142,7 @@ async def run_recipe(
     watches: list[Watch] = [SharingWatch()] if config.trainer.share_prefixes else []
     if config.data != "rollouts":
         watches.append(LossWatch("trainer.lr"))
-    async with Recorder(
+    recorder = Recorder(
         run_dir,
         config.steps,
         timeline,
@@ -149,14 +150,17 @@ async def run_recipe(
         watches,
         num_rollouts=config.record_rollouts,
         write_seconds=config.deadlines.checkpoint,
-    ) as recorder:
+    )
+    title, checkpoint = _title(recipe, config), config.resume
+    del config  # what follows is in the Plan and in Learning
+    async with recorder:
         if in_place:
-            await recorder.rewind(step_of(config.resume) if config.resume else -1)
-        processes = launch(plan, models, run_dir, config.env, timeline)
+            await recorder.rewind(step_of(checkpoint) if checkpoint else -1)
+        processes = launch(plan, models, run_dir, learning.env, timeline)
         async with beside(recorder.break_silence()), processes as actors:
-            await train_and_export(config, actors, tokenizer, recorder, in_place, is_named)
-        curve = recorder.draw_curve(_title(recipe, config))
-        print(_summary(recorder.accuracies, len(held_out(config.env)), run_dir, curve))
+            await train_and_export(learning, checkpoint, actors, tokenizer, recorder, in_place, is_named)
+        curve = recorder.draw_curve(title)
+        print(_summary(recorder.accuracies, len(held_out(learning.env)), run_dir, curve))
         print(_overhead(timeline))
 
 

@@ -1,10 +1,8 @@
-"""Schedule: which steps are left, and what is due after each. LRSchedule: each step's learning rate."""
+"""Schedule: which steps are left, and what is due after each."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 
 class SaveClock:
@@ -59,31 +57,3 @@ class Schedule:
 
     def refreshes(self, step: int) -> bool:
         return self.refresh_every > 0 and step % self.refresh_every == 0
-
-
-@dataclass(frozen=True)
-class LRSchedule:
-    """Step (from 1) -> share of the learning rate. The first step after the warm-up has all of it.
-
-    With a kind that goes down, the warm-up takes at most half of the steps, so that the rate goes
-    down in a short run too.
-    """
-
-    kind: Literal["constant", "linear", "cosine", "wsd"]
-    num_steps: int
-    warmup_steps: int = 0
-    min_ratio: float = 0.0
-    decay_ratio: float = 0.2
-
-    def __call__(self, step: int) -> float:
-        rises = self.warmup_steps if self.kind == "constant" else min(self.warmup_steps, self.num_steps // 2)
-        if step <= rises:
-            return step / rises
-        if self.kind == "constant":
-            return 1.0
-        first = rises  # steps after which it goes down
-        if self.kind == "wsd":
-            first = max(first, self.num_steps - round(self.decay_ratio * self.num_steps))
-        done = max(0, step - 1 - first) / max(1, self.num_steps - first)
-        left = (1 + math.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
-        return self.min_ratio + (1 - self.min_ratio) * left

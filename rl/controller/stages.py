@@ -9,9 +9,8 @@ from typing import Any
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied, ProcessDied
 from rl.config.algorithm import Algorithm
-from rl.config.checkpoint_rules import checkpoint_state
+from rl.config.learning import Learning
 from rl.config.resume import is_own
-from rl.config.run import RunConfig
 from rl.controller.buffer import RolloutBuffer
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
 from rl.controller.held_groups import write_prompts
@@ -19,7 +18,7 @@ from rl.controller.loop import train
 from rl.controller.parity import Parity, default_limit
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import SaveClock, Schedule
-from rl.controller.supervised import SupervisedData, warm_up, warmup_lr
+from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
 from rl.controller.updaters import rollout_buffer, rollouts, scorers, updaters
@@ -38,26 +37,30 @@ class RunStages:
 
     def __init__(
         self,
-        config: RunConfig,
+        learning: Learning,
+        checkpoint: str,
         actors: Actors,
         tokenizer: Tokenizer,
         recorder: Recorder,
         goes_on: bool = False,
     ):
-        """goes_on: the recorder has what came before the first step."""
-        self._config = config
+        """checkpoint: which the run goes on from; empty at its beginning. goes_on: the recorder has what came
+        before the first step."""
+        self._learning = learning
+        self._checkpoint = checkpoint
         self._goes_on = goes_on
         self._actors = actors
         self._recorder = recorder
-        self._data = SupervisedData(config.env, tokenizer, config.seed)
-        self._rollouts = rollouts(config, tokenizer, actors)
-        self._updaters = updaters(config, actors)
-        self._entropy = EntropyControl(config.entropy)
-        self._parity = Parity(config.max_logprob_diff or default_limit(actors.trainer.config))
+        self._data = SupervisedData(learning.env, tokenizer, learning.seed)
+        self._rollouts = rollouts(learning, tokenizer, actors)
+        self._updaters = updaters(learning, actors)
+        self._entropy = EntropyControl(learning.algorithm.entropy)
+        self._parity = Parity(learning.max_logprob_diff or default_limit(actors.trainer.config))
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
-        self._save_clock = SaveClock(config.save_every_minutes)
-        self._schedule = Schedule(1, config.steps, config.eval_every)
+        rhythm = learning.rhythm
+        self._save_clock = SaveClock(rhythm.save_every_minutes)
+        self._schedule = Schedule(1, learning.pace.num_steps, rhythm.eval_every)
         self._done = 0  # the last step whose update is complete
         self._taken = False  # prompts of the next one have been taken from the buffer
         self._updating = False
@@ -67,23 +70,23 @@ class RunStages:
 
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
-        config, actors = self._config, self._actors
-        state = await load_checkpoint(actors, config.resume)
-        if config.resume:
-            self._entropy = EntropyControl(config.entropy, state.get("entropy"))
+        learning, rhythm, actors = self._learning, self._learning.rhythm, self._actors
+        state = await load_checkpoint(actors, self._checkpoint)
+        if self._checkpoint:
+            self._entropy = EntropyControl(learning.algorithm.entropy, state.get("entropy"))
         else:
             await self._warm_up()
-        if config.algorithm.samples_rollouts:
-            own = is_own(config.resume, self._recorder.run_dir)
-            self.buffer = rollout_buffer(config, self._rollouts, actors.generators, state, own)
+        if learning.algorithm.samples_rollouts:
+            own = self._checkpoint if is_own(self._checkpoint, self._recorder.run_dir) else ""
+            self.buffer = rollout_buffer(learning, self._rollouts, actors.generators, state, own)
         schedule = Schedule(
             first=state["step"] + 1,
-            last=config.steps,
-            eval_every=config.eval_every,
-            save_every=config.save_every,
-            refresh_every=config.reference.refresh_every if actors.reference else 0,
-            publish_every_step=config.algorithm.samples_rollouts,
-            evaluate_beside=config.max_offpolicy_steps > 0,
+            last=learning.pace.num_steps,
+            eval_every=rhythm.eval_every,
+            save_every=rhythm.save_every,
+            refresh_every=rhythm.refresh_reference_every if actors.reference else 0,
+            publish_every_step=learning.algorithm.samples_rollouts,
+            evaluate_beside=learning.pace.max_offpolicy_steps > 0,
             save_clock=self._save_clock.begin(),
         )
         before = state["step"]
@@ -119,7 +122,7 @@ class RunStages:
     @property
     def _algorithm(self) -> Algorithm:
         """Of this step: with a target, the entropy bonus changes from step to step."""
-        return replace(self._config.algorithm, entropy=EntropyBonus(self._entropy.coef))
+        return replace(self._learning.algorithm, entropy=EntropyBonus(self._entropy.coef))
 
     @property
     def _policy(self) -> Updater:
@@ -131,30 +134,30 @@ class RunStages:
 
     async def next_batch(self, step: int) -> TrainingBatch:
         """Where groups are streamed, all parts but the last are in the gradient when this returns."""
-        config, inputs = self._config, scorers(self._algorithm, self._actors)
+        learning, inputs = self._learning, scorers(self._algorithm, self._actors)
         buffer = self.buffer
         if buffer is None:
-            return await self._data.batch(step, config.prompts_per_step, self._algorithm, inputs)
+            return await self._data.batch(step, learning.pace.groups_per_step, self._algorithm, inputs)
         batch = await self._next_part(buffer, step, inputs)
-        for _ in range(1, config.num_parts):
+        for _ in range(1, learning.num_parts):
             try:
                 batch = await stream(batch, step, self._policy)
             except StepFailed as failure:
                 raise await self._give_up(step, failure) from failure
             batch = batch.joined(await self._next_part(buffer, step, inputs))
-        if config.algorithm.reads_rewards:
+        if learning.algorithm.reads_rewards:
             check_rewards(batch.sampled, has_trained=step > 1)
         return batch
 
     async def _next_part(self, buffer: RolloutBuffer, step: int, inputs: Scorers) -> TrainingBatch:
-        taken = await buffer.take(step - 1, self._config.groups_per_part)
+        taken = await buffer.take(step - 1, self._learning.groups_per_part)
         self._taken = True
         part = await build_training_batch(taken.groups, self._algorithm, inputs)
         return replace(part, filtered=list(taken.filtered))
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """One that is interrupted ends first, so that a checkpoint is of whole steps."""
-        if keep := self._config.record_batches:
+        if keep := self._learning.rhythm.record_batches:
             await self._recorder.keep_batch(step, batch, self._entropy.coef, keep)
         self._updating = True
         updating = asyncio.create_task(self._update(batch, step))
@@ -171,13 +174,13 @@ class RunStages:
         self._unrecorded = step, batch, learned
 
     async def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        coming = self.buffer.coming if self.buffer and step < self._config.steps else ()
+        coming = self.buffer.coming if self.buffer and step < self._learning.pace.num_steps else ()
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
         try:
-            seed, critic = self._config.seed, self._updaters[1]
+            seed, critic = self._learning.seed, self._updaters[1]
             learned = await learn(batch, step, self._algorithm, seed, self._policy, critic, self._parity)
             await preparing
-            if self._config.entropy.used:
+            if self._learning.algorithm.entropy.used:
                 learned["entropy/coef"] = self._entropy.coef
             self._entropy.observe(learned["entropy"])
             return learned
@@ -201,14 +204,16 @@ class RunStages:
 
     async def save(self, step: int, *, taken: bool = False) -> None:
         """taken: prompts of the next step have been taken from the buffer."""
-        config, buffer = self._config, self.buffer
+        learning, buffer = self._learning, self.buffer
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
-        state = checkpoint_state(config, step) | {"entropy": self._entropy.state}
+        state = {**learning.checkpoint_notes, "step": step, "entropy": self._entropy.state}
         await self._recorder.flush()  # who resumes counts on the lines up to this step
         if buffer is not None:
             prompts = buffer.state_before_step if taken else buffer.state
-            state["prompts"] = await self._recorder.write(lambda: write_prompts(path, prompts, config))
-        await save_checkpoint(self._actors, path, state, config.reference_kind, config.keep_checkpoints)
+            scored_by = learning.scored_by
+            state["prompts"] = await self._recorder.write(lambda: write_prompts(path, prompts, scored_by))
+        kept = learning.rhythm.keep_checkpoints
+        await save_checkpoint(self._actors, path, state, learning.reference_kind, kept)
         self._save_clock.saved()
 
     async def _leave(self, end: BaseException) -> None:
@@ -240,7 +245,7 @@ class RunStages:
         async with generators.pinned() as (version, sampler):
             await generators.wait_served(version)
             groups = await self._rollouts.evaluate(sampler)
-        if self._config.algorithm.reads_rewards:
+        if self._learning.algorithm.reads_rewards:
             check_rewards(groups, has_trained=step > 0)
         metrics = eval_metrics(groups) | {"eval/version": version}
         self._recorder.evaluation(step, metrics, groups, pause=self._only_evaluating)
@@ -252,7 +257,7 @@ class RunStages:
         metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned) | self._generation_metrics()
         if self.buffer is not None:
             metrics |= offpolicy_metrics(batch.rollouts, step - 1) | self.buffer.metrics
-        if self._config.resampling_rounds:
+        if self._learning.pace.max_filtered_per_step:
             metrics["resampling/extra_prompts"] = len(batch.filtered)
         self._recorder.step(step, metrics, batch.sampled, batch.samples_of)
 
@@ -268,18 +273,18 @@ class RunStages:
 
     async def _warm_up(self) -> None:
         """Reference and critic begin where the policy then is."""
-        config, warmup = self._config, self._config.warmup
+        warmup = self._learning.warmup
         await warm_up(
             self._data,
             self._actors.trainer,
             self._actors.adapter,
             steps=warmup.steps,
             batch_size=warmup.batch_size,
-            lr=warmup_lr(config),
+            lr=warmup.lr,
             report=lambda step, loss: self._recorder.warmup(step, warmup.steps, loss),
         )
         if warmup.steps:
-            teacher = config.reference.model is not None
+            teacher = self._learning.reference_kind == "teacher"
             await begin_at_policy(self._actors, self._recorder.run_dir, teacher=teacher)
 
     async def _give_up(self, step: int, failure: StepFailed) -> RunError:
@@ -289,6 +294,6 @@ class RunStages:
         if failure.untouched and not is_complete(checkpoints / f"step-{step - 1}"):
             await self.save(step - 1, taken=True)
             await trainer.finish_checkpoint()
-        good = latest(checkpoints) or self._config.resume
+        good = latest(checkpoints) or self._checkpoint
         rest = f"go on from --resume {good}" if good else "no checkpoint was due yet: lower save_every"
         return RunError(f"{failure}; {await failure.find_sample()}; {rest}")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rl.actors.engine import EngineHandle
 from rl.batching import supervised_sample
 from rl.config.algorithm import Algorithm
-from rl.config.run import RunConfig
 from rl.controller.training_batch import Scorers, TrainingBatch, TrainingGroup, weighted, with_loss_inputs
 from rl.envs.base import Env, derive_seed
 from rl.envs.chat.demonstration import chat_sample
@@ -15,15 +14,6 @@ from rl.errors import NotFinite, RunError
 from rl.interfaces import Tokenizer
 from rl.loss.cross_entropy import CrossEntropy
 from rl.types import OptimParams, Problem, Sample
-
-
-def warmup_lr(config: RunConfig) -> float:
-    """The learning rate of a run's warm-up. 3e-3, right for random weights, destroys pretrained ones."""
-    if config.warmup.lr:
-        return config.warmup.lr
-    if config.model.random_weights:
-        return 3e-3
-    return 5e-4 if config.trainer.lora.rank else 1e-4
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from configs.quickstart import quickstart
 from rl import cli
-from rl.config.checkpoint_rules import checkpoint_state
+from rl.config.checkpoint_rules import checkpoint_notes
 from rl.config.codec import write_config
 from rl.envs.sort_letters import ALPHABET
 from rl.models.sources import TinyQwen3
@@ -226,7 +226,7 @@ def record(**values: object) -> Callable[[Path], None]:
 
 def state(**values: object) -> Callable[[Path], None]:
     """Set keys of the state in a checkpoint's record.json."""
-    return lambda path: record(state=checkpoint_state(quickstart(), 7) | values)(path)
+    return lambda path: record(state=checkpoint_notes(quickstart()) | {"step": 7} | values)(path)
 
 
 def earlier(name: str, change: Callable[[dict], object], *words: str, problems: int = 1) -> Row:
@@ -1016,7 +1016,7 @@ def make_shared(directory: Path) -> Path:
     write_model(model_dir, hidden_size=32, intermediate_size=32, head_dim=16)
     step = directory / "step-7"
     step.mkdir()
-    record = {"state": checkpoint_state(quickstart(), 7), "adapters": {}}
+    record = {"state": checkpoint_notes(quickstart()) | {"step": 7}, "adapters": {}}
     (step / "record.json").write_text(json.dumps(record))
     (step / _METADATA).write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     return directory

@@ -17,6 +17,7 @@ from rl.actors.actors import Actors
 from rl.actors.engine import EngineHandle
 from rl.actors.reference import ReferenceAdapter, ReferenceMesh
 from rl.config import RunConfig
+from rl.config.learning import learning_of
 from rl.controller.stages import RunStages
 from rl.controller.training_batch import TrainingBatch, build_training_batch
 from rl.controller.updaters import scorers
@@ -242,7 +243,7 @@ def run_fakes(config: RunConfig, tmp_path: Path, **options) -> tuple[list, "Quie
     actors, calls = fake_actors(config, tmp_path, **options)
     recorder = QuietRecorder(tmp_path)
     tokenizer = HFTokenizer(config.model.materialize(tmp_path))
-    asyncio.run(RunStages(config, actors, tokenizer, recorder).run())
+    asyncio.run(RunStages(learning_of(config), config.resume, actors, tokenizer, recorder).run())
     return calls, recorder
 
 

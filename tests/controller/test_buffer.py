@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.controller.buffer import BufferState, Finished, Pace, RolloutBuffer, Taken
+from rl.config.learning import Pace
+from rl.controller.buffer import BufferState, Finished, RolloutBuffer, Taken
 from rl.controller.loop import train
 from rl.controller.schedule import Schedule
 from rl.errors import RunError

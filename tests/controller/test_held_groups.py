@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
+from rl.config.learning import learning_of
 from rl.config.recipes import load_recipe
-from rl.controller import held_groups
+from rl.config.scoring import fingerprint
 from rl.controller.buffer import BufferState, Finished
-from rl.controller.held_groups import note_code, read_prompts, write_prompts
+from rl.controller.held_groups import read_prompts, write_prompts
 from rl.models.sources import TinyQwen3
 from rl.types import Problem, Score
 from tests.controller.test_buffer import group
@@ -19,10 +20,7 @@ STATE = BufferState(9, [7, 8], [Finished(7, 2, group(7, 2, "differ"))])
 
 
 CONFIG = quickstart()
-
-
-def going_on(checkpoint, config=CONFIG):
-    return replace(config, resume=str(checkpoint))
+SCORED_BY = fingerprint(CONFIG)
 
 
 @pytest.fixture
@@ -33,8 +31,8 @@ def checkpoint(tmp_path):
 
 
 def test_what_was_written_comes_back(checkpoint):
-    prompts = write_prompts(checkpoint, STATE, CONFIG)
-    assert read_prompts(going_on(checkpoint), prompts, is_own=True) == STATE
+    prompts = write_prompts(checkpoint, STATE, SCORED_BY)
+    assert read_prompts(str(checkpoint), prompts, SCORED_BY) == STATE
 
 
 def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
@@ -44,8 +42,8 @@ def test_metadata_may_have_a_class_of_the_recipes(checkpoint):
     made = group(7, 2, "differ")
     rollout = replace(made.rollouts[0], problem=Problem("7", "q", "a", {"shelf": Shelf()}))
     held = [Finished(7, 2, replace(made, rollouts=(rollout,) * 2))]
-    prompts = write_prompts(checkpoint, BufferState(9, [7], held), CONFIG)
-    (read,) = read_prompts(going_on(checkpoint), prompts, is_own=True).held
+    prompts = write_prompts(checkpoint, BufferState(9, [7], held), SCORED_BY)
+    (read,) = read_prompts(str(checkpoint), prompts, SCORED_BY).held
     assert read.group.rollouts[0].problem.metadata["shelf"].books == 3
 
 
@@ -58,24 +56,24 @@ def test_what_lacks_a_field_of_today_is_generated_again(checkpoint, caplog, monk
     with monkeypatch.context() as earlier:
         names = [field.name for field in dataclasses.fields(Score)[:-1]]
         earlier.setattr(Score, "__getstate__", lambda score: [getattr(score, name) for name in names])
-        prompts = write_prompts(checkpoint, state, CONFIG)
-    assert read_prompts(going_on(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+        prompts = write_prompts(checkpoint, state, SCORED_BY)
+    assert read_prompts(str(checkpoint), prompts, SCORED_BY) == BufferState(9, [7, 8])
     assert "verdict" in caplog.text and "is generated again" in caplog.text
 
 
 def test_without_a_file_or_for_another_run_prompts_are_started_again(checkpoint):
-    prompts = write_prompts(checkpoint, STATE, CONFIG)
-    assert read_prompts(going_on(checkpoint), prompts, is_own=False) == BufferState(9, [7, 8])
+    prompts = write_prompts(checkpoint, STATE, SCORED_BY)
+    assert read_prompts("", prompts, SCORED_BY) == BufferState(9, [7, 8])
     (checkpoint.parent.parent / "held" / "step-3.pkl").unlink()
-    assert read_prompts(going_on(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+    assert read_prompts(str(checkpoint), prompts, SCORED_BY) == BufferState(9, [7, 8])
 
 
 @pytest.mark.parametrize("content", [b"", b"cut short", b"cos\nsystem\n(S'false'\ntR."])
 def test_a_file_of_another_content_is_not_opened_and_named(checkpoint, content, caplog):
-    prompts = write_prompts(checkpoint, STATE, CONFIG)
+    prompts = write_prompts(checkpoint, STATE, SCORED_BY)
     (checkpoint.parent.parent / "held" / "step-3.pkl").write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert read_prompts(going_on(checkpoint), prompts, is_own=True) == BufferState(9, [7, 8])
+        assert read_prompts(str(checkpoint), prompts, SCORED_BY) == BufferState(9, [7, 8])
     assert "held/step-3.pkl cannot be used (its content has changed)" in caplog.text
 
 
@@ -84,9 +82,9 @@ def test_files_go_with_their_checkpoints(checkpoint):
     for name in names:
         (checkpoint.parent / name).mkdir(exist_ok=True)
     for step in (1, 2, 3):
-        write_prompts(checkpoint.parent / f"step-{step}", STATE, CONFIG)
+        write_prompts(checkpoint.parent / f"step-{step}", STATE, SCORED_BY)
     (checkpoint.parent / "step-1").rmdir()
-    write_prompts(checkpoint.parent / "step-4", STATE, CONFIG)
+    write_prompts(checkpoint.parent / "step-4", STATE, SCORED_BY)
     left = sorted(path.name for path in (checkpoint.parent.parent / "held").iterdir())
     assert left == ["step-2.pkl", "step-3.pkl", "step-4.pkl"]
 
@@ -109,12 +107,12 @@ SAME_SCORES = {"trainer.lr": 0.5, "steps": 7, "reward.num_procs": 3, "judge.num_
 def test_groups_are_generated_again_where_anything_that_made_their_scores_differs(
     setting, checkpoint, caplog
 ):
-    prompts = write_prompts(checkpoint, STATE, CONFIG)
+    prompts = write_prompts(checkpoint, STATE, SCORED_BY)
     section, _, name = setting.rpartition(".")
     value = {**OTHER_SCORES, **SAME_SCORES}[setting]
     if section:
         name, value = section, replace(getattr(CONFIG, section), **{name: value})
-    held = read_prompts(going_on(checkpoint, replace(CONFIG, **{name: value})), prompts, is_own=True).held
+    held = read_prompts(str(checkpoint), prompts, fingerprint(replace(CONFIG, **{name: value}))).held
     assert bool(held) == (setting in SAME_SCORES)
     assert ("scored under other settings" in caplog.text) == (setting in OTHER_SCORES)
 
@@ -129,12 +127,10 @@ def test_groups_are_generated_again_where_the_code_of_env_or_recipe_differs(chec
         "    return replace(quickstart(), env=Mine())\n"
     )
     _, config = load_recipe(str(recipe))
-    prompts = write_prompts(checkpoint, STATE, config)
+    prompts = write_prompts(checkpoint, STATE, fingerprint(config))
 
     def held():
-        """As another process sees it, which reads the code anew."""
-        held_groups._checksum_of.cache_clear()
-        return read_prompts(going_on(checkpoint, config), prompts, is_own=True).held
+        return read_prompts(str(checkpoint), prompts, fingerprint(config)).held
 
     assert held()
     for file in (recipe, helper):
@@ -143,9 +139,9 @@ def test_groups_are_generated_again_where_the_code_of_env_or_recipe_differs(chec
         assert not held()
         file.write_text(before)
     assert held()
-    note_code(config)  # a run starts, and its code is edited while it goes on
+    learning = learning_of(config)  # a run starts, and its code is edited while it goes on
     helper.write_text("POINTS = 2.0\n")
-    prompts = write_prompts(checkpoint, STATE, config)
+    prompts = write_prompts(checkpoint, STATE, learning.scored_by)
     assert not held()
     helper.write_text("POINTS = 1.0\n")
     assert held()

@@ -10,6 +10,7 @@ import pytest
 from configs.calculator import calculator
 from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, WarmupConfig
+from rl.config.learning import learning_of
 from rl.config.resume import with_newest_checkpoint
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
@@ -42,7 +43,9 @@ def interrupt(settings, directory, ticks):
     tokenizer = HFTokenizer(settings.model.materialize(directory))
 
     async def run():
-        task = asyncio.create_task(RunStages(settings, actors, tokenizer, recorder).run())
+        task = asyncio.create_task(
+            RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
+        )
         for _ in range(ticks):
             if task.done():
                 break
@@ -74,7 +77,9 @@ def test_between_an_update_and_its_line(tmp_path):
 
     async def run():
         tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
-        task = asyncio.create_task(RunStages(settings, actors, tokenizer, recorder).run())
+        task = asyncio.create_task(
+            RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
+        )
         await publishing.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

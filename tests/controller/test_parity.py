@@ -10,6 +10,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.batching import segments_sample
 from rl.config import WarmupConfig
+from rl.config.learning import learning_of
 from rl.config.validate import validate
 from rl.controller.parity import LIMITS, STEPS, Parity, PolicyMismatch, are_of_version, default_limit, explain
 from rl.envs.sort_letters import SortLetters
@@ -53,7 +54,9 @@ def run(tmp_path, **changes):
     settings = config(**changes)
     tokenizer = fakes.HFTokenizer(settings.model.materialize(tmp_path))
     try:
-        fakes.asyncio.run(fakes.RunStages(settings, actors, tokenizer, recorder).run())
+        fakes.asyncio.run(
+            fakes.RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
+        )
     except RunError as error:
         return calls, recorder, str(error)
     return calls, recorder, ""

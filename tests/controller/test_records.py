@@ -10,6 +10,7 @@ from dataclasses import replace
 import cloudpickle
 import pytest
 
+from rl.config.learning import learning_of
 from rl.controller import held_groups
 from rl.controller.stages import RunStages
 from rl.models.tokenizer import HFTokenizer
@@ -33,7 +34,7 @@ def run(settings, directory, sinks):
 
     async def main():
         async with Recorder(directory, settings.steps, Timeline(with_trace=True), sinks) as recorder:
-            await RunStages(settings, actors, tokenizer, recorder).run()
+            await RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
 
     asyncio.run(main())
 
@@ -123,7 +124,9 @@ def test_an_interrupt_while_a_batch_is_kept_saves_the_step_before(tmp_path, monk
 
     async def main():
         async with Recorder(tmp_path, settings.steps, Timeline(), Sinks({})) as recorder:
-            task = asyncio.create_task(RunStages(settings, actors, tokenizer, recorder).run())
+            task = asyncio.create_task(
+                RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder).run()
+            )
             while not begun.is_set():
                 await asyncio.sleep(0.001)
             task.cancel()

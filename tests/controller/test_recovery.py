@@ -12,6 +12,7 @@ from configs.quickstart import quickstart
 from rl.actors.actors import Revival
 from rl.actors.remote import EngineDied
 from rl.config import CriticConfig, ReferenceConfig, WarmupConfig
+from rl.config.learning import learning_of
 from rl.controller import recovery
 from rl.controller.recovery import train_and_export
 from rl.envs.sort_letters import SortLetters
@@ -78,7 +79,9 @@ def run(settings, directory, max_restarts=3, goes_on=False):
 
     async def main():
         async with Recorder(directory, settings.steps, Timeline(), Sinks({})) as recorder:
-            await train_and_export(settings, actors, tokenizer, recorder, goes_on)
+            await train_and_export(
+                learning_of(settings), settings.resume, actors, tokenizer, recorder, goes_on
+            )
 
     asyncio.run(main())
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -11,8 +11,9 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.config import WarmupConfig
+from rl.config.learning import LRSchedule
 from rl.controller import stages
-from rl.controller.schedule import LRSchedule, SaveClock, Schedule
+from rl.controller.schedule import SaveClock, Schedule
 from tests.controller.fakes import FakeEngine, run_fakes
 
 

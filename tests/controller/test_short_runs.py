@@ -7,9 +7,8 @@ import pytest
 from configs.quickstart import quickstart
 from rl.config import WarmupConfig
 from rl.config.codec import write_config
+from rl.config.learning import LRSchedule, warmup_lr
 from rl.config.resume import changed_settings
-from rl.controller.schedule import LRSchedule
-from rl.controller.supervised import warmup_lr
 from rl.models.sources import ModelDir
 from rl.observability.watches import LossWatch
 from rl.types import LoRA

@@ -27,6 +27,7 @@ from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess
 from rl.actors.trainer import TrainerHandle
 from rl.config import RunConfig
+from rl.config.learning import learning_of
 from rl.controller import training_batch
 from rl.controller.recovery import train_and_export
 from rl.envs.chat.episode import EpisodeRunner
@@ -312,7 +313,9 @@ class World:
             await together((revival.start(), actors.generators.started(), actors.rewards.started()))
             if actors.policy is not None:
                 await actors.publish_base()
-            await train_and_export(self.config, actors, tokenizer, self.recorder, goes_on=False)
+            await train_and_export(
+                learning_of(self.config), self.config.resume, actors, tokenizer, self.recorder, goes_on=False
+            )
 
     @property
     def numbers(self) -> list[dict]:

@@ -20,7 +20,7 @@ import torch
 
 from configs.quickstart import quickstart
 from rl.config.flags import FOREIGN_NAMES, override
-from rl.controller.schedule import LRSchedule
+from rl.config.learning import LRSchedule
 from rl.controller.training_batch import TrainingGroup
 from rl.controller.update import denominator
 from rl.loss.advantages.base import Trajectory
