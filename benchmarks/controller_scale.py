@@ -81,7 +81,8 @@ def scaled(
     return replace(
         base,
         env=replace(base.env, max_new_tokens=num_tokens),
-        trainer=replace(base.trainer, max_tokens=longest),
+        trainer=replace(base.trainer, micro_batch_tokens=longest),
+        max_seq_len=longest,
     )
 
 

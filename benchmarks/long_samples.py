@@ -95,8 +95,9 @@ def long_config(num_groups: int) -> RunConfig:
         generator=GeneratorConfig(num_replicas=8, block_size=128),
         reward=RewardConfig(num_procs=4),
     )
-    env, trainer = replace(base.env, max_new_tokens=NUM_TOKENS), replace(base.trainer, max_tokens=32_768)
-    return replace(base, env=env, trainer=trainer)
+    env = replace(base.env, max_new_tokens=NUM_TOKENS)
+    trainer = replace(base.trainer, micro_batch_tokens=32_768)
+    return replace(base, env=env, trainer=trainer, max_seq_len=32_768)
 
 
 class Probe:

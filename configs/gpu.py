@@ -22,7 +22,7 @@ def qwen3_0_6b() -> RunConfig:
     return RunConfig(
         model=ModelDir("Qwen/Qwen3-0.6B"),
         env=GSM8K,
-        trainer=TrainerConfig(lr=2e-6, max_tokens=8192),
+        trainer=TrainerConfig(lr=2e-6),
         generator=GeneratorConfig(kv_cache_gib=16, max_num_seqs=256),
         placement="side_by_side",
         prompts_per_step=64,
@@ -36,7 +36,8 @@ def qwen3_1_7b() -> RunConfig:
     return RunConfig(
         model=ModelDir("Qwen/Qwen3-1.7B"),
         env=GSM8K,
-        trainer=TrainerConfig(lr=1e-6, max_tokens=16384, layout=Layout(shard=2)),
+        trainer=TrainerConfig(lr=1e-6, micro_batch_tokens=16384, layout=Layout(shard=2)),
+        max_seq_len=16384,
         generator=GeneratorConfig(num_replicas=2),
         max_offpolicy_steps=1,
         prompts_per_step=128,
@@ -52,7 +53,6 @@ def llama_3_1_8b_lora() -> RunConfig:
         env=GSM8K,
         trainer=TrainerConfig(
             lr=2e-5,
-            max_tokens=8192,
             layout=Layout(shard=2),
             lora=LoRA(rank=32, alpha=64),
             activation_checkpointing="full",
@@ -72,7 +72,6 @@ def qwen3_30b_a3b_lora() -> RunConfig:
         env=GSM8K,
         trainer=TrainerConfig(
             lr=2e-5,
-            max_tokens=8192,
             layout=Layout(shard=4),
             lora=LoRA(rank=32, alpha=64, targets=ATTENTION),
             activation_checkpointing="full",

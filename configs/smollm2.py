@@ -56,8 +56,9 @@ def smollm2() -> RunConfig:
         ),
         warmup=WarmupConfig(steps=20, batch_size=32, lr=5e-5),
         trainer=TrainerConfig(
-            lr=2e-5, lr_warmup_steps=3, lr_schedule="linear", lr_min_ratio=0.1, max_tokens=2048
+            lr=2e-5, lr_warmup_steps=3, lr_schedule="linear", lr_min_ratio=0.1, micro_batch_tokens=2048
         ),
+        max_seq_len=2048,
         entropy=EntropyBonus(coef=0.05, target=0.3, adapt=0.01),
         generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=128),
         dtype="bfloat16",

@@ -63,8 +63,8 @@ def pack(
     if longest > max_tokens:
         what = f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
         raise RunError(
-            f"{what} of {longest} tokens exceeds trainer.max_tokens={max_tokens}; "
-            f"raise trainer.max_tokens, or make prompts and responses shorter"
+            f"{what} of {longest} tokens exceeds trainer.micro_batch_tokens={max_tokens}; "
+            f"raise trainer.micro_batch_tokens, or make prompts and responses shorter"
         )
     prefixes = Prefixes(samples) if share_prefixes else NoPrefixes()
     if prefixes.num_shared < _WORTH_SHARING * sum(map(len, samples)):
@@ -125,5 +125,5 @@ def check_batch(batch: Batch, num_ranks: int, max_seq_len: int, shares_prefixes:
     if batch.longest > max_seq_len:
         raise RunError(
             f"a sequence of {batch.longest} tokens exceeds the {max_seq_len} positions of the engine (the "
-            f"model's, or EngineConfig.max_seq_len where that is less); make it shorter"
+            f"model's, or max_seq_len where that is less); make it shorter"
         )

@@ -231,7 +231,8 @@ async def _parity(
     config = RunConfig(
         model=ModelDir(str(model)),
         env=SortLetters(max_new_tokens=64),
-        trainer=TrainerConfig(max_tokens=512),
+        trainer=TrainerConfig(micro_batch_tokens=512),
+        max_seq_len=512,
         generator=GeneratorConfig(kv_cache_gib=0.5, **generator),
         dtype=dtype,  # type: ignore[arg-type]
     )
@@ -245,7 +246,7 @@ async def _parity(
             await _served(actors.generators, version)
             sync, began = time.monotonic() - began, time.monotonic()
             params = SamplingParams(64, 1.0, version, (tokenizer.eos_id,))
-            context = RolloutContext(actors.generators, tokenizer, params, config.trainer.max_tokens)
+            context = RolloutContext(actors.generators, tokenizer, params, config.max_seq_len)
             groups = await asyncio.gather(*(config.env.drive(prompt, 4, context) for prompt in prompts))
             seconds = time.monotonic() - began
             rollouts = [rollout for group in groups for rollout in group]

@@ -13,9 +13,9 @@ from rl.cgroups import memory_limit, num_killed
 
 _LOOK_SECONDS = 5.0
 _LOWER_BY = {
-    "trainer": "trainer.max_tokens, or set --trainer.activation_checkpointing full",
-    "critic": "trainer.max_tokens",
-    "reference": "trainer.max_tokens",
+    "trainer": "trainer.micro_batch_tokens, or set --trainer.activation_checkpointing full",
+    "critic": "trainer.micro_batch_tokens",
+    "reference": "trainer.micro_batch_tokens",
     "generator": "generator.kv_cache_gib or generator.num_replicas",
     "judge": "judge.kv_cache_gib or judge.num_replicas",
     "reward": "reward.num_procs",

@@ -79,7 +79,9 @@ def test_a_first_token_is_not_a_target_because_nothing_predicts_it():
 
 
 def test_a_sequence_over_the_limit_says_what_to_change():
-    with pytest.raises(RunError, match="9 tokens exceeds trainer.max_tokens=8; raise trainer.max_tokens"):
+    with pytest.raises(
+        RunError, match="9 tokens exceeds trainer.micro_batch_tokens=8; raise trainer.micro_batch_tokens"
+    ):
         pack([sample(9)], max_tokens=8)
 
 

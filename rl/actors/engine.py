@@ -134,11 +134,10 @@ class EngineHandle:
         Many are packed in a thread, which a cancelled caller does not wait for: it changes nothing, and its
         batch is dropped.
         """
-        assert self.config.max_seq_len is not None  # config.json's own limit is not known here
         plan = partial(
             pack,
             samples,
-            max_tokens=self.config.max_seq_len,
+            max_tokens=self.config.micro_batch_tokens,
             samples_per_unit=samples_per_unit,
             **self._packing,
         )

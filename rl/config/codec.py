@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.config.names import MOVED, RENAMED
+from rl.config.names import MOVED, RENAMED, with_new_names
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.paths import LOCK, write_whole
@@ -60,7 +60,7 @@ def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError(
             f"{file} is not the config.json of a run ({error}); mend it, or give a recipe"
         ) from error
-    return data["recipe"], {name: value for name, value in data.items() if name != "recipe"}
+    return data["recipe"], with_new_names({name: value for name, value in data.items() if name != "recipe"})
 
 
 def _contents(file: Path) -> dict[str, Any]:

@@ -196,6 +196,6 @@ def check_prompts(env: Env, tokenizer: Tokenizer, limit: int) -> list[str]:
         return []
     return [
         f"the problem {shown(longest.problem.id)} has a prompt of {len(longest.tokens)} tokens, which leaves "
-        f"no room for an answer in {limit} tokens (the model's positions, trainer.max_tokens); shorten it, "
+        f"no room for an answer in {limit} tokens (the model's positions, max_seq_len); shorten it, "
         f"or use another model"
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from rl.config.names import FOREIGN_NAMES, RENAMED
+from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
 from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown, type_hints
@@ -151,6 +151,8 @@ def _unknown(config: RunConfig, name: str, known: Sequence[str]) -> str:
     section, _, leaf = name.rpartition(".")
     if leaf == "temperature":
         return "there is no setting --temperature: training samples at 1, evaluation is greedy"
+    if name in SPLIT:
+        return f"--{name} is two settings now; set {' and '.join('--' + new for new in SPLIT[name])}"
     if inside := [k for k in known if k.startswith(f"{name}.")]:
         return f"--{name} is a section, not a setting; its settings: {', '.join('--' + k for k in inside)}"
     same_leaf = [k for k in known if k.split(".")[-1] == leaf]

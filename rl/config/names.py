@@ -3,6 +3,7 @@
 docs/renamed.md is this page for people.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 RENAMED: dict[tuple[str, Any], str] = {
@@ -10,6 +11,8 @@ RENAMED: dict[tuple[str, Any], str] = {
     ("placement", "shared"): "side_by_side",
 }
 """(setting, value of earlier versions) -> what it is called now."""
+SPLIT = {"trainer.max_tokens": ("max_seq_len", "trainer.micro_batch_tokens")}
+"""Setting of earlier versions -> the two that it is now, each with the value that it had."""
 MOVED = {"rl.controller.config": "rl.config"}
 """Module of earlier versions, which recipes and config.json name -> where its classes are now."""
 
@@ -139,3 +142,18 @@ FOREIGN_NAMES = {
     "resume_from_checkpoint": "resume",
     "num_rollout_workers": "generator.num_replicas",
 }
+
+
+def with_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of a config.json, of which earlier versions wrote some under other names."""
+    renewed = dict(data)
+    for old, names in SPLIT.items():
+        section, _, name = old.partition(".")
+        if isinstance(fields := renewed.get(section), Mapping) and name in fields:
+            value = fields[name]
+            renewed[section] = {key: field for key, field in fields.items() if key != name}
+            for new in names:
+                of, _, setting = new.rpartition(".")
+                target = renewed[of] if of else renewed
+                target.setdefault(setting, value)
+    return renewed

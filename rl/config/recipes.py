@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rl.config.codec import config_file, from_json, read_config
-from rl.config.names import MOVED
+from rl.config.names import MOVED, SPLIT
 from rl.config.recipe_modules import call_in_recipe, import_recipe, split_name
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, one_line
@@ -173,4 +173,7 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
         what = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
             what = f"the module {error.name} is {MOVED[error.name]} now"
+        for old, new in SPLIT.items():
+            if isinstance(error, TypeError) and f"keyword argument '{old.rpartition('.')[2]}'" in what:
+                what += f" ({old} is {' and '.join(new)} now)"
         raise ConfigError(f"{path} line {line}: {what}; fix the recipe") from error

@@ -131,7 +131,7 @@ class _Stage:
             CannedPolicy(tokenizer, texts, end),
             tokenizer,
             params,
-            self._config.trainer.max_tokens,
+            self._config.max_seq_len,
             self._host,
             self._door,
         )

@@ -109,6 +109,8 @@ class RunConfig:
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     tracking: TrackingConfig = TrackingConfig()
     deadlines: Deadlines = Deadlines()
+    max_seq_len: PositiveInt = 8192
+    """Most tokens of a sequence, prompt included; fewer where the model has fewer positions."""
     steps: PositiveInt = 100
     """RL steps."""
     prompts_per_step: PositiveInt = 32

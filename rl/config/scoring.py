@@ -19,7 +19,7 @@ def fingerprint(config: RunConfig) -> str:
     Of the code as it is now, also where it changes later.
     """
     judge = (config.judge.model, config.judge.max_tokens)
-    sampling = (config.group_size, config.seed, config.dtype, config.trainer.max_tokens)
+    sampling = (config.group_size, config.seed, config.dtype, config.max_seq_len)
     settings = json.dumps(to_json((config.env, config.reward.limit_seconds, judge, sampling)))
     code = sorted({_checksum(file.read_bytes()) for file in _files_of(config.env)})
     # The repr of what JSON does not know may have its address in this process.

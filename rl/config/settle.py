@@ -72,6 +72,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         reference=config.reference.layout if wants_reference and "reference" not in without else None,
         judge=judges,
         reward=None if "reward" in without else config.reward,
+        max_seq_len=config.max_seq_len,
         dtype=config.dtype,
         sharing=config.placement,
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
@@ -121,7 +122,7 @@ def _facts(model: ModelSource) -> ModelFacts:
 
 def longest_sequence(config: RunConfig) -> int:
     """Tokens: prompt and all that is sampled."""
-    return min(max_positions(config.model.config()), config.trainer.max_tokens)
+    return min(max_positions(config.model.config()), config.max_seq_len)
 
 
 def _packages() -> frozenset[str]:

@@ -110,14 +110,14 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
                 found.append(f"{error}, or set --trainer.engine hf")
         elif config.trainer.engine == "hf":
             try:
-                check_rope_is_fixed(hf, min(max_positions(hf), config.trainer.max_tokens))
+                check_rope_is_fixed(hf, min(max_positions(hf), config.max_seq_len))
             except ConfigError as error:
                 found.append(str(error))
-        limit = min(max_positions(hf), config.trainer.max_tokens)
+        limit = min(max_positions(hf), config.max_seq_len)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
             found.append(
                 f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} "
-                f"tokens (the model's positions, trainer.max_tokens); use less"
+                f"tokens (the model's positions, max_seq_len); use less"
             )
     return found
 

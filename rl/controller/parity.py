@@ -87,7 +87,7 @@ async def explain(engine: EngineHandle, adapter: str | None, samples: Sequence[S
         return (
             f"tokens at positions below {begin} agree ({agree} of {len(position)}), so the weights are "
             f"there: from about there on generator and trainer attend differently (a sliding window, a RoPE "
-            f"scaling); keep sequences shorter with trainer.max_tokens, or use another model"
+            f"scaling); keep sequences shorter with max_seq_len, or use another model"
         )
     return (
         f"they differ wherever tokens were sampled, from position {position.min()} on: vLLM computes this "

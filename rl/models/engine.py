@@ -76,8 +76,7 @@ class Engine(ABC):
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
-        limit = hf.max_positions(self._hf_config)
-        return min(limit, self.config.max_seq_len or limit)
+        return min(hf.max_positions(self._hf_config), self.config.max_seq_len)
 
     @property
     def packing(self) -> dict[str, Any]:

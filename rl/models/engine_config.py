@@ -22,8 +22,11 @@ class EngineConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
 
-    max_seq_len: int | None = None
-    """Longest sequence it will see, where that is less than config.json's max_position_embeddings."""
+    max_seq_len: int = 8192
+    """Most tokens of a sequence; fewer where config.json's max_position_embeddings is less."""
+
+    micro_batch_tokens: int = 8192
+    """Most tokens of a micro-batch that `EngineHandle.pack` makes."""
 
     head: Literal["tokens", "value"] = "tokens"
     """tokens: logprobs, by the model's own head. value: one number before each token, by a new head that

@@ -124,7 +124,7 @@ def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:
         if name in ("longrope", "su") and short and max_tokens > short:
             raise ConfigError(
                 f"config.json has rope_type={name!r}, whose factors change with the longest sequence of a "
-                f"batch from {short} tokens on; set trainer.max_tokens to at most {short}"
+                f"batch from {short} tokens on; set max_seq_len to at most {short}"
             )
 
 

@@ -73,7 +73,7 @@ def check_asked(demand: Demand, made: Mapping[RoleName, Spec], taken: Taken, not
         assert isinstance(spec, GeneratorSpec)
         notes.settle(setting, f"{size:g}", f"{size:g}", "asked for")
         if size < least:
-            longest = demand.name("trainer.max_tokens" if role == "generator" else "judge.max_tokens")
+            longest = demand.name("max_seq_len" if role == "generator" else "judge.max_tokens")
             notes.problem(
                 "caches",
                 f"{setting}={size:g} is less than one sequence of {spec.config.max_model_len} tokens takes, "

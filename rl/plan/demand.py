@@ -40,6 +40,8 @@ class Demand:
     reference: Layout | None = None
     judge: JudgeDemand | None = None
     reward: RewardConfig | None = None
+    max_seq_len: int = 8192
+    """Tokens of a sequence; fewer where the model has fewer positions."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     sharing: Sharing = "auto"
     overlap: bool = False

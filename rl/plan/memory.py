@@ -160,9 +160,9 @@ def _gathered(shape: ModelShape, config: EngineConfig, learns: bool, size: int) 
 
 
 def _activations(shape: ModelShape, config: EngineConfig, learns: bool) -> float:
-    """Elements that backward needs of a micro-batch of max_seq_len tokens."""
+    """Elements that backward needs of a micro-batch of micro_batch_tokens."""
     layout = config.layout
-    tokens = (config.max_seq_len or 0) / layout.context_parallel
+    tokens = config.micro_batch_tokens / layout.context_parallel
     tp = layout.tensor_parallel
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # Inputs of both norms, split by sequence parallelism; what they give, gathered again.
@@ -190,7 +190,7 @@ def _head(shape: ModelShape, config: EngineConfig, learns: bool) -> float:
     """Logits in the compute dtype and fp32, their softmax and its gradient; whole also under TP."""
     if config.head == "value":
         return 0.0
-    held = min((config.max_seq_len or 0) * shape.vocab_size, CHUNK_ELEMENTS)
+    held = min(config.micro_batch_tokens * shape.vocab_size, CHUNK_ELEMENTS)
     return held * (BYTES[config.dtype] + (3 if learns else 2) * _FP32)
 
 

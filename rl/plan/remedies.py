@@ -26,12 +26,15 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
         yield f"set --generator.kv_cache_gib {gib:g}", replace(demand, generator=generator)
     if demand.trainer.activation_checkpointing != "full":
         yield f"set {_FULL}", trainer(activation_checkpointing="full")
-    tokens = demand.trainer.max_tokens // 2
-    while tokens >= max(1, demand.longest_answer * 2):
-        yield (
-            f"set --trainer.max_tokens {tokens} and {_FULL}",
-            trainer(max_tokens=tokens, activation_checkpointing="full"),
-        )
+    tokens = demand.trainer.micro_batch_tokens // 2
+    while tokens >= max(1, min(demand.max_seq_len, demand.longest_answer * 2)):
+        fewer = trainer(micro_batch_tokens=tokens, activation_checkpointing="full")
+        yield f"set --trainer.micro_batch_tokens {tokens} and {_FULL}", fewer
+        if tokens < demand.max_seq_len:
+            yield (
+                f"set --max_seq_len {tokens}, --trainer.micro_batch_tokens {tokens} and {_FULL}",
+                replace(fewer, max_seq_len=tokens),
+            )
         tokens //= 2
     shard = demand.trainer.layout.shard * 2
     while shard <= num_gpus:

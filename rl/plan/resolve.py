@@ -74,9 +74,10 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     if notes.problems:
         return None, tuple(notes.problems)
     longest = longest_sequence(demand, facts)
-    notes.settle(
-        demand.name("trainer.max_tokens"), demand.trainer.max_tokens, longest, _of_length(demand, facts)
-    )
+    why_so_long = "the model's positions" if longest < demand.max_seq_len else "asked for"
+    notes.settle(demand.name("max_seq_len"), demand.max_seq_len, longest, why_so_long)
+    tokens = demand.trainer.micro_batch_tokens
+    notes.settle(demand.name("trainer.micro_batch_tokens"), tokens, tokens, "asked for")
     restarts, replicas = max_restarts(demand), []
     for member in places.started:
         processes = tuple(
@@ -115,11 +116,6 @@ def _with(
         assert not isinstance(spec, WorkerSpec)
         changed[role] = replace(spec, config=replace(spec.config, **{name: value}))  # type: ignore[arg-type]
     return changed
-
-
-def _of_length(demand: Demand, facts: Facts) -> str:
-    positions = facts.models["trainer"].positions
-    return "the model's positions" if positions < demand.trainer.max_tokens else "asked for"
 
 
 def _remedy(demand: Demand, facts: Facts, cluster: Cluster, problems: tuple[Problem, ...]) -> str:

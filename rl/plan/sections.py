@@ -28,8 +28,8 @@ class TrainerConfig:
     """Recompute activations in backward: none of them, the cheap ones, or all of each layer."""
     num_threads: Threads = 0
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
-    max_tokens: PositiveInt = 8192
-    """Most tokens of a packed micro-batch, and so of a sequence."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens of a packed micro-batch: memory against speed. At least a sequence, max_seq_len."""
     max_restarts: NonNegativeInt = 3
     """How often trainer, critic and reference are started again, from the newest checkpoint, because a
     process of theirs died."""

@@ -4,6 +4,7 @@ from rl.models.layout import Layout, why_no_split
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.numerics import Numerics
+from rl.plan.specs import longest_sequence
 from rl.plan.types import Notes
 
 MAX_LORA_RANK = 512
@@ -11,6 +12,7 @@ MAX_LORA_RANK = 512
 
 
 def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Cluster, notes: Notes) -> None:
+    _check_length(demand, facts, notes)
     _check_heads(demand, facts, notes)
     _check_adapter(demand, facts, notes)
     shape = facts.models["trainer"].shape
@@ -31,6 +33,16 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
             "shapes",
             f"generator.block_size={demand.generator.block_size} is not a multiple of 32, as on a CPU "
             f"it has to be",
+        )
+
+
+def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
+    tokens, longest = demand.trainer.micro_batch_tokens, longest_sequence(demand, facts)
+    if tokens < longest:
+        notes.problem(
+            "shapes",
+            f"{demand.name('trainer.micro_batch_tokens')}={tokens} holds no sequence of {longest} tokens; "
+            f"raise it, or lower {demand.name('max_seq_len')}",
         )
 
 

@@ -16,13 +16,13 @@ Spec = EngineSpec | GeneratorSpec | WorkerSpec
 
 def longest_sequence(demand: Demand, facts: Facts) -> int:
     """Tokens: prompt and all that is sampled."""
-    return min(facts.models["trainer"].positions, demand.trainer.max_tokens)
+    return min(facts.models["trainer"].positions, demand.max_seq_len)
 
 
 def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Spec]:
     """By role. A generator's cache is the one that is asked for, or 0."""
-    made: dict[RoleName, Spec] = {"trainer": _trainer(demand, numerics)}
-    trainer = _engine(demand, demand.trainer.layout, numerics)
+    made: dict[RoleName, Spec] = {"trainer": _trainer(demand, facts, numerics)}
+    trainer = _engine(demand, facts, demand.trainer.layout, numerics)
     if demand.generator is not None:
         made["generator"] = _generator(demand, facts, numerics)
     if demand.critic is not None:
@@ -41,14 +41,15 @@ def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Sp
     return made
 
 
-def _engine(demand: Demand, layout: Layout, numerics: Numerics) -> EngineConfig:
+def _engine(demand: Demand, facts: Facts, layout: Layout, numerics: Numerics) -> EngineConfig:
     trainer = demand.trainer
     return EngineConfig(
         layout=layout,
         share_prefixes=trainer.share_prefixes,
         dtype=numerics.dtype,
         activation_checkpointing=trainer.activation_checkpointing,
-        max_seq_len=trainer.max_tokens,
+        max_seq_len=longest_sequence(demand, facts),
+        micro_batch_tokens=trainer.micro_batch_tokens,
         adapters=trainer.lora.rank > 0 or demand.clients_adapters is not None,
         dropout=trainer.dropout,
         float8=trainer.float8,
@@ -62,13 +63,13 @@ def _drawn(demand: Demand, role: RoleName, config: EngineConfig) -> EngineConfig
     return replace(config, seed=demand.seed) if role in demand.drawn else config
 
 
-def _trainer(demand: Demand, numerics: Numerics) -> EngineSpec:
+def _trainer(demand: Demand, facts: Facts, numerics: Numerics) -> EngineSpec:
     lora, adapters = demand.trainer.lora, []
     if lora.rank:
         adapters.append(Adapter(POLICY, lora, demand.seed))
     if demand.reference_is_adapter:
         adapters.append(Adapter(REFERENCE, lora, demand.seed))
-    config = _drawn(demand, "trainer", _engine(demand, demand.trainer.layout, numerics))
+    config = _drawn(demand, "trainer", _engine(demand, facts, demand.trainer.layout, numerics))
     return EngineSpec(demand.trainer.engine, "model", config, tuple(adapters))
 
 

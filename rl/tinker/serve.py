@@ -46,7 +46,8 @@ _MANY_RESTARTS = 1000  # a server outlives many
 _NAMES = {
     "trainer.layout": "layout",
     "trainer.engine": "engine",
-    "trainer.max_tokens": "context_length",
+    "max_seq_len": "context_length",
+    "trainer.micro_batch_tokens": "context_length",
     "generator.kv_cache_gib": "kv_cache_gib",
     "generator.num_replicas": "num_generators",
     "generator.cuda_graphs": "cuda_graphs",
@@ -207,9 +208,10 @@ def demand_of(config: ServeConfig, context_length: int) -> Demand:
         trainer=TrainerConfig(
             engine=config.engine,
             layout=config.layout,
-            max_tokens=context_length,
+            micro_batch_tokens=context_length,
             max_restarts=_MANY_RESTARTS,
         ),
+        max_seq_len=context_length,
         generator=GeneratorConfig(
             num_replicas=config.num_generators,
             kv_cache_gib=config.kv_cache_gib,

@@ -80,7 +80,7 @@ def test_a_batch_is_planned_beside_the_event_loop_and_dropped_where_its_caller_i
     async def main():
         trainer = engine(Rank())
         await trainer.start()
-        trainer.config = EngineConfig(max_seq_len=8)
+        trainer.config = EngineConfig(micro_batch_tokens=8)
         calls = []
         monkeypatch.setattr(trainer, "_ranks", lambda *call: calls.append(call))
         scoring = asyncio.create_task(trainer.forward_samples([supervised_sample([1], [2])]))

@@ -418,7 +418,7 @@ VALUES = [
     quick("a letter twice", f"--model.alphabet {ALPHABET}a", "repeats 'a'; name each character once"),
     quick("an alphabet too short", "--model.alphabet bcd", "characters that model.alphabet lacks"),
     quick("a model too short", "--model.max_length 4", "leaves no room for a prompt in 4 tokens"),
-    quick("too few tokens", "--trainer.max_tokens 4", "leaves no room for a prompt in 4 tokens"),
+    quick("too few tokens", "--max_seq_len 4", "leaves no room for a prompt in 4 tokens"),
     quick("no room for the answer", "--env.max_letters 9", "9 letters and EOS; use 10"),
     quick("min over max", "--env.min_letters 7", "must be 1 <= min <= max"),
     quick("an odd block size", "--generator.block_size 33", "is not a multiple of 32"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, TrainerConfig
 from rl.config.codec import from_json, to_json, write_config
+from rl.config.flags import override
 from rl.config.recipes import load_recipe, recipe_names
 from rl.errors import ConfigError
 from rl.loss.kl import KL
@@ -179,3 +180,32 @@ def test_files_of_earlier_versions_are_read():
     assert from_json(to_json("ab".upper))() == "AB"
     with pytest.raises(ConfigError, match="names a method 'gone' that is not there"):
         from_json({"method": "gone", "of": "text"})
+
+
+def test_a_length_of_an_earlier_version_is_the_sequences_and_the_micro_batchs(tmp_path):
+    """trainer.max_tokens was both."""
+    (tmp_path / "run").mkdir()
+    data = {"recipe": "quickstart", **to_json(quickstart())}
+    del data["max_seq_len"], data["trainer"]["micro_batch_tokens"]
+    data["trainer"]["max_tokens"] = 640
+    (tmp_path / "run" / "config.json").write_text(json.dumps(data))
+    _, config = load_recipe(str(tmp_path / "run"))
+    assert (config.max_seq_len, config.trainer.micro_batch_tokens) == (640, 640)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rl.config import TrainerConfig\ndef mine():\n    return TrainerConfig(max_tokens=9)\n"
+    )
+    with pytest.raises(
+        ConfigError, match="line 3: .*max_tokens is max_seq_len and trainer.micro_batch_tokens now"
+    ):
+        load_recipe(str(file))
+    file.write_text("from rl.controller.config import RunConfig\ndef mine():\n    return 1\n")
+    with pytest.raises(ConfigError, match="line 1: the module rl.controller.config is rl.config now; fix"):
+        load_recipe(str(file))
+
+
+def test_the_old_flag_is_answered_with_both():
+    _, (line,) = override(quickstart(), ["--trainer.max_tokens", "9"], prog="rl train")
+    assert line == (
+        "--trainer.max_tokens is two settings now; set --max_seq_len and --trainer.micro_batch_tokens"
+    )

@@ -98,9 +98,16 @@ OTHER_SCORES = {
     "group_size": 3,
     "seed": 7,
     "dtype": "bfloat16",
-    "trainer.max_tokens": 99,
+    "max_seq_len": 99,
 }
-SAME_SCORES = {"trainer.lr": 0.5, "steps": 7, "reward.num_procs": 3, "judge.num_replicas": 2, "save_every": 3}
+SAME_SCORES = {
+    "trainer.lr": 0.5,
+    "trainer.micro_batch_tokens": 4096,
+    "steps": 7,
+    "reward.num_procs": 3,
+    "judge.num_replicas": 2,
+    "save_every": 3,
+}
 
 
 @pytest.mark.parametrize("setting", [*OTHER_SCORES, *SAME_SCORES])

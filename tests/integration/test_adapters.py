@@ -39,7 +39,7 @@ SMOLLM2 = ModelDir("models/smollm2-135m-instruct")
 def recipe(env, model=TinyQwen3(alphabet=string.printable, max_length=2048)):
     return replace(
         smollm2(), env=env, model=model, dtype="float32", steps=2, prompts_per_step=2, group_size=4, minibatches=1,
-        warmup=WarmupConfig(), resampling_rounds=0, eval_every=2, entropy=EntropyBonus(), trainer=TrainerConfig(max_tokens=1024),
+        warmup=WarmupConfig(), resampling_rounds=0, eval_every=2, entropy=EntropyBonus(), trainer=TrainerConfig(micro_batch_tokens=1024), max_seq_len=1024,
         reward=RewardConfig(limit_seconds=60.0), generator=GeneratorConfig(kv_cache_gib=0.5, max_num_seqs=16),
     )
 """

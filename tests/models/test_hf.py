@@ -240,7 +240,7 @@ def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
     longrope |= {"original_max_position_embeddings": 128}
     write_config(tmp_path, "llama", rope_scaling=longrope)
     with pytest.raises(
-        ConfigError, match="factors change with the longest sequence .* trainer.max_tokens to at most 128"
+        ConfigError, match="factors change with the longest sequence .* max_seq_len to at most 128"
     ):
         HFEngine(tmp_path, EngineConfig(seed=0))
     HFEngine(tmp_path, EngineConfig(seed=0, max_seq_len=128))

@@ -37,9 +37,7 @@ def test_a_generators_setting_reaches_vllm(generator, expected):
 
 
 def test_sequences_and_the_dtype_are_the_trainers():
-    config = small()
-    trainer = replace(config.trainer, max_tokens=50)
-    arguments = given_to_vllm(trainer=trainer, dtype="bfloat16")
+    arguments = given_to_vllm(max_seq_len=50, dtype="bfloat16")
     assert arguments["max_model_len"] == 50 and arguments["dtype"] == "bfloat16"
     assert arguments["max_num_batched_tokens"] >= 50
 

@@ -99,7 +99,7 @@ def change(rng: random.Random, config: RunConfig, sizes: list[ModelDir]) -> RunC
         rng.choice([None, *sizes[:2]]), rng.choice([1, 2]), 1, rng.choice([512, 4096]), rng.choice([0.1, 1.0])
     )
     trainer: list[dict] = [
-        {"layout": layout}, {"lora": LoRA(rank=rng.choice([0, 8, 64]))}, {"max_tokens": rng.choice([64, 512, 2048, 8192, 32768])},
+        {"layout": layout}, {"lora": LoRA(rank=rng.choice([0, 8, 64]))}, {"micro_batch_tokens": rng.choice([64, 512, 2048, 8192, 32768])},
         {"activation_checkpointing": rng.choice(["none", "selective", "full"])},
         {"float8": rng.random() < 0.5, "compile": rng.random() < 0.5}, {"num_threads": rng.choice([0, 3])},
         {"engine": rng.choice(["titan", "hf"])},
@@ -119,7 +119,10 @@ def change(rng: random.Random, config: RunConfig, sizes: list[ModelDir]) -> RunC
     ]  # fmt: skip
     run += [{"trainer": replace(config.trainer, **settings)} for settings in trainer]
     run += [{"generator": replace(config.generator, **settings)} for settings in generator]
-    return replace(config, **rng.choice(run))
+    changed = replace(config, **rng.choice(run))
+    if changed.trainer.micro_batch_tokens != config.trainer.micro_batch_tokens and rng.random() < 0.5:
+        changed = replace(changed, max_seq_len=changed.trainer.micro_batch_tokens)
+    return changed
 
 
 def result(config: RunConfig, command: str, hosts: Cluster) -> Plan | tuple:

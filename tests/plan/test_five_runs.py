@@ -47,7 +47,8 @@ def two_hosts() -> Plan:
     config = dataclasses.replace(
         qwen3_1_7b(),
         model=ModelDir("Qwen/Qwen3-8B"),
-        trainer=TrainerConfig(layout=Layout(shard=8), max_tokens=8192, activation_checkpointing="selective"),
+        trainer=TrainerConfig(layout=Layout(shard=8), activation_checkpointing="selective"),
+        max_seq_len=8192,
         generator=GeneratorConfig(num_replicas=8),
         weight_sync=WeightSyncConfig(transport="torchstore"),
     )
@@ -57,7 +58,8 @@ def two_hosts() -> Plan:
 def ppo_with_a_judge() -> Plan:
     config = dataclasses.replace(
         qwen3_1_7b(),
-        trainer=TrainerConfig(max_tokens=8192),
+        trainer=TrainerConfig(),
+        max_seq_len=8192,
         generator=GeneratorConfig(),
         judge=JudgeConfig(model=ModelDir("Qwen/Qwen3-4B"), kv_cache_gib=1.0),
         advantages=GAE(),

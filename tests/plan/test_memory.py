@@ -29,7 +29,7 @@ TOKENS = 5
 
 
 def engine(dtype="bfloat16", layout=Layout(), **settings):
-    return EngineConfig(layout=layout, dtype=dtype, max_seq_len=TOKENS, **settings)
+    return EngineConfig(layout=layout, dtype=dtype, micro_batch_tokens=TOKENS, **settings)
 
 
 SPLIT = Layout(shard=2, tensor_parallel=2)  # of a layer: 16/2 + 16 of norms, the rest halved

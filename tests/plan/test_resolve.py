@@ -115,7 +115,7 @@ def where(made: Plan) -> list[tuple[str, tuple[int, ...]]]:
 )
 def test_states_of_the_trainer_are_what_arithmetic_says(model, name, layout):
     config = dataclasses.replace(smollm2(), model=model(name), trainer=TrainerConfig(layout=layout))
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_tokens=64))
+    config = dataclasses.replace(config, max_seq_len=64)
     found = memory(config, HUGE)
     by_hand = NUM_PARAMETERS[name] / (layout.shard * layout.tensor_parallel)
     assert found["weights"] == pytest.approx(4 * by_hand, rel=0.01)
@@ -168,10 +168,11 @@ def qwen(make, **changes) -> RunConfig:
 
 # (machine, changes to SmolLM2's recipe with Qwen3-0.6B, what the refusal says)
 REFUSED = [
-    ("1xL4-24", {"trainer": TrainerConfig(max_tokens=8192)}, "GPU 0 has 21.7 GiB for processes that need about"),
-    ("1xL4-24", {"trainer": TrainerConfig(max_tokens=8192)}, "set --trainer.activation_checkpointing full"),
+    ("1xL4-24", {"trainer": TrainerConfig()}, "GPU 0 has 21.7 GiB for processes that need about"),
+    ("1xL4-24", {"trainer": TrainerConfig()}, "set --trainer.activation_checkpointing full"),
     ("1xH100-80", {"placement": "alone"}, "2 processes (trainer 1 + generator 1) need a GPU each but the machine has 1"),
-    ("1xH100-80", {"trainer": TrainerConfig(), "generator": GeneratorConfig(kv_cache_gib=0.1)}, "is less than one sequence of 8192 tokens takes, 0.88 GiB"),
+    ("1xH100-80", {"max_seq_len": 4096, "trainer": TrainerConfig(micro_batch_tokens=2048)}, "trainer.micro_batch_tokens=2048 holds no sequence of 4096 tokens; raise it, or lower max_seq_len"),
+    ("1xH100-80", {"trainer": TrainerConfig(), "max_seq_len": 8192, "generator": GeneratorConfig(kv_cache_gib=0.1)}, "is less than one sequence of 8192 tokens takes, 0.88 GiB"),
     ("1xH100-80", {"trainer": TrainerConfig(layout=Layout(shard=2))}, "trainer has 2 processes and the machine 1 GPU:"),
     ("1xH100-80", {"generator": GeneratorConfig(kv_cache_gib=70)}, "generator 7"),
     ("4xA100-80", {"trainer": TrainerConfig(float8=True, compile=True)}, "float8=True needs GPUs of compute capability 8.9"),
@@ -196,11 +197,12 @@ REMEDIES = [
 
 @pytest.mark.parametrize("machine, words, settings", REMEDIES)
 def test_the_remedy_is_one_that_fits(model, machine, words, settings):
-    trainer = TrainerConfig(max_tokens=2048, activation_checkpointing="full")
-    (line,) = problems(qwen(model, model=model("llama-3.1-8b"), trainer=trainer), machine)
+    trainer = TrainerConfig(micro_batch_tokens=2048, activation_checkpointing="full")
+    llama = qwen(model, model=model("llama-3.1-8b"), trainer=trainer, max_seq_len=2048)
+    (line,) = problems(llama, machine)
     assert line.endswith(words)
     changed = dataclasses.replace(trainer, **settings)
-    assert problems(qwen(model, model=model("llama-3.1-8b"), trainer=changed), machine) == []
+    assert problems(dataclasses.replace(llama, trainer=changed), machine) == []
 
 
 def test_what_does_not_fit_on_a_host_without_gpus_is_refused(model):
@@ -259,7 +261,9 @@ DEFAULTS = [
 
 @pytest.mark.parametrize(("hosts", "setting", "value"), DEFAULTS)
 def test_each_default_by_device_holds_and_has_a_reason(model, hosts, setting, value):
-    config = qwen(model, generator=GeneratorConfig(), trainer=TrainerConfig(max_tokens=256))
+    config = qwen(
+        model, generator=GeneratorConfig(), trainer=TrainerConfig(micro_batch_tokens=256), max_seq_len=256
+    )
     made = settle(config, cluster=cluster(hosts))
     (line,) = [line for line in made.settled if line.setting == setting]
     assert (

@@ -119,7 +119,7 @@ class ChatSession:
             self.was_refused = True
             raise TooLong(
                 f"the conversation of {len(prompt)} tokens leaves no room for an answer within "
-                f"{self._max_tokens} (trainer.max_tokens, or the model's positions)"
+                f"{self._max_tokens} (max_seq_len, or the model's positions)"
             )
         seed = self._seeds[self._num_begun]
         self._num_begun += 1

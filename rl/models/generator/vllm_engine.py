@@ -71,7 +71,7 @@ class VLLM:
         self._max_model_len = config.max_model_len
         # Of the two limits, the one that holds.
         its_own = max_positions(read_config(config.model_dir))
-        raise_it = "raise trainer.max_tokens, or make the prompt shorter"
+        raise_it = "raise max_seq_len, or make the prompt shorter"
         self._remedy = raise_it if config.max_model_len < its_own else "make the prompt shorter"
         held = config.max_adapters if config.max_lora_rank else 0
         self._adapters = AdapterSlots(self._engine.add_lora, self._engine.remove_lora, held)

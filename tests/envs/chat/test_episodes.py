@@ -212,7 +212,7 @@ def test_one_that_hangs_holds_nobody_back(tokenizer):
 
 def test_a_prompt_beyond_the_context_costs_its_sample_and_a_later_turn_ends_the_episode(tokenizer):
     (rollout,) = play(tokenizer, "fine " * 200, "a", max_tokens=500)
-    assert rollout.score.cause == "too_long" and "trainer.max_tokens" in rollout.score.error
+    assert rollout.score.cause == "too_long" and "max_seq_len" in rollout.score.error
     assert rollout.versions is None and rollout.turn_lengths == []
     (rollout,) = play(tokenizer, "never ends", "abc " * 60, max_tokens=1200)
     assert rollout.score.error is None and rollout.stop == StopReason.LENGTH
