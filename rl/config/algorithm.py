@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.interfaces import AdvantageEstimator, Loss
+from rl.loss.aggregate import LossAgg
 from rl.loss.correction import Correction
 from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
@@ -18,7 +19,7 @@ class Algorithm:
     data: Literal["rollouts", "demonstrations", "preferences"]
     loss: Loss
     advantages: AdvantageEstimator
-    loss_agg: Literal["token_mean", "seq_mean", "constant"]
+    loss_agg: LossAgg
     correction: Correction
     kl: KL
     entropy: EntropyBonus

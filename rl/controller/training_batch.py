@@ -18,9 +18,10 @@ import torch
 from rl.batching import segments_sample
 from rl.config.algorithm import Algorithm
 from rl.controller.member import Member, scatter_reward
-from rl.errors import RunError
 from rl.interfaces import EstimatorWithCritic
-from rl.loss.advantages.base import Trajectory
+from rl.loss.advantages.base import Trajectory, check_estimates
+from rl.loss.advantages.base import estimate as estimate_values
+from rl.loss.aggregate import token_divisor
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
 from rl.types import Group, Sample
@@ -211,12 +212,11 @@ def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
     """
     estimator = algorithm.advantages
     trajectories = [[_trajectory(member, algorithm.needs_critic) for member in group] for group in groups]
-    advantages = estimator(trajectories)
-    _check("advantages", advantages, trajectories, estimator)
+    advantages = estimate_values(estimator, trajectories)
     returns = None
     if algorithm.needs_critic:
         returns = cast(EstimatorWithCritic, estimator).returns(trajectories)
-        _check("returns", returns, trajectories, estimator)
+        check_estimates("returns", returns, trajectories, estimator)
     done: _Groups = []
     for g, group in enumerate(groups):
         done.append([])
@@ -234,30 +234,6 @@ def _trajectory(member: Member, with_values: bool) -> Trajectory:
     if not with_values:
         return Trajectory(member.rewards, member.reward)
     return Trajectory(member.rewards, member.reward, member.of_targets("values").astype(np.float64))
-
-
-def _check(
-    what: str,
-    given: Sequence[Sequence[float | np.ndarray]],
-    trajectories: list[list[Trajectory]],
-    estimator: object,
-) -> None:
-    name = getattr(estimator, "__name__", type(estimator).__name__)
-    if [len(group) for group in given] != [len(group) for group in trajectories]:
-        raise RunError(
-            f"advantages {name} returned {what} for {[len(g) for g in given]} rollouts of "
-            f"{[len(g) for g in trajectories]}; return as many, group by group"
-        )
-    for values, group in zip(given, trajectories, strict=True):
-        for value, trajectory in zip(values, group, strict=True):
-            if np.ndim(value) and np.shape(value) != trajectory.rewards.shape:
-                raise RunError(
-                    f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} "
-                    f"tokens; return one for each"
-                )
-        if not np.isfinite(np.hstack([0.0, *values])).all():
-            rewards = [t.reward for t in group]
-            raise RunError(f"advantages {name} returned {what} that are not finite, for rewards {rewards}")
 
 
 def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:
@@ -282,7 +258,5 @@ def weighted(samples: Sequence[Sample], algorithm: Algorithm) -> Sequence[Sample
 
     The denominator comes with optim_step.
     """
-    if algorithm.loss_agg != "seq_mean":
-        return samples
-    num_targets = max(1, sum(s.num_targets for s in samples))
-    return [s.with_weights_divided(num_targets) for s in samples]
+    divisor = token_divisor(algorithm.loss_agg, sum(s.num_targets for s in samples))
+    return samples if divisor == 1 else [s.with_weights_divided(divisor) for s in samples]

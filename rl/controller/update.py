@@ -15,6 +15,7 @@ from rl.controller.training_batch import Streamed, TrainingBatch, TrainingGroup
 from rl.envs.base import derive_seed
 from rl.errors import NotFinite, RunError
 from rl.interfaces import Loss
+from rl.loss import aggregate
 from rl.observability.metrics import critic_metrics, learning_metrics
 from rl.types import OptimParams, Sample
 
@@ -112,14 +113,9 @@ def denominator(groups: Sequence[TrainingGroup], algorithm: Algorithm) -> float:
     """What the sum over a minibatch's tokens is divided by."""
     if algorithm.data == "preferences":
         return max(1, len(groups))
-    num_sequences = max(1, sum(group.num_sequences for group in groups))
-    match algorithm.loss_agg:
-        case "token_mean":
-            return max(1, sum(group.num_tokens for group in groups))
-        case "seq_mean":
-            return num_sequences
-        case "constant":
-            return num_sequences * algorithm.max_new_tokens
+    num_tokens = sum(group.num_tokens for group in groups)
+    num_sequences = sum(group.num_sequences for group in groups)
+    return aggregate.denominator(algorithm.loss_agg, num_tokens, num_sequences, algorithm.max_new_tokens)
 
 
 async def stream(batch: TrainingBatch, step: int, policy: Updater) -> TrainingBatch:

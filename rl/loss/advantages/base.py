@@ -2,8 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rl.errors import RunError
+
+if TYPE_CHECKING:
+    from rl.interfaces import AdvantageEstimator
 
 _NO_VALUES = np.zeros(0)
 
@@ -24,6 +30,41 @@ class Trajectory:
 
 Groups = Sequence[Sequence[Trajectory]]
 """The rollouts of a step by the prompts they belong to."""
+
+
+def estimate(estimator: "AdvantageEstimator", groups: Groups) -> Sequence[Sequence[float | np.ndarray]]:
+    """What the estimator makes of the groups: for each trajectory [M], or one for all tokens.
+
+    Raises RunError where a reward is not finite, or where it does not give a finite one for each token.
+    """
+    for group in groups:
+        if not np.isfinite([t.reward for t in group]).all():
+            raise RunError(f"rewards {[t.reward for t in group]} of a group are not finite")
+    advantages = estimator(groups)
+    check_estimates("advantages", advantages, groups, estimator)
+    return advantages
+
+
+def check_estimates(
+    what: str, values: Sequence[Sequence[float | np.ndarray]], groups: Groups, estimator: object
+) -> None:
+    """what: "advantages" or "returns". Raises RunError where there is not a finite one for each token."""
+    name = getattr(estimator, "__name__", type(estimator).__name__)
+    if [len(group) for group in values] != [len(group) for group in groups]:
+        raise RunError(
+            f"advantages {name} returned {what} for {[len(g) for g in values]} rollouts of "
+            f"{[len(g) for g in groups]}; return as many, group by group"
+        )
+    for of_group, group in zip(values, groups, strict=True):
+        for value, trajectory in zip(of_group, group, strict=True):
+            if np.ndim(value) and np.shape(value) != trajectory.rewards.shape:
+                raise RunError(
+                    f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} "
+                    f"tokens; return one for each"
+                )
+        if not np.isfinite(np.hstack([0.0, *of_group])).all():
+            rewards = [t.reward for t in group]
+            raise RunError(f"advantages {name} returned {what} that are not finite, for rewards {rewards}")
 
 
 def each_group(groups: Groups, advantages: Callable[[np.ndarray], np.ndarray]) -> list[list[float]]:

@@ -1,0 +1,102 @@
+"""The losses and estimators for whoever has padded tensors [B, T], as trainers of TRL and verl do.
+
+B sequences of up to T tokens. Nothing of a run is needed: `from rl.loss import Clip, GroupMean, padded_loss`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rl.errors import RunError
+from rl.interfaces import AdvantageEstimator, Loss
+from rl.loss.advantages.base import Trajectory, estimate
+from rl.loss.aggregate import LossAgg, denominator, token_divisor
+from rl.loss.base import TokenInputs
+
+
+class PaddedLoss(NamedTuple):
+    loss: torch.Tensor  # scalar, with gradient
+    metrics: dict[str, float]  # by name: the mean over the tokens that count, or the largest value
+
+
+def padded_loss(
+    loss: Loss,
+    logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    sampling_logprobs: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    loss_agg: LossAgg = "token_mean",
+    max_new_tokens: int = 0,
+    **loss_inputs: torch.Tensor,
+) -> PaddedLoss:
+    """One of rl.loss, or an Objective, over padded rows.
+
+    logprobs: [B, T] of the tokens, in nats, with gradient. mask: [B, T], 1 where a token counts. advantages:
+    [B, T], or [B] for all tokens of a sequence. sampling_logprobs: [B, T], of the policy that sampled; none
+    where the policy is still that one. entropy: [B, T] in nats. loss_agg, max_new_tokens: see
+    `aggregate.denominator`. loss_inputs: [B, T] each, such as ref_logprobs for a KL penalty, or old_logprobs.
+    What stands where the mask is 0 is not read. Raises RunError where a shape is another.
+    """
+    if loss_agg == "constant" and max_new_tokens < 1:
+        raise RunError("loss_agg='constant' divides by max_new_tokens; give it")
+    keep = mask.bool()
+    named = {"mask": mask, "sampling_logprobs": sampling_logprobs, "entropy": entropy, **loss_inputs}
+    if advantages.ndim == 1 and len(advantages) == len(logprobs):
+        advantages = advantages[:, None].expand_as(logprobs)
+    for name, tensor in {"advantages": advantages, **named}.items():
+        if tensor is not None and tensor.shape != logprobs.shape:
+            raise RunError(f"{name} has the shape {[*tensor.shape]}, and logprobs {[*logprobs.shape]}")
+    policy = logprobs[keep]
+    rows = torch.arange(len(mask), device=mask.device)[:, None].expand_as(keep)[keep]
+    divisors = torch.tensor([token_divisor(loss_agg, n) for n in keep.sum(1).tolist()]).to(policy)
+    inputs = TokenInputs(
+        generator_logprobs=policy.detach() if sampling_logprobs is None else sampling_logprobs[keep],
+        advantages=advantages[keep],
+        weights=1 / divisors[rows],
+        sample_ids=rows,
+        loss_inputs={name: tensor[keep] for name, tensor in loss_inputs.items()},
+        entropy=None if entropy is None else entropy[keep],
+    )
+    num_tokens = int(keep.sum())
+    total, metrics = loss(policy, inputs)
+    mean = total / denominator(loss_agg, num_tokens, len(mask), max_new_tokens)
+    values: dict[str, float] = {}
+    for metric, value in metrics.items():
+        name, _, reduction = metric.partition(":")
+        values[name] = float(value) / (max(1, num_tokens) if reduction == "sum" else 1)
+    return PaddedLoss(mean, values)
+
+
+def padded_advantages(
+    estimator: AdvantageEstimator, rewards: torch.Tensor, mask: torch.Tensor, group_size: int
+) -> torch.Tensor:
+    """Advantages [B, T], 0 where the mask is 0.
+
+    rewards: [B], of whole sequences, of which each group_size in a row are of one prompt; or [B, T], where in
+    a sequence they were earned. mask: [B, T], 1 at the tokens that were sampled. For estimators without a
+    critic. Raises RunError where a reward is not finite.
+    """
+    keep = mask.bool()
+    if rewards.shape not in (keep.shape[:1], keep.shape):
+        raise RunError(f"rewards have the shape {[*rewards.shape]}, and mask {[*keep.shape]}")
+    if group_size < 1 or len(keep) % group_size:
+        raise RunError(f"{len(keep)} sequences are no groups of {group_size}")
+    members = [_trajectory(rewards[i], keep[i]) for i in range(len(keep))]
+    groups = [members[i : i + group_size] for i in range(0, len(members), group_size)]
+    advantages = torch.zeros(keep.shape, dtype=torch.get_default_dtype(), device=mask.device)
+    for i, value in enumerate(value for group in estimate(estimator, groups) for value in group):
+        advantages[i, keep[i]] = torch.as_tensor(value).to(advantages)
+    return advantages
+
+
+def _trajectory(rewards: torch.Tensor, keep: torch.Tensor) -> Trajectory:
+    """rewards: of one sequence, whole or [T]. keep: [T]."""
+    if rewards.ndim:
+        of_tokens = rewards[keep].double().cpu().numpy()
+        return Trajectory(of_tokens, float(of_tokens.sum()))
+    of_tokens = np.zeros(int(keep.sum()))
+    of_tokens[-1:] = float(rewards)
+    return Trajectory(of_tokens, float(rewards))

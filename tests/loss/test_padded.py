@@ -1,0 +1,143 @@
+"""Losses over padded rows: equal to formulas written out, and to what a run computes of the same samples."""
+
+# holds: exact
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.errors import RunError
+from rl.loss import (
+    CISPO,
+    DRO,
+    GSPO,
+    KL,
+    RLOO,
+    Clip,
+    GroupMean,
+    ImportanceSampling,
+    Objective,
+    ReinforcePP,
+    padded_advantages,
+    padded_loss,
+)
+
+LOSSES = [Clip(), Clip(dual=3.0), GSPO(), CISPO(), DRO(), ImportanceSampling()]
+
+
+def rows(seed, lengths, width):
+    """logprobs, sampling_logprobs, ref_logprobs [B, T], mask [B, T]; NaN where the mask is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    made = [-torch.rand(len(lengths), width, generator=generator, dtype=torch.float64) for _ in range(3)]
+    return [tensor.masked_fill(~mask, math.nan) for tensor in made], mask
+
+
+@pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean", "constant"])
+def test_the_clipped_surrogate_is_what_its_formula_says(loss_agg):
+    (logprobs, sampling, reference), mask = rows(0, [5, 1, 3, 4], 6)
+    logprobs.requires_grad_()
+    advantages = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
+    objective = Objective(Clip(low=0.1, high=0.2), kl=KL(coef=0.3))
+    done = padded_loss(
+        objective, logprobs, mask, advantages, sampling_logprobs=sampling, ref_logprobs=reference,
+        loss_agg=loss_agg, max_new_tokens=6,
+    )  # fmt: skip
+    own = logprobs.detach().clone().requires_grad_()
+    terms = []
+    for b in range(4):
+        here = own[b][mask[b]]
+        ratio = (here - sampling[b][mask[b]]).exp()
+        gap = reference[b][mask[b]] - here
+        surrogate = torch.minimum(ratio * advantages[b], ratio.clamp(0.9, 1.2) * advantages[b])
+        terms.append(-surrogate + 0.3 * (gap.exp() - gap - 1))
+    by_hand = {
+        "token_mean": torch.cat(terms).mean(),
+        "seq_mean": torch.stack([term.mean() for term in terms]).mean(),
+        "constant": torch.cat(terms).sum() / (4 * 6),
+    }[loss_agg]
+    torch.testing.assert_close(done.loss, by_hand)
+    done.loss.backward()
+    by_hand.backward()
+    torch.testing.assert_close(logprobs.grad[mask], own.grad[mask])
+    assert not logprobs.grad[~mask].any() and 0 < done.metrics["clip_fraction"] < 1
+
+
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    loss=st.sampled_from(LOSSES),
+    agg=st.sampled_from(["token_mean", "seq_mean", "constant"]),
+    more=st.integers(0, 3),
+)
+def test_neither_padding_nor_rows_without_tokens_change_the_sum(seed, lengths, loss, agg, more):
+    (logprobs, sampling, _), mask = rows(seed, lengths, 5)
+    advantages = torch.linspace(-1, 1, len(lengths), dtype=torch.float64)
+
+    def value(width):
+        grown = [torch.nn.functional.pad(t, (0, width), value=math.nan) for t in (logprobs, sampling)]
+        wide = torch.nn.functional.pad(mask, (0, width))
+        return padded_loss(
+            loss, grown[0], wide, advantages, sampling_logprobs=grown[1], loss_agg=agg, max_new_tokens=5
+        ).loss  # fmt: skip
+
+    assert value(0).isfinite() and value(0) == value(more)
+
+
+def test_without_sampling_logprobs_the_policy_is_the_one_that_sampled():
+    (logprobs, _, _), mask = rows(1, [3, 2], 3)
+    logprobs.requires_grad_()
+    done = padded_loss(Clip(), logprobs, mask, torch.tensor([1.0, 1.0], dtype=torch.float64))
+    done.loss.backward()
+    assert done.loss == -1 and torch.allclose(logprobs.grad[mask], torch.tensor(-1 / 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", [GroupMean(), GroupMean(adv_norm="none"), RLOO(), ReinforcePP()])
+def test_advantages_of_rewards_are_the_estimators(estimator):
+    rewards, mask = torch.tensor([1.0, 0.0, 0.0, 0.5, 0.25, 0.0]), torch.ones(6, 4, dtype=torch.long)
+    mask[1, 2:] = 0
+    advantages = padded_advantages(estimator, rewards, mask, group_size=3)
+    assert advantages.shape == (6, 4) and not advantages[1, 2:].any()
+    if isinstance(estimator, GroupMean):
+        scale = 1.0 if estimator.adv_norm == "none" else 1 / (np.std([1, 0, 0], ddof=1) + 1e-6)
+        assert advantages[0].tolist() == pytest.approx([2 / 3 * scale] * 4)
+    if isinstance(estimator, RLOO):
+        assert advantages[3].tolist() == pytest.approx([0.5 - 0.125] * 4)
+
+
+def test_rewards_of_tokens_are_read_where_they_were_earned():
+    mask = torch.ones(2, 3)
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    early, late = padded_advantages(ReinforcePP(), rewards, mask, group_size=1)
+    assert early[1] < early[0] and late[2] == pytest.approx(late[0])
+
+
+def test_what_does_not_fit_is_refused():
+    logprobs, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    with pytest.raises(RunError, match=r"advantages has the shape \[3\], and logprobs \[2, 3\]"):
+        padded_loss(Clip(), logprobs, mask, torch.zeros(3))
+    with pytest.raises(RunError, match=r"ref_logprobs has the shape \[2, 4\]"):
+        padded_loss(Clip(), logprobs, mask, torch.zeros(2), ref_logprobs=torch.zeros(2, 4))
+    with pytest.raises(RunError, match="divides by max_new_tokens; give it"):
+        padded_loss(Clip(), logprobs, mask, torch.zeros(2), loss_agg="constant")
+    with pytest.raises(RunError, match="the loss reads 'ref_logprobs', which the samples do not carry"):
+        padded_loss(Objective(Clip(), kl=KL(coef=0.1)), logprobs, mask, torch.zeros(2))
+    with pytest.raises(RunError, match="2 sequences are no groups of 3"):
+        padded_advantages(GroupMean(), torch.zeros(2), mask, 3)
+    for reward in (math.nan, math.inf):
+        with pytest.raises(RunError, match="of a group are not finite"):
+            padded_advantages(GroupMean(), torch.tensor([reward, 1.0]), mask, 2)
+
+
+def test_the_docs_example_runs_and_says_what_it_gives():
+    page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    scope: dict = {}
+    exec(example, scope)
+    assert f"# metrics: {scope['metrics']}" in example and scope["logprobs"].grad.any()
