@@ -23,9 +23,9 @@ from rl.gpu_checks import (
     context_parallel,
     imports,
     moe,
-    move,
     self_check,
     stack,
+    suspend,
     trees,
     with_weights,
 )
@@ -60,7 +60,7 @@ CHECKS = (
     Check(
         "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
     ),
-    Check("move", "Engine.to('cpu') and back", move, needs=1),
+    Check("suspend", "Engine.suspend() and resume()", suspend, needs=1),
     Check(
         "context_parallel", "two processes that share each row, against one", context_parallel, num_procs=2
     ),

@@ -11,7 +11,9 @@ from rl.actors.reference import Reference
 from rl.actors.remote import EarlyDeaths, EngineDied
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
+from rl.actors.turns import Turns
 from rl.errors import RunError
+from rl.plan.types import Phase
 from rl.types import LoRA, PolicyVersion
 from rl.waiting import Deadlines, within
 from rl.weight_sync.manifest import MODEL
@@ -81,10 +83,16 @@ class Actors:
     critic: EngineHandle | None = None  # where the advantage estimator asks for one
     policy: tuple[str, LoRA] | None = None
     revival: Revival | None = None  # None: what dies stays dead
+    turns: Turns | None = None  # None: everybody stays on their devices
 
     @property
     def adapter(self) -> str | None:
         return self.policy[0] if self.policy else None
+
+    async def enter(self, phase: Phase) -> None:
+        """Whoever is needed in the phase is on its devices, and nobody else. Raises EngineDied."""
+        if self.turns is not None:
+            await self.turns.enter(phase)
 
     async def restart_engines(self, death: EngineDied) -> None:
         """Start trainer, critic and reference again, as they were at first; generators wait for new weights.
@@ -93,6 +101,8 @@ class Actors:
         """
         if self.revival is None:
             raise death
+        if self.turns is not None:
+            await self.turns.leave_to("score")  # new engines are there as soon as they are spawned
         await self.revival.restart(death)
         await self.generators.forget()
 

@@ -51,6 +51,7 @@ class EngineHandle:
         self._caller = Caller(name, f"logs/{name}-*.log of the run")
         self._packing: dict[str, Any] = {}
         self._met_deadline: set[str] = set()  # methods; others may have been given too little time
+        self.is_there: bool | None = True  # on its devices; None: it was on its way, and nobody waited
         self._turn = asyncio.Lock()  # every rank gets the calls in the same order, whoever makes them
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
@@ -115,6 +116,7 @@ class EngineHandle:
 
     async def start(self) -> None:
         """Spawn the processes and wait until each has answered."""
+        self.is_there = True
         try:
             self.mesh, self._actors = await self._spawn()
         except ProcessDied as death:
@@ -146,6 +148,17 @@ class EngineHandle:
     async def ready(self) -> None:
         self._caller.processes = tuple(await self._every("ready", kind="start"))
         self._packing = (await self._every("packing", kind="start"))[0]
+
+    async def suspend(self, directory: str) -> None:
+        """Leave the device, until `resume`; see Engine.suspend."""
+        self.is_there = None
+        await self._every("suspend", directory, kind="load")
+        self.is_there = False
+
+    async def resume(self) -> None:
+        self.is_there = None
+        await self._every("resume", kind="load")
+        self.is_there = True
 
     async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
         await self._every("add_adapter", name, lora, seed, kind="load")

@@ -42,6 +42,14 @@ class EngineActor(Actor):
         return self._engine.packing
 
     @endpoint
+    async def suspend(self, directory: str) -> None:
+        self._engine.suspend(directory)
+
+    @endpoint
+    async def resume(self) -> None:
+        self._engine.resume()
+
+    @endpoint
     async def add_adapter(self, name: str, lora: LoRA, seed: int) -> None:
         self._engine.adapters.add(name, lora, seed)
 

@@ -65,6 +65,10 @@ class Generator(Actor):
     async def load_weights(self, manifest: Manifest) -> None:
         await self._engine.load_weights(manifest)
 
+    @concurrent_endpoint
+    async def suspend(self) -> None:
+        await self._engine.suspend()
+
 
 class GeneratorProcesses:
     """The running ranks of one generator. See replica.Member."""
@@ -103,12 +107,19 @@ class GeneratorProcesses:
                 raise ProcessDied(f"{self._caller.name}: {error}") from error
 
     async def load_weights(self, manifest: Manifest) -> None:
+        await self._change("load_weights", manifest)
+
+    async def suspend(self) -> None:
+        """Leave the device; nobody waits for a sample. The next model that is loaded brings it back."""
+        await self._change("suspend")
+
+    async def _change(self, method: str, *args: Any) -> None:
         deadline = Deadline("load", self._deadlines.load)
         self._loading = True
         try:
-            with self._timeline.span(self._caller.name, "load_weights"):
-                call = only(self._first.load_weights.call(manifest))
-                await self._caller.call(call, "load_weights", deadline, past=ProcessDied)
+            with self._timeline.span(self._caller.name, method):
+                call = only(getattr(self._first, method).call(*args))
+                await self._caller.call(call, method, deadline, past=ProcessDied)
         except GeneratorFailed as error:
             raise ProcessDied(f"{self._caller.name}: {error}") from error
         finally:

@@ -90,6 +90,15 @@ class GeneratorPool(Pool[GeneratorReplica]):
         self._num_prompt_tokens = self._num_cached_tokens = 0
         return counts
 
+    def take_metrics(self) -> dict[str, float]:
+        """Of a step: who serves, and what prompts cost since the last call."""
+        metrics: dict[str, float] = {"generators/serving": self.num_serving}
+        metrics["generators/alive"] = self.num_alive
+        prompt_tokens, cached = self.take_counts()
+        if prompt_tokens:
+            metrics |= {"tokens/prompt": prompt_tokens, "tokens/prompt_computed": prompt_tokens - cached}
+        return metrics
+
     async def _sample(
         self,
         takes: Callable[[GeneratorReplica], bool],

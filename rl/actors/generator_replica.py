@@ -9,7 +9,9 @@ from itertools import count
 from typing import Any
 
 from rl.actors.generator import GeneratorProcesses
+from rl.actors.remote import ProcessDied
 from rl.actors.replica import Replica, State
+from rl.actors.turns import Turns
 from rl.errors import RunError
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
@@ -88,8 +90,9 @@ class _OpenWave:
 class GeneratorReplica(Replica[GeneratorProcesses]):
     """A generator that can be spawned again, and that follows the WeightStore.
 
-    Invariant: it serves only once it has the weights of some version, with `version` their number. Where
-    updates are not in flight, it finishes what it has before it takes new weights.
+    Invariants: it serves only once it has the weights of some version, with `version` their number; and it is
+    on its devices only while it may be. Where updates are not in flight, it finishes what it has before it
+    takes new weights.
     """
 
     def __init__(
@@ -100,8 +103,12 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         in_flight_updates: bool,
         updates: Updates,
         changed: Signal,
+        turns: Turns | None = None,
     ):
-        super().__init__(name, spawn, max_restarts, changed)
+        """turns: None: it may always be on its devices."""
+        super().__init__(name, self._spawn_in_turn, max_restarts, changed)
+        self._spawn_now = spawn
+        self._turns = turns
         self.version: PolicyVersion | None = None
         self._in_flight_updates = in_flight_updates
         self._updates = updates
@@ -116,7 +123,11 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         self._enter(State.LOADING)
         epoch = self._updates.epoch
         while True:
-            await self._updates.store.changed.wait_for(self._is_behind)
+            await self._updates.store.changed.wait_for(lambda: not self._may_stay() or self._is_behind())
+            if not self._may_stay():
+                await self._leave(member)
+                epoch = self._updates.epoch
+                continue
             if self.state == State.SERVING and not self._in_flight_updates:
                 self._enter(State.DRAINING)
                 await self._changed.wait_for(lambda: self.load == 0)
@@ -140,6 +151,42 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
                 continue
             self.version = manifest.version
             self._enter(State.SERVING)
+
+    def _may_stay(self) -> bool:
+        return self._turns is None or self._turns.may_stay(self.name)
+
+    async def _leave(self, member: GeneratorProcesses) -> None:
+        """Until it may be there again: then it has no weights."""
+        assert self._turns is not None
+        if self.state == State.SERVING:
+            self._enter(State.DRAINING)
+        await self._changed.wait_for(lambda: self.load == 0)
+        self.version = None
+        await member.suspend()
+        self._enter(State.SUSPENDED)
+        self._turns.left(self.name)
+        await self._turns.come(self.name)
+        self._enter(State.LOADING)
+
+    async def _spawn_in_turn(self) -> GeneratorProcesses:
+        if self._turns is None:
+            return await self._spawn_now()
+        if not self._may_stay():
+            self._enter(State.SUSPENDED)
+        await self._turns.come(self.name)
+        self._enter(State.STARTING)
+        try:
+            return await self._spawn_now()
+        except BaseException:
+            self._turns.left(self.name)
+            raise
+
+    async def _live(self, member: GeneratorProcesses) -> ProcessDied:
+        try:
+            return await super()._live(member)
+        finally:
+            if self._turns is not None:
+                self._turns.left(self.name)
 
     def forget(self) -> None:
         """What it has is no version any more. It serves nothing until it has loaded another."""

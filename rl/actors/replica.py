@@ -23,6 +23,7 @@ class State(StrEnum):
     STARTING = "starting"  # its processes are being spawned
     LOADING = "loading"  # they answer, and have no weights yet
     SERVING = "serving"  # they take work
+    SUSPENDED = "suspended"  # they are not on their devices, or not even spawned: it is not their turn
     DRAINING = "draining"  # they finish what they have, and take no more for now
     DEAD = "dead"  # they died more often than allowed
 
@@ -53,7 +54,7 @@ class Replica(Generic[M]):
         self._spawn = spawn
         self._max_restarts = max_restarts
         self._changed = changed
-        self._has_lived = False
+        self.has_lived = False
         self._has_served = False
         self._early_deaths = EarlyDeaths()
         self._member: M | None = None
@@ -69,15 +70,15 @@ class Replica(Generic[M]):
             except ProcessDied as error:
                 # A process may be killed at any moment. One that never starts is the machine's or the
                 # config's.
-                if not self._has_lived and (self.num_restarts or isinstance(error, ProcessSilent)):
+                if not self.has_lived and (self.num_restarts or isinstance(error, ProcessSilent)):
                     raise RunError(f"{error}; it did not even start") from error
                 death = error
             except RunError as error:
-                if not self._has_lived:
+                if not self.has_lived:
                     raise
                 death = ProcessDied(str(error))  # it has run before, so what keeps it from starting may pass
             else:
-                self._has_lived = True
+                self.has_lived = True
                 death = await self._live(member)
             if not self._has_served:
                 self._early_deaths.count(death)
@@ -171,9 +172,7 @@ class Pool(Generic[R]):
 
     async def started(self) -> None:
         """Every replica's processes have answered for the first time."""
-        await self.changed.wait_for(
-            lambda: all(r.state != State.STARTING or r.num_restarts for r in self.replicas)
-        )
+        await self.changed.wait_for(lambda: all(r.has_lived or r.num_restarts for r in self.replicas))
 
     async def ask(
         self,

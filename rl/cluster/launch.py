@@ -20,6 +20,7 @@ from rl.actors.remote import Caller, Deadline, EngineDied, ProcessDied
 from rl.actors.replica import Pool, Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
+from rl.actors.turns import Turns
 from rl.cluster.launchers import Launcher, ThisHost
 from rl.cluster.spawn import kill_children
 from rl.cluster.spawner import Spawner, spec_of
@@ -143,17 +144,24 @@ class _Start:
                 await trainer.add_adapter(adapter.name, adapter.lora, adapter.seed)
 
         policy = (POLICY, adapters[POLICY].lora) if POLICY in adapters else None
+        self._turns = Turns(plan.stays, self.engines, self._run_dir, store.changed)
         generators = self._generators(store, transport, POLICY if policy else MODEL)
         self.judge = self._judge(plan.of("judge"), transport) if plan.of("judge") else None
         others = (store, deadlines, reference, critic, policy)
         self._revival = Revival(start_engines, self.engines, of_trainer.max_restarts)
-        return Actors(trainer, generators, self._rewards(), *others, revival=self._revival)
+        return Actors(trainer, generators, self._rewards(), *others, revival=self._revival, turns=self._turns)
 
     async def ready(self, actors: Actors) -> None:
-        pools: list[Pool] = [actors.generators, actors.rewards, *([self.judge.pool] if self.judge else [])]
-        await together((self._revival.start(), *(pool.started() for pool in pools)))
+        """Where they take turns, generators are spawned once the engines have left their devices."""
+        others: list[Pool] = [actors.rewards, *([self.judge.pool] if self.judge else [])]
+        if not self._turns.alternate:
+            others.append(actors.generators)
+        await together((self._revival.start(), *(pool.started() for pool in others)))
         if actors.policy is not None:
             await actors.publish_base()
+        if self._turns.alternate:
+            await self._turns.enter("generate")
+            await actors.generators.started()
         freeze_heap()
 
     async def _transport(self) -> Transport:
@@ -189,7 +197,8 @@ class _Start:
             replica = replicas[number]
             spawn = self._spawner.generator(replica, transport)
             in_flight = spec_of(replica, GeneratorSpec).updates == "in_flight"
-            return GeneratorReplica(replica.name, spawn, replica.max_restarts, in_flight, updates, changed)
+            restarts, turns = replica.max_restarts, self._turns
+            return GeneratorReplica(replica.name, spawn, restarts, in_flight, updates, changed, turns)
 
         return GeneratorPool("generator", make, len(replicas), policy, store)
 

@@ -157,9 +157,11 @@ async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list
         plan = settle(config, "eval")
         models = model_dirs(config, plan, directory)
         async with launch(plan, models, out, config.env) as actors:
+            await actors.enter("sync")
             if config.resume:
                 await actors.trainer.load_checkpoint(config.resume)
             await actors.publish(0)
+            await actors.enter("generate")
             generators = actors.generators
             await generators.wait_served(0)
             made = rollouts(learning_of(config), HFTokenizer(models["model"]), actors)

@@ -41,6 +41,7 @@ async def train_and_export(
     while True:
         try:
             await RunStages(learning, checkpoint, actors, tokenizer, recorder, goes_on).run()
+            await actors.enter("train")
             await actors.trainer.finish_checkpoint()
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:

@@ -97,6 +97,7 @@ async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -
         directory = Path(scratch)
         plan, learning = settle(config, "replay"), learning_of(config)
         async with launch(plan, model_dirs(config, plan, directory), out) as actors:
+            await actors.enter("score")  # reference, trainer and critic
             await load_checkpoint(actors, config.resume)
             policy, critic = updaters(learning, actors)
             learned: dict[str, float] = {}

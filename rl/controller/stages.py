@@ -71,6 +71,7 @@ class RunStages:
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
         learning, rhythm, actors = self._learning, self._learning.rhythm, self._actors
+        await actors.enter("score")
         state = await load_checkpoint(actors, self._checkpoint)
         if self._checkpoint:
             self._entropy = EntropyControl(learning.algorithm.entropy, state.get("entropy"))
@@ -150,8 +151,11 @@ class RunStages:
         return batch
 
     async def _next_part(self, buffer: RolloutBuffer, step: int, inputs: Scorers) -> TrainingBatch:
+        await self._actors.enter("generate")
         taken = await buffer.take(step - 1, self._learning.groups_per_part)
         self._taken = True
+        if inputs:
+            await self._actors.enter("score")
         part = await build_training_batch(taken.groups, self._algorithm, inputs)
         return replace(part, filtered=list(taken.filtered))
 
@@ -177,6 +181,7 @@ class RunStages:
         coming = self.buffer.coming if self.buffer and step < self._learning.pace.num_steps else ()
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
         try:
+            await self._actors.enter("train")
             seed, critic = self._learning.seed, self._updaters[1]
             learned = await learn(batch, step, self._algorithm, seed, self._policy, critic, self._parity)
             await preparing
@@ -195,10 +200,12 @@ class RunStages:
             self._only_evaluating = schedule.evaluate_first
         else:
             self._only_evaluating = schedule.evaluates(step) and not schedule.evaluate_beside
+        await self._actors.enter("sync")
         await self._actors.publish(step)
         self._sync_blocking = time.monotonic() - began
 
     async def refresh_reference(self, step: int) -> None:
+        await self._actors.enter("score")
         await refresh_reference(self._actors, self._recorder.run_dir, step)
         self._refreshed = step
 
@@ -207,6 +214,7 @@ class RunStages:
         learning, buffer = self._learning, self.buffer
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
         state = {**learning.checkpoint_notes, "step": step, "entropy": self._entropy.state}
+        await self._actors.enter("train")
         await self._recorder.flush()  # who resumes counts on the lines up to this step
         if buffer is not None:
             prompts = buffer.state_before_step if taken else buffer.state
@@ -242,6 +250,7 @@ class RunStages:
         Generators stay at that version until they have answered.
         """
         generators = self._actors.generators
+        await self._actors.enter("generate")
         async with generators.pinned() as (version, sampler):
             await generators.wait_served(version)
             groups = await self._rollouts.evaluate(sampler)
@@ -254,22 +263,13 @@ class RunStages:
 
     def record(self, step: int, batch: TrainingBatch, learned: Mapping[str, float]) -> None:
         self._unrecorded = None
-        metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned) | self._generation_metrics()
+        metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned)
+        metrics |= self._actors.generators.take_metrics() | {"time/sync_blocking": self._sync_blocking}
         if self.buffer is not None:
             metrics |= offpolicy_metrics(batch.rollouts, step - 1) | self.buffer.metrics
         if self._learning.pace.max_filtered_per_step:
             metrics["resampling/extra_prompts"] = len(batch.filtered)
         self._recorder.step(step, metrics, batch.sampled, batch.samples_of)
-
-    def _generation_metrics(self) -> dict[str, float]:
-        pool = self._actors.generators
-        metrics: dict[str, float] = {"generators/serving": pool.num_serving}
-        metrics["generators/alive"] = pool.num_alive
-        metrics["time/sync_blocking"] = self._sync_blocking
-        prompt_tokens, cached = pool.take_counts()
-        if prompt_tokens:
-            metrics |= {"tokens/prompt": prompt_tokens, "tokens/prompt_computed": prompt_tokens - cached}
-        return metrics
 
     async def _warm_up(self) -> None:
         """Reference and critic begin where the policy then is."""

@@ -179,11 +179,6 @@ class Adapters:
     def learners(self) -> dict[str, Learner]:
         return {name: learner for name, (_, learner) in self._members.items()}
 
-    def move_parameters(self, device: torch.device) -> None:
-        self._device = device
-        for learner in self.learners().values():
-            learner.move_parameters(device)
-
 
 def _ranks_with_the_same_weights(config: EngineConfig) -> dist.ProcessGroup | None:
     """Those with the same tensor-parallel shard of each adapter: they add their gradients in optim_step."""

@@ -11,7 +11,7 @@ same way. Every rank of the process group calls every method, in the same order.
   caller's.
 - `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn
   (`EngineConfig.adapters`) keeps the model frozen; `adapters.add`, `load`, `save` and `remove` manage them.
-- `train_mode()`, `eval_mode()`: bring what they need to the device, then put it back; `to` moves it for good.
+- `suspend`, `resume`: the device's memory is given back, and taken again with what it held.
 """
 
 from abc import ABC, abstractmethod
@@ -40,8 +40,8 @@ from rl.models.load_weights import load_tensors
 from rl.models.lora import Adapter, Site
 from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, measure, token_inputs
 from rl.models.packing import packing, score
-from rl.models.placement import Placement, move_in_place
 from rl.models.platform import init_process_group, reshard
+from rl.models.suspension import Suspension
 from rl.types import OptimParams
 from rl.weight_sync.manifest import LocalShard
 
@@ -71,7 +71,7 @@ class Engine(ABC):
         self._base = None if config.adapters else Learner(self._tensors)
         self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
         self._checkpoints = Checkpoints(self.device, config.save_seconds, self.adapters, self._learners)
-        self._placement = Placement(self.device, model=self._move_model, optimizer=self._move_optimizer)
+        self._suspension = Suspension(self.device)
 
     @property
     def max_seq_len(self) -> int:
@@ -112,7 +112,7 @@ class Engine(ABC):
 
         Without dropout. With a value head: the value before each of them.
         """
-        self._placement.require("forward", "model")
+        self._suspension.require("forward")
         logprobs: dict[int, np.ndarray] = {}
         with self._computing(adapter):
             self._model.eval()
@@ -129,9 +129,7 @@ class Engine(ABC):
         data-parallel ranks. `found` is given what `forward` returns. Raises NotFinite on every rank where the
         loss is not finite on one, and drops all that has accumulated since `optim_step`.
         """
-        self._placement.require("forward_backward", "model")
-        if self._placement.mode == "eval":
-            raise RunError("forward_backward inside eval_mode; use train_mode")
+        self._suspension.require("forward_backward")
         learner = self._learner(adapter)
         metrics, losses = LossMetrics(self.device), list[torch.Tensor]()
         with self._computing(adapter, learner):
@@ -155,7 +153,7 @@ class Engine(ABC):
         Returns `grad_norm`, before clipping. Raises RunError where there is no gradient, and NotFinite where
         it, or a weight after the step, is not finite: see Learner.step.
         """
-        self._placement.require("optim_step", "model", "optimizer")
+        self._suspension.require("optim_step")
         return self._learner(adapter).step(params)
 
     def reset_optimizer(self, adapter: str | None = None) -> None:
@@ -165,7 +163,7 @@ class Engine(ABC):
     @torch.no_grad()
     def logits(self, batch: Batch, adapter: str | None = None) -> list[torch.Tensor]:
         """This rank's [M, V] logits that predict its targets, for each micro-batch: for inspection."""
-        self._placement.require("logits", "model")
+        self._suspension.require("logits")
         with self._computing(adapter):
             self._model.eval()
             return [self._run(micro, with_targets=False) for micro in self._micro_batches(batch)]
@@ -186,26 +184,24 @@ class Engine(ABC):
 
     # ---- where it is
 
-    def train_mode(self) -> Any:
-        """A context for forward_backward and optim_step: model and optimizer are on the device within it."""
-        return self._placement.in_mode("train", "model", "optimizer")
+    @torch.no_grad()
+    def suspend(self, directory: str | Path) -> None:
+        """Give back the device's memory of weights, gradients, adapters and moments, until `resume`.
 
-    def eval_mode(self) -> Any:
-        """A context for forward: the model is on the device within it; the optimizer stays where it is."""
-        return self._placement.in_mode("eval", "model")
+        directory: for what they hold, if the device is the host. Other verbs raise RunError meanwhile.
+        """
+        reshard(self._model)  # what is gathered is there twice
+        self._suspension.suspend(self._held(), Path(directory))
 
-    def to(self, device: str | torch.device, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move the model with adapters and gradients, the optimizer, or both; "cpu" frees the device."""
-        self._placement.to(device, model=model, optimizer=optimizer)
+    @torch.no_grad()
+    def resume(self) -> None:
+        self._suspension.resume()
 
-    def _move_model(self, device: torch.device) -> None:
-        reshard(self._model)  # what is gathered does not move
-        move_in_place(self._model, device)
-        self.adapters.move_parameters(device)
-
-    def _move_optimizer(self, device: torch.device) -> None:
+    def _held(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
         for learner in self._learners().values():
-            learner.move_optimizer(device)
+            yield from learner.tensors()
 
     # ---- what learns
 
@@ -233,6 +229,7 @@ class Engine(ABC):
         The model's tensors under Hugging Face names; with `adapter`, only that adapter's under PEFT's names,
         or `merged`: the model's with the adapter added.
         """
+        self._suspension.require("export")
         if adapter is not None and not merged:
             yield from shards(self.adapters[adapter].parameters, self._dtype, self.config.layout, self._split)
         else:
@@ -247,6 +244,7 @@ class Engine(ABC):
 
         With `adapter`, merged. Gathers one tensor at a time.
         """
+        self._suspension.require("save_hf")
         added = self.adapters[adapter] if adapter else None
         tensors = whole_tensors(self._tensors, self._dtype, self._split, added)
         write_directory(Path(out_dir), tensors, self._write_hf)
@@ -265,6 +263,7 @@ class Engine(ABC):
 
         Raises ConfigError where it lacks a tensor of this model, RunError where one has another shape.
         """
+        self._suspension.require("load_weights")
         load_tensors(self._model, hf.HFWeights(model_dir), self._name, self._split, self.device)
 
     # ---- checkpoints
@@ -279,6 +278,7 @@ class Engine(ABC):
         Without `wait`, returns when everything is copied to the host, and writes while training goes on;
         `wait_for_save`, or the next `save`, raises what went wrong.
         """
+        self._suspension.require("save")
         self._checkpoints.save(Path(path), state or {}, keep_last)
         if wait:
             self._checkpoints.wait()
@@ -289,6 +289,7 @@ class Engine(ABC):
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load what any layout saved, adapters included; returns the caller's `state`: see Checkpoints."""
+        self._suspension.require("load")
         return self._checkpoints.load(Path(path))
 
     # ---- for the kinds of engine

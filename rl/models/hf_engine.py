@@ -214,6 +214,7 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def load_weights(self, model_dir: str | Path) -> None:
+        self._suspension.require("load_weights")
         read = self._model  # other ranks read nothing
         with agreed():
             if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """Learner: parameters that learn together, their accumulated gradient and their optimizer."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,14 +112,14 @@ class Learner:
             state |= {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
         return {name: state[name] for name in ("step", *_MOMENTS)}
 
-    def move_optimizer(self, device: torch.device) -> None:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it holds: parameters, gradients and moments."""
+        for parameter in self.parameters.values():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
         for state in self._optimizer.state.values():
-            for name, tensor in state.items():
-                state[name] = tensor.to(device)
-
-    def move_parameters(self, device: torch.device) -> None:
-        """Gradients too; the parameters stay the same objects."""
-        nn.ParameterList(self.parameters.values()).to(device)
+            yield from state.values()
 
 
 def _sum_over(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:

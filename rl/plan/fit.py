@@ -30,20 +30,30 @@ def check_fit(
     if cluster.gpus:
         _check_devices(demand, whole, present, places, cluster, notes)
     else:
-        _check_host(demand, whole, places, cluster, notes)
+        _check_host(demand, whole, present, places, cluster, notes)
 
 
 def _check_host(
-    demand: Demand, whole: Mapping[RoleName, Memory], places: Places, cluster: Cluster, notes: Notes
+    demand: Demand,
+    whole: Mapping[RoleName, Memory],
+    present: Presences,
+    places: Places,
+    cluster: Cluster,
+    notes: Notes,
 ) -> None:
     (roles,) = places.on_devices().values()
     free = cluster.hosts[0].free_gib
-    needed = sum(whole[role].total for role in roles) / GIB
-    if needed > free:
+    by_phase = {
+        phase: {role: remaining(whole[role], present[phase][role]) for role in dict.fromkeys(roles)}
+        for phase in present
+    }
+    needed = {phase: sum(there[role].total for role in roles) / GIB for phase, there in by_phase.items()}
+    fullest = max(needed, key=lambda phase: needed[phase])
+    if (most := needed[fullest]) > free:
         notes.problem(
             "fit",
-            f"the {_command(demand)} needs about {needed:.1f} GiB ({_list(roles, whole)}) but {free:.1f} are "
-            f"free, {_tenths(needed - free)} GiB short",
+            f"the {_command(demand)} needs about {most:.1f} GiB ({_list(roles, by_phase[fullest])}) but "
+            f"{free:.1f} are free, {_tenths(most - free)} GiB short{_when(demand, fullest)}",
         )
 
 

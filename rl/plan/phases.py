@@ -8,19 +8,19 @@ from rl.plan.memory import Memory
 from rl.plan.places import Member
 from rl.plan.types import PHASES, Notes, Phase, Stay
 
-Presence = Literal["whole", "weights", "suspended"]
+Presence = Literal["whole", "suspended"]
 Presences = Mapping[Phase, Mapping[RoleName, Presence]]
 
 _WORKS: Mapping[Phase, tuple[RoleName, ...]] = {
     "generate": ("generator",),
-    "grade": ("judge",),
+    "grade": ("generator",),  # a rollout is graded while others are still generated
     "score": ("reference", "trainer", "critic"),
     "train": ("trainer", "critic"),
-    "sync": (),
+    "sync": ("trainer",),  # it writes a version; generators read it when it is their turn
 }
-_SYNCED: tuple[RoleName, ...] = ("trainer", "generator")
-_KEPT = {"weights": ("weights", "optimizer", "loading", "adapters", "overhead"), "suspended": ("overhead",)}
-"""Parts of a process's memory that stay on its device. What leaves goes to the host's memory."""
+_STAY: tuple[RoleName, ...] = ("judge", "reward")
+_KEPT = ("overhead",)
+"""Parts of a suspended process's memory that stay on its device. What leaves goes to the host."""
 
 
 def presences(demand: Demand, roles: Sequence[RoleName], notes: Notes) -> Presences:
@@ -36,16 +36,14 @@ def presences(demand: Demand, roles: Sequence[RoleName], notes: Notes) -> Presen
 
 
 def _presence(role: RoleName, phase: Phase) -> Presence:
-    if role in _WORKS[phase] or role == "reward":
-        return "whole"
-    return "weights" if phase == "sync" and role in _SYNCED else "suspended"
+    return "whole" if role in _STAY or role in _WORKS[phase] else "suspended"
 
 
 def stays(started: Sequence[Member], present: Presences) -> tuple[Stay, ...]:
-    def names(phase: Phase, presence: Presence) -> tuple[str, ...]:
-        return tuple(member.name for member in started if present[phase][member.role] == presence)
+    def whole(phase: Phase) -> tuple[str, ...]:
+        return tuple(member.name for member in started if present[phase][member.role] == "whole")
 
-    return tuple(Stay(phase, names(phase, "whole"), names(phase, "weights")) for phase in PHASES)
+    return tuple(Stay(phase, whole(phase)) for phase in PHASES)
 
 
 def by_phase(whole: Mapping[RoleName, Memory], present: Presences) -> dict[RoleName, dict[Phase, Memory]]:
@@ -59,4 +57,4 @@ def by_phase(whole: Mapping[RoleName, Memory], present: Presences) -> dict[RoleN
 def remaining(memory: Memory, presence: Presence) -> Memory:
     if presence == "whole":
         return memory
-    return Memory({part: size for part, size in memory.parts.items() if part in _KEPT[presence]})
+    return Memory({part: size for part, size in memory.parts.items() if part in _KEPT})

@@ -111,6 +111,8 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
         return None
     started = _members(roles)
     if not cluster.gpus:
+        if demand.sharing == "by_turns":
+            notes.settle(demand.name("placement"), demand.sharing, demand.sharing, "asked for")
         return Places(
             started, {member.name: (Place(0, None),) * member.num_procs for member in started}, False
         )

@@ -89,10 +89,7 @@ def _devices(plan: Plan) -> list[str]:
     lines = []
     for (host, gpu), members in sorted(there.items()):
         room = plan.cluster.hosts[host].gpus[gpu].gib * USABLE
-        taken = {phase: _sum(members, phase) for phase in PHASES}
-        needed = f"{max(taken.values()):.1f}"
-        if len({f"{gib:.1f}" for gib in taken.values()}) > 1:
-            needed = ", ".join(f"{phase} {gib:.1f}" for phase, gib in taken.items())
+        needed = _by_phase(members)
         who = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)
         fills = [cache for r, _ in members if (cache := _fill(r))]
         rest = f"; of it {fills[0].expected_gib:.1f} for the cache: what vLLM finds free" if fills else ""
@@ -114,8 +111,16 @@ def _sum(members: Sequence[tuple[Replica, int]], phase: Phase) -> float:
 
 
 def _host(plan: Plan) -> list[str]:
-    needed = sum(process.peak for replica in plan.replicas for process in replica.processes) / GIB
-    return [f"host: {needed:.1f} of {plan.cluster.hosts[0].free_gib:.1f} GiB free"]
+    members = [(replica, i) for replica in plan.replicas for i in range(len(replica.processes))]
+    return [f"host: {_by_phase(members)} of {plan.cluster.hosts[0].free_gib:.1f} GiB free"]
+
+
+def _by_phase(members: Sequence[tuple[Replica, int]]) -> str:
+    """GiB of these processes: one figure where it is the same in all phases."""
+    taken = {phase: _sum(members, phase) for phase in PHASES}
+    if len({f"{gib:.1f}" for gib in taken.values()}) == 1:
+        return f"{max(taken.values()):.1f}"
+    return ", ".join(f"{phase} {gib:.1f}" for phase, gib in taken.items())
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -88,6 +88,7 @@ def _generator(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpe
         tensor_parallel=generator.tensor_parallel,
         max_lora_rank=demand.max_rank,
         max_adapters=demand.max_adapters,
+        sleeps=demand.sharing == "by_turns",
         stop_texts=demand.stop_texts,
     )
     return GeneratorSpec("model", config, generator.updates)

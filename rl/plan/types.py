@@ -101,11 +101,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Stay:
-    """Who is on its devices in a phase. Whoever is in neither has left them for the host's memory."""
+    """Who is on its devices in a phase. All others have left them for the host."""
 
     phase: Phase
     whole: tuple[str, ...]
-    weights: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,6 @@ class Plan:
 def why_it_does_not_run(plan: Plan) -> list[str]:
     """One line for each thing that is planned, and that no launcher can do yet."""
     problems = []
-    if any(len(stay.whole) < len(plan.replicas) for stay in plan.stays):
-        problems.append("placement=by_turns is planned, but does not run yet; set --placement side_by_side")
     if len(plan.cluster.hosts) > 1:
         problems.append("more than one host is planned, but does not run yet; use one")
     return problems

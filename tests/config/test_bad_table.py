@@ -380,7 +380,7 @@ VALUES = [
     quick("a stop of two tokens", "--env.stop ab b", "env.stop has 'ab', which is not one token of the model's tokenizer"),
     quick("shared without GPUs", "--placement side_by_side", "placement=side_by_side has no effect without GPUs; leave it out"),
     quick("shared by its old name", "--placement shared", "it is called side_by_side now"),
-    quick("by turns", "--placement by_turns", "placement=by_turns is planned, but does not run yet; set --placement side_by_side"),
+    quick("by turns, asynchronous", "--placement by_turns --max_offpolicy_steps 1", "placement=by_turns does not go with max_offpolicy_steps or stream_groups"),
     quick("graphs without GPUs", "--generator.cuda_graphs on", "generator.cuda_graphs=on needs a GPU; set it to off"),
     quick("less than no cache", "--generator.kv_cache_gib -1", "generator.kv_cache_gib=-1.0 must be at least 0"),
     quick("no time", "--deadlines.start 0", "deadlines.start=0.0 must be at least 1"),

@@ -6,7 +6,6 @@ tensor as numpy, raises. FSDP knows no such device and is left out: what it does
 each it prints what was raised, "" for nothing, and whether that is a complaint of a tensor's device.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -52,8 +51,6 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
         if same:
             tensor.fake_device = new.fake_device
         return same
-
-    data = property(lambda tensor: torch.Tensor.data.__get__(tensor), moved)
 
     def init_process_group(timeout_seconds: float) -> torch.device:
         if not dist.is_initialized():
@@ -111,7 +108,6 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
     with ExitStack() as stack:
         for name, read in reads.items():
             stack.enter_context(mock.patch.object(FakeTensor, name, read, create=True))
-        stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
         stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", apply))
         stack.enter_context(
             mock.patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda _: True)
@@ -230,52 +226,6 @@ def _verbs(kind, model_dir, device, waits) -> None:
         assert once == twice == 2, f"{once} and {twice} waits for the device: finite, and the totals"
         scored = waits.counted(lambda: engine.forward(batch, adapter))  # noqa: B023
         assert scored == 2, f"{scored} waits for two micro-batches"
-        _moves(engine, batch, adapter)
-
-
-def _moves(engine, batch, adapter) -> None:
-    """Everything to the host and back: on a GPU nothing of the model or the moments stays where it was."""
-    import torch
-
-    from rl.errors import RunError
-    from rl.loss.cross_entropy import CrossEntropy
-    from rl.types import OptimParams
-
-    host, device = torch.device("cpu"), engine.device
-
-    def places(model: bool, optimizer: bool) -> set[torch.device]:
-        tensors = []
-        if model:
-            tensors += [*engine._model.parameters(), *engine._model.buffers()]
-            tensors += [t for learner in engine._learners().values() for t in learner.parameters.values()]
-        if optimizer:
-            states = [learner._optimizer.state.values() for learner in engine._learners().values()]
-            tensors += [t for state in states for entry in state for t in entry.values() if t.dim()]
-        assert tensors
-        return {tensor.device for tensor in tensors}
-
-    engine.forward_backward(batch, CrossEntropy(), adapter)
-    engine.optim_step(OptimParams(1e-3), adapter)
-    assert places(model=True, optimizer=True) == {device}
-    engine.to("cpu", model=False)
-    assert places(model=True, optimizer=False) == {device} and places(model=False, optimizer=True) == {host}
-    engine.to("cpu")
-    assert places(model=True, optimizer=True) == {host}
-    with contextlib.suppress(RunError):
-        engine.forward(batch, adapter)
-        raise AssertionError("forward computed on the device with a model on the host")
-    with engine.eval_mode():
-        assert places(model=True, optimizer=False) == {device}
-        assert places(model=False, optimizer=True) == {host}
-        engine.forward(batch, adapter)
-    assert places(model=True, optimizer=True) == {host}
-    with engine.train_mode():
-        engine.forward_backward(batch, CrossEntropy(), adapter)
-        assert places(model=True, optimizer=True) == {device}
-        engine.optim_step(OptimParams(1e-3), adapter)
-    assert places(model=True, optimizer=True) == {host}
-    engine.to(device)
-    assert places(model=True, optimizer=True) == {device}
 
 
 def names_a_device(error: BaseException) -> bool:

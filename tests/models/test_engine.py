@@ -15,6 +15,7 @@ from rl.models import target_logprobs
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.layout import Layout
+from rl.models.learner import local
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams, Sample
 from tests.numeric import assert_close_as, error_of, exact_twin, limit_by
@@ -240,42 +241,60 @@ def test_an_empty_batch_a_single_token_and_a_row_as_long_as_the_limit_work_and_a
         engine.forward(pack([supervised_sample([1], np.arange(64))]))
 
 
-def test_modes_say_what_they_do_not_do(make):
+@pytest.mark.parametrize("when", ["after a step", "before one", "at first"])
+def test_an_engine_that_was_suspended_goes_on_as_if_it_had_not_been(make, when, tmp_path):
+    stayed, left = make(), make()
+
+    def learn(engine):
+        engine.forward_backward(pack(samples()), CrossEntropy())
+
+    for engine in (stayed, left):
+        if when != "at first":
+            learn(engine)
+            engine.optim_step(OptimParams(1e-3))
+        if when == "before one":
+            learn(engine)
+    held = [local(tensor).untyped_storage() for tensor in left._held()]
+    sizes = [storage.nbytes() for storage in held]
+    before = weights(left)
+    for _ in range(2):  # the second time it is suspended, or there, already
+        left.suspend(tmp_path)
+        assert not any(storage.nbytes() for storage in held) and not list(tmp_path.iterdir())
+    for verb in (
+        lambda: left.forward(pack(samples())), lambda: learn(left), lambda: left.optim_step(OptimParams(1e-3)),
+        lambda: next(left.export()), lambda: left.save_hf(tmp_path / "hf"), lambda: left.save(tmp_path / "step-1"),
+        lambda: left.load(tmp_path / "step-1"), lambda: left.load_weights(tmp_path), lambda: left.logits(pack(samples())),
+    ):  # fmt: skip
+        with pytest.raises(RunError, match=r"the engine is suspended; resume\(\) it first"):
+            verb()
+    for _ in range(2):
+        left.resume()
+        assert [storage.nbytes() for storage in held] == sizes
+    assert worst(before, weights(left)) == 0
+    for engine in (stayed, left):
+        if when != "before one":
+            learn(engine)
+        engine.optim_step(OptimParams(1e-3))
+    assert worst(weights(stayed), weights(left)) == 0
+    assert all(
+        torch.equal(value, stayed._base.state()[name][key])
+        for name, state in left._base.state().items()
+        for key, value in state.items()
+    )
+
+
+def test_an_engine_for_which_there_is_no_room_to_leave_stays(make, tmp_path, monkeypatch):
     engine = make()
-    with engine.eval_mode():
-        engine.forward(pack(samples()))
-        with pytest.raises(RunError, match="forward_backward inside eval_mode; use train_mode"):
-            engine.forward_backward(pack(samples()), CrossEntropy())
-        with pytest.raises(RunError, match=r"to\(\) inside eval_mode"):
-            engine.to("cpu")
-        with pytest.raises(RunError, match="train_mode inside eval_mode"), engine.train_mode():
-            pass
-    with engine.train_mode():
-        engine.forward_backward(pack(samples()), CrossEntropy())
-        engine.optim_step(OptimParams(1e-3))
+    before = weights(engine)
 
+    def full(stash, values):
+        raise OSError(28, "No space left on device")
 
-def test_moving_to_the_host_and_back_changes_no_step(make):
-    """On a CPU the host is the device; on a GPU everything must be away, and come back."""
-    stayed, moved = make(), make()
-    for engine in (stayed, moved):
-        engine.forward_backward(pack(samples()), CrossEntropy())
-        engine.optim_step(OptimParams(1e-3))
-        engine.forward_backward(pack(samples()), CrossEntropy())
-    moved.to("cpu")
-    held = [t for state in moved._base.state().values() for t in state.values()]
-    held += [p.grad for p in moved._model.parameters()]
-    assert all(t.device.type == "cpu" for t in held)
-    if moved.device.type != "cpu":
-        with pytest.raises(RunError, match="forward: the model is on the host"):
-            moved.forward(pack(samples()))
-    with moved.train_mode():
-        moved.optim_step(OptimParams(1e-3))
-    stayed.optim_step(OptimParams(1e-3))
-    moved.to(moved.device)
-    assert worst(weights(stayed), weights(moved)) == 0
-    with pytest.raises(RunError, match=r"to\('meta'\): this engine computes on"):
-        moved.to("meta")
+    monkeypatch.setattr("rl.models.suspension._File.put", full)
+    with pytest.raises(RunError, match="cannot be written to .* make room there"):
+        engine.suspend(tmp_path)
+    engine.forward(pack(samples()))
+    assert worst(before, weights(engine)) == 0
 
 
 def test_a_layout_or_a_setting_that_cannot_be_is_named(model_dir):

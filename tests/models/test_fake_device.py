@@ -27,10 +27,6 @@ SLIPS = [
     ("models/lora.py", "_parameter(tensor.to(device), placement", "_parameter(tensor, placement"),
     ("loss/base.py", "values.new_zeros(num)", "torch.zeros(num)"),
     ("models/loss_metrics.py", "entropy = inputs.entropy.detach().sum()", "entropy = inputs.entropy.detach().sum().item()"),
-    ("models/engine.py", "move_in_place(self._model, device)", "pass"),
-    ("models/engine.py", "self.adapters.move_parameters(device)", "pass"),
-    ("models/engine.py", "learner.move_optimizer(device)", "pass"),
-    ("models/placement.py", "self._move(was)", "pass"),
 ]  # fmt: skip
 
 

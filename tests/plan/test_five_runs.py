@@ -130,17 +130,14 @@ def test_one_gpu_by_turns():
     assert cache(plan) == near(67.0)
     assert gib(plan, "trainer", "generate") == near(1.5) and gib(plan, "generator-0", "train") == near(2.0)
     assert gib(plan, "trainer", "train") == gib(plan, "trainer", "score") == near(28.1)
-    assert gib(plan, "trainer", "sync") == near(8.2) and gib(plan, "generator-0", "sync") == near(3.4)
-    stays = {stay.phase: (stay.whole, stay.weights) for stay in plan.stays}
-    assert stays["generate"] == (("generator-0", "reward-0"), ())
-    assert stays["train"] == (("trainer", "reward-0"), ())
-    assert stays["sync"] == (("reward-0",), ("trainer", "generator-0"))
-    assert why_it_does_not_run(plan) == [
-        "placement=by_turns is planned, but does not run yet; set --placement side_by_side"
-    ]
+    assert gib(plan, "trainer", "sync") == near(28.1) and gib(plan, "generator-0", "sync") == near(2.0)
+    stays = {stay.phase: stay.whole for stay in plan.stays}
+    assert stays["generate"] == stays["grade"] == ("generator-0", "reward-0")
+    assert stays["train"] == stays["score"] == stays["sync"] == ("trainer", "reward-0")
+    assert why_it_does_not_run(plan) == [] and plan.of("generator")[0].spec.config.sleeps
     (line,) = [line for line in show("by turns", plan) if line.startswith("GPU 0")]
     assert line.startswith(
-        "GPU 0: generate 72.5, grade 3.5, score 30.1, train 30.1, sync 11.6 of 72.5 GiB"
+        "GPU 0: generate 72.5, grade 72.5, score 30.1, train 30.1, sync 30.1 of 72.5 GiB"
     ), line
     # Side by side, as `auto` would have it, the cache is smaller.
     beside = dataclasses.replace(qwen3_0_6b(), placement="auto", generator=GeneratorConfig())

@@ -34,6 +34,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """Give back the memory of weights and cache, until the model is loaded again. Nothing is running."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Requests that nobody waits for any more."""
 
@@ -41,7 +48,7 @@ class Abort:
     requests: tuple[int, ...]
 
 
-Command = Admit | Load | Abort
+Command = Admit | Load | Suspend | Abort
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 
 from rl.errors import GeneratorFailed, RunError
-from rl.models.generator.commands import Abort, Admit, Command, Load, Progress, Tick
+from rl.models.generator.commands import Abort, Admit, Command, Load, Progress, Suspend, Tick
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
 from rl.weight_sync.manifest import Manifest
@@ -96,6 +96,14 @@ class GeneratorEngine:
         self._submit([load])
         await answer
         self._version = manifest.version
+
+    async def suspend(self) -> None:
+        """Give back the memory of weights and cache. The next model that is loaded takes it again."""
+        suspend = Suspend(next(self._numbers))
+        answer = self._expect(suspend.id)
+        self._submit([suspend])
+        await answer
+        self._version = None
 
     @property
     def version(self) -> PolicyVersion | None:

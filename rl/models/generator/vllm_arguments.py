@@ -29,6 +29,7 @@ def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         # vLLM's default on GPUs: its queue of batches was not tested with updates in flight.
         "async_scheduling": False,
         "disable_log_stats": True,
+        "enable_sleep_mode": config.sleeps and not on_cpu,
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "external_launcher" if config.tensor_parallel > 1 else None,
     }

@@ -21,9 +21,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from rl.errors import ConfigError, RunError, one_line
 from rl.interfaces import Transport
-from rl.models.generator import cpu_lora
+from rl.models.generator import cpu_lora, sleep
 from rl.models.generator.adapter_slots import AdapterSlots
-from rl.models.generator.commands import Abort, Admit, Command, Load, Tick
+from rl.models.generator.commands import Abort, Admit, Command, Load, Suspend, Tick
 from rl.models.generator.vllm_arguments import engine_args, name_shared_memory, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, register_backend
@@ -76,6 +76,7 @@ class VLLM:
         held = config.max_adapters if config.max_lora_rank else 0
         self._adapters = AdapterSlots(self._engine.add_lora, self._engine.remove_lora, held)
         self._running: dict[str, _Running] = {}  # by the number of its command
+        self._is_suspended = False
         self._waiting: list[Admit] = []  # for a place for their adapter
         self._adapter_files = tempfile.TemporaryDirectory(prefix="rl-adapters-")
         # Of the model (None) and of each adapter.
@@ -109,6 +110,9 @@ class VLLM:
             case Abort():
                 self._waiting = [admit for admit in self._waiting if admit.id not in command.requests]
                 self._drop([str(number) for number in command.requests])
+                return {command.id: None}
+            case Suspend():
+                self._suspend()
                 return {command.id: None}
             case Load(manifest=manifest):
                 failed = self._load(manifest)
@@ -173,14 +177,30 @@ class VLLM:
         dropped = [n for n in numbers if self._running.pop(n, None)]
         self._engine.abort_request(dropped)
 
+    def _suspend(self) -> None:
+        """What still runs is nobody's: see GeneratorReplica."""
+        self._drop(list(self._running))
+        self._waiting.clear()
+        self._adapters.clear()
+        self._engine.reset_prefix_cache()
+        self._versions.clear()
+        if not self._is_suspended:
+            sleep.suspend(self._engine)
+        self._is_suspended = True
+
     def _load(self, manifest: Manifest) -> dict[int, Exception]:
         """Between two steps. A new version of the model drops the adapters; returns requests with them."""
         failed: dict[int, Exception] = {}
         if manifest.adapter is None:
             failed = self._drop_requests_with_adapters()
+            if self._is_suspended:
+                sleep.take_weights(self._engine)
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=({"manifest": manifest},))
             self._engine.collective_rpc("finish_weight_update")
+            if self._is_suspended:
+                sleep.take_cache(self._engine)
+            self._is_suspended = False
             self._adapters.clear()
             self._versions = {None: manifest.version}
         else:

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl.errors import RunError, one_line
 from rl.interfaces import Transport
+from rl.models.generator.sleep import drop_packed
 from rl.weight_sync.manifest import assemble
 
 BACKEND = "rl_shards"
@@ -60,11 +61,7 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
 
     def receive_weights(self, update_info: ShardsUpdateInfo) -> None:
         fetched = self.transport.fetch(update_info.manifest)
-        for module in self.model.modules():
-            if hasattr(
-                module, "cpu_linear"
-            ):  # packed weights: else the old and the new ones are there at once
-                module.cpu_linear = torch.nn.functional.linear
+        drop_packed(self.model)  # else the old and the new ones are there at once
         name = type(self.model).__name__
         try:
             self.model.load_weights(self._tensors(fetched))

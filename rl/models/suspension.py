@@ -1,0 +1,148 @@
+"""Suspension: tensors that give their device's memory back, and get it again with what they held.
+
+The tensors stay the same objects: only the storages behind them are emptied. What they held goes to the
+host's memory, page-locked, where the device is a GPU; where it is the host, to a file without a name.
+"""
+
+import ctypes
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+
+from rl.errors import RunError
+from rl.models.learner import local
+
+
+class _Stash(Protocol):
+    """Holds what storages held. They come back in the order in which they were put."""
+
+    def put(self, storage: torch.UntypedStorage) -> None: ...
+    def rewind(self) -> None: ...
+    def take(self, storage: torch.UntypedStorage) -> None: ...
+
+
+class _File:
+    """Gone with its process, whatever happens."""
+
+    def __init__(self, directory: Path):
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        self._file.write(_memory_of(storage))
+
+    def rewind(self) -> None:
+        self._file.seek(0)
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        view = _memory_of(storage)
+        while len(view):
+            view = view[self._file.readinto(view) :]  # type: ignore[attr-defined]
+
+
+class _Host:
+    """Page-locked memory, which is kept for the next time: to lock it takes longer than to copy."""
+
+    def __init__(self) -> None:
+        self._held: list[torch.Tensor] = []
+        self._next = 0
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        values = _bytes_of(storage)
+        if self._next == len(self._held) or len(self._held[self._next]) != len(values):
+            self._held[self._next :] = [torch.empty(len(values), dtype=torch.uint8, pin_memory=True)]
+        self._held[self._next].copy_(values, non_blocking=True)
+        self._next += 1
+
+    def rewind(self) -> None:
+        torch.cuda.synchronize()
+        self._next = 0
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        _bytes_of(storage).copy_(self._held[self._next], non_blocking=True)
+        self._next += 1
+
+
+class Suspension:
+    """Of one process's tensors."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        self._stash: _Stash | None = None
+        self._host = _Host()
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._stash is not None
+
+    def suspend(self, tensors: Iterable[torch.Tensor], directory: Path) -> None:
+        """directory: for the file. Does nothing where they are suspended. All or nothing.
+
+        Raises RunError where there is no room for what they hold.
+        """
+        if self.is_suspended:
+            return
+        on_host = self._device.type == "cpu"
+        storages = _storages(tensors)
+        try:
+            stash: _Stash = _File(directory) if on_host else self._host
+            for storage in storages:
+                stash.put(storage)
+            stash.rewind()
+        except OSError as error:
+            self._host.rewind() if not on_host else None
+            raise RunError(
+                f"what is suspended cannot be written to {directory} ({error}); make room there"
+            ) from error
+        self._emptied = [(storage, storage.nbytes()) for storage in storages]
+        self._stash = stash
+        for storage in storages:
+            storage.resize_(0)
+        give_back(self._device)
+
+    def resume(self) -> None:
+        """Does nothing where they are not suspended."""
+        if self._stash is None:
+            return
+        for storage, size in self._emptied:
+            storage.resize_(size)
+            self._stash.take(storage)
+        if self._stash is self._host:
+            self._host.rewind()
+        self._stash, self._emptied = None, []
+
+    def require(self, verb: str) -> None:
+        """Raises RunError where a verb needs what is suspended."""
+        if self.is_suspended:
+            raise RunError(f"{verb}: the engine is suspended; resume() it first")
+
+
+def give_back(device: torch.device) -> None:
+    """What is free goes from the allocator to the device, or from the process to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with suppress(AttributeError, OSError):  # a C library of another kind
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Each once, but for those of files that are mapped."""
+    found: dict[Any, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = local(tensor).untyped_storage()
+        if storage.nbytes() and storage.resizable():
+            found.setdefault(storage._cdata, storage)
+    return [*found.values()]
+
+
+def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """On the host. Not by numpy: torch empties no storage that numpy has seen."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
