@@ -155,6 +155,10 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
     def _may_stay(self) -> bool:
         return self._turns is None or self._turns.may_stay(self.name)
 
+    def _left(self) -> None:
+        if self._turns is not None:
+            self._turns.left(self.name)
+
     async def _leave(self, member: GeneratorProcesses) -> None:
         """Until it may be there again: then it has no weights."""
         assert self._turns is not None
@@ -169,24 +173,22 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         self._enter(State.LOADING)
 
     async def _spawn_in_turn(self) -> GeneratorProcesses:
-        if self._turns is None:
-            return await self._spawn_now()
-        if not self._may_stay():
-            self._enter(State.SUSPENDED)
-        await self._turns.come(self.name)
-        self._enter(State.STARTING)
+        if self._turns is not None:
+            if not self._may_stay():
+                self._enter(State.SUSPENDED)
+            await self._turns.come(self.name)
+            self._enter(State.STARTING)
         try:
             return await self._spawn_now()
         except BaseException:
-            self._turns.left(self.name)
+            self._left()
             raise
 
     async def _live(self, member: GeneratorProcesses) -> ProcessDied:
         try:
             return await super()._live(member)
         finally:
-            if self._turns is not None:
-                self._turns.left(self.name)
+            self._left()
 
     def forget(self) -> None:
         """What it has is no version any more. It serves nothing until it has loaded another."""

@@ -33,6 +33,7 @@ class Turns:
         self._stays: Mapping[Phase, frozenset[str]] = {stay.phase: frozenset(stay.whole) for stay in stays}
         self._engines = engines
         self._directory = str(directory)
+        self._has_left = True  # whoever may not be there in this phase
         self._there: set[str] = set()  # generators on their devices, or on their way to or from them
 
     @property
@@ -50,19 +51,21 @@ class Turns:
         await self.leave_to(phase)
         leaving = [e for e in self._engines if not self.may_stay(e.name) and e.is_there is not False]
         await together([engine.suspend(self._directory) for engine in leaving])
+        self._has_left = True
+        self.changed.notify()
         coming = [e for e in self._engines if self.may_stay(e.name) and e.is_there is not True]
         await together([engine.resume() for engine in coming])
 
     async def leave_to(self, phase: Phase) -> None:
         """The first half: generators that may not stay have left. Engines may be dead."""
         if self.alternate:
-            self.phase = phase
+            self.phase, self._has_left = phase, False
             self.changed.notify()
             await self.changed.wait_for(lambda: all(map(self.may_stay, self._there)))
 
     async def come(self, name: str) -> None:
         """Of a generator that has not been spawned, or has left: wait until it may be there; it then is."""
-        await self.changed.wait_for(lambda: self.may_stay(name))
+        await self.changed.wait_for(lambda: self._has_left and self.may_stay(name))
         self._there.add(name)
 
     def left(self, name: str) -> None:

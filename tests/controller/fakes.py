@@ -50,7 +50,11 @@ class FakeEngine(EngineHandle):
         ]
         return np.array([np.random.default_rng(seed).normal(-1.5, 0.4) for seed in seeds], np.float32)
 
+    is_suspended = False
+
     def note(self, *what):
+        away = ("suspend", "resume", "finish_checkpoint", "ready")
+        assert not self.is_suspended or what[0] in away, f"{self.name} is suspended, and asked for {what}"
         self.calls.append((self.name, *what))
 
     async def ready(self):
@@ -136,6 +140,14 @@ class FakeEngine(EngineHandle):
             json.dumps({"state": state, "adapters": {}, "updates": self.updates})
         )
         prune(Path(path), keep_last)
+
+    async def suspend(self, directory):
+        self.note("suspend")
+        self.is_suspended = True
+
+    async def resume(self):
+        self.note("resume")
+        self.is_suspended = False
 
     async def finish_checkpoint(self):
         pass

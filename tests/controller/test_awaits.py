@@ -69,9 +69,11 @@ ELSEWHERE = {
     'self._verb("act"': "an AgentEnv's: tests/envs",
     "to_thread(self._copy, weights)": "another run's reference: tests/controller/test_checkpoints.py",
     'restore("")': "of no weights, which waits for nothing",
-    "step_of(config.resume) - 1)": "a damaged checkpoint: tests/controller/test_recovery.py",
+    "step_of(checkpoint) - 1)": "a damaged checkpoint: tests/controller/test_recovery.py",
     "restart_engines(EngineDied(str(damage)))": "a damaged checkpoint: tests/controller/test_recovery.py",
     "batch = await self.pack(samples)": "the Tinker server's",
+    'leave_to("score")': "of a death that is noticed while generators are there: tests/actors/test_turns.py",
+    "lambda: self.load == 0)": "of a request beyond the step's last: tests/actors/test_turns.py",
     "reaper.reap": "real zombies: tests/test_processes.py",
     "_REAP_SECONDS": "real zombies: tests/test_processes.py",
     "await self.wait_for_room(name)": "a run waits for room before, with a deadline",
@@ -109,6 +111,8 @@ class Scenario:
 SYNC, ASYNC = base(), base(max_offpolicy_steps=1)
 REFERENCE = base(kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1))
 CRITIC = base(advantages=GAE(), critic=CriticConfig(), save_every=1)
+TURNS = replace(SYNC, placement="by_turns", generator=replace(SYNC.generator, num_replicas=2))
+TURNS_OF_ALL = {"kl": KL(coef=0.1), "reference": ReferenceConfig(refresh_every=1), "placement": "by_turns"}
 TWO_RANKS = replace(SYNC, trainer=replace(SYNC.trainer, layout=Layout(shard=2)))
 LONG_EVALUATION = replace(ASYNC, eval_every=1, steps=4)
 ADAPTER = base(kl=KL(coef=0.1), trainer=replace(SYNC.trainer, lora=LoRA(rank=4)))
@@ -130,6 +134,12 @@ SCENARIOS = {
     "reference": Scenario(REFERENCE),
     "critic": Scenario(CRITIC),
     "adapter": Scenario(ADAPTER),
+    "by turns": Scenario(TURNS, {"num_generators": 2}),
+    "by turns, with all roles": Scenario(replace(CRITIC, **TURNS_OF_ALL), {"slow": {"generator-0.load_weights": 50}}),
+    "a death by turns": Scenario(
+        replace(CRITIC, **TURNS_OF_ALL), before=(("engine.suspend(", "trainer dies", 2), ("engine.resume(", "critic dies", 2))),
+    "a generator's death by turns": Scenario(
+        TURNS, {"num_generators": 2}, (('_change("suspend")', "generator dies", 1),)),
     "large batches": Scenario(SYNC, {"in_threads": True}),
     "recorded batches": Scenario(base(record_batches=1)),
     "demonstrations": Scenario(base(sft, warmup=WarmupConfig())),

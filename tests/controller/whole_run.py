@@ -26,8 +26,10 @@ from rl.actors.remote import ProcessDied
 from rl.actors.replica import Replica
 from rl.actors.reward import RewardPool, RewardProcess
 from rl.actors.trainer import TrainerHandle
+from rl.actors.turns import Turns
 from rl.config import RunConfig
 from rl.config.learning import learning_of
+from rl.config.settle import settle
 from rl.controller import training_batch
 from rl.controller.recovery import train_and_export
 from rl.envs.chat.episode import EpisodeRunner
@@ -42,7 +44,7 @@ from rl.waiting import Signal, beside, together
 from rl.weight_sync.manifest import MODEL
 from rl.weight_sync.store import WeightStore
 from tests.controller.fakes import FakeEngine, FakeGenerators, FakeRewards, QuietRecorder
-from tests.plans import trainer_config
+from tests.plans import AMPLE, trainer_config
 
 SECONDS = 0.01  # that a call takes
 
@@ -139,6 +141,9 @@ class Generator(FakeGenerators):
 
     async def load_weights(self, manifest):
         self.served = manifest.version
+
+    async def suspend(self):
+        self.served = None
 
     async def give_up_samples(self, keys=None):
         pass
@@ -271,6 +276,8 @@ class World:
             if config.reference_is_adapter:
                 await trainer.add_adapter(REFERENCE, config.trainer.lora, 0)
 
+        turns = Turns(settle(config, cluster=AMPLE).stays, engines, self.run_dir, store.changed)
+
         def make(number, updates, changed):
             async def spawn():
                 await asyncio.sleep(SECONDS)
@@ -280,7 +287,9 @@ class World:
                 return member
 
             in_flight = config.generator.updates == "in_flight"
-            return GeneratorReplica(f"generator-{number}", spawn, self.restarts, in_flight, updates, changed)
+            return GeneratorReplica(
+                f"generator-{number}", spawn, self.restarts, in_flight, updates, changed, turns
+            )
 
         async def spawn_reward():
             await asyncio.sleep(SECONDS)
@@ -294,9 +303,8 @@ class World:
         generators = GeneratorPool("generator", make, self.num_generators, name, store)
         pool = RewardPool("reward worker", rewards, changed, 2)
         revival = Revival(start, engines, self.restarts)
-        return Actors(
-            trainer, generators, pool, store, deadlines, reference, critic, policy, revival
-        ), revival
+        others = (store, deadlines, reference, critic, policy, revival, turns)
+        return Actors(trainer, generators, pool, *others), revival
 
     async def run(self) -> None:
         """As `launch` and `run_recipe` do it."""
@@ -310,9 +318,14 @@ class World:
         tokenizer = _tokenizer(self.config.model)
         actors, revival = self.actors()
         async with beside(actors.generators.run(), actors.rewards.run()):
-            await together((revival.start(), actors.generators.started(), actors.rewards.started()))
+            in_turn = actors.turns.alternate
+            pools = [actors.rewards, *([] if in_turn else [actors.generators])]
+            await together((revival.start(), *(pool.started() for pool in pools)))
             if actors.policy is not None:
                 await actors.publish_base()
+            if in_turn:
+                await actors.enter("generate")
+                await actors.generators.started()
             await train_and_export(
                 learning_of(self.config), self.config.resume, actors, tokenizer, self.recorder, goes_on=False
             )
