@@ -44,6 +44,7 @@ PAGES = {
     "tinker_database": ("benchmarks/tinker_database.py",),
     "tinker_load": ("benchmarks/tinker_load.py",),
     "tinker_server": ("benchmarks/tinker_server.py",),
+    "turns": ("benchmarks/turns.py", "configs/smollm2.py"),
     "tinker_servers": ("benchmarks/tinker_servers.py", "benchmarks/tinker_client.py"),
     "to_accuracy": ("benchmarks/to_accuracy.py", "benchmarks/trl_step.py"),
     "watch_cost": ("benchmarks/watch_cost.py", "configs/quickstart.py"),

