@@ -1,12 +1,17 @@
 """Weights through files in shared memory: the fastest way between processes of one host.
 
 Each rank writes one file for each version, `<directory>/<name>-v<version>-rank<rank>.bin`; readers map it and
-copy from it.
+copy from it. A file that is released, and that nobody has mapped any more, takes a later version: its pages
+are there already, and mapped by the rank. So a run has three files of a name and rank at most, the same ones.
 """
 
+import fcntl
+import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -30,8 +35,10 @@ class SharedMemory:
         path = str(self._path(name, version, rank))
 
         def allocate(num_bytes: int) -> torch.Tensor:
-            _reserve(path, num_bytes)
-            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+            released = sorted(Path(self.directory).glob(f"{escape(name)}-v*-rank{rank}.bin{_RELEASED}"))
+            if not any(_take(old, path, num_bytes) for old in released):
+                _reserve(path, num_bytes)
+            return _mapped(path, num_bytes)
 
         return write_shards(shards, path, allocate)
 
@@ -43,21 +50,76 @@ class SharedMemory:
         """
         buffers = {}
         for path in keys(manifest):
-            if not os.path.exists(path):
+            try:
+                buffers[path] = _held(path)
+            except FileNotFoundError as error:
                 raise RunError(
                     f"policy version {manifest.version} was released before it was read ({path} is gone); "
                     f"fetch sooner"
-                )
-            buffers[path] = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
+                ) from error
         return read_shards(manifest, buffers)
 
     async def release(self, manifest: Manifest) -> None:
         """Who has mapped the version keeps it until it drops its views."""
-        for path in keys(manifest):
-            Path(path).unlink(missing_ok=True)
+        for path in map(Path, keys(manifest)):
+            if path.exists():
+                path.rename(f"{path}{_RELEASED}")
 
     def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
         return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"
+
+
+_RELEASED = ".released"
+"""At the end of the name of a file that may take another version."""
+_own: dict[tuple[int, int], torch.Tensor] = {}
+"""(device, inode) -> what this process has mapped to write to."""
+
+
+def _mapped(path: str, num_bytes: int) -> torch.Tensor:
+    """The file's bytes, to write to. Mapped once, with all of its pages."""
+    there = [os.stat(file) for file in Path(path).parent.iterdir()]
+    files = {(status.st_dev, status.st_ino) for status in there}
+    for gone in _own.keys() - files:
+        del _own[gone]
+    status = os.stat(path)
+    inode = status.st_dev, status.st_ino
+    if inode not in _own:
+        _own[inode] = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    return _own[inode]
+
+
+def _held(path: str) -> torch.Tensor:
+    """The file's bytes, to read. Nobody writes there until the last view is dropped, or the process is gone.
+
+    Raises FileNotFoundError where it is released.
+    """
+    file = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(file), os.stat(path)):  # it was taken before it was locked
+            raise FileNotFoundError(path)
+        mapped = mmap.mmap(file, 0)
+    except BaseException:
+        os.close(file)
+        raise
+    weakref.finalize(mapped, os.close, file)  # which lets go of the lock
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _take(released: Path, path: str, num_bytes: int) -> bool:
+    """Whether the released file is the new version's now. One of another size, or still read, is removed."""
+    file = os.open(released, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file).st_size == num_bytes:
+            released.rename(path)
+            return True
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(file)
+    released.unlink()
+    return False
 
 
 def _reserve(path: str, num_bytes: int) -> None:

@@ -1,10 +1,12 @@
 import asyncio
 import itertools
+import random
 
 import pytest
 import torch
 
 from rl.errors import RunError
+from rl.weight_sync import shared_memory
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard, assemble
 from rl.weight_sync.shared_memory import SharedMemory
 
@@ -62,7 +64,7 @@ def test_a_version_whose_file_is_gone_already_is_released_all_the_same(tmp_path)
     min(tmp_path.iterdir()).unlink()
     for _ in range(2):
         asyncio.run(transport.release(manifest))
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.bin"))
 
 
 def test_versions_do_not_mix_and_a_released_one_is_refused(tmp_path):
@@ -81,8 +83,61 @@ def test_what_was_fetched_stays_valid_after_release(tmp_path):
     manifest = publish(transport, 1, rows("w", torch.ones(4, 2), 1))
     fetched = transport.fetch(manifest)
     asyncio.run(transport.release(manifest))
-    assert not list(tmp_path.iterdir())
+    publish(transport, 2, rows("w", torch.zeros(4, 2), 1))  # not where it is still read
     assert dict(assemble(fetched))["w"].sum() == 8
+
+
+def test_a_hundred_versions_take_turns_in_the_same_files(tmp_path):
+    """Two are there at a time: one that is served, and one that is written."""
+    transport, manifests, inodes = SharedMemory(str(tmp_path)), [], set()
+    for version in range(100):
+        manifests.append(publish(transport, version, rows("w", torch.full((64, 33), float(version)), 2)))
+        for manifest in manifests[-2:]:
+            assert fetch(transport, manifest)["w"].unique().tolist() == [float(manifest.version)]
+        if version:
+            asyncio.run(transport.release(manifests[-2]))
+        inodes |= {path.stat().st_ino for path in tmp_path.iterdir()}
+        assert len(list(tmp_path.iterdir())) <= 4
+    assert len(inodes) == 4  # of two ranks
+    with pytest.raises(RunError, match="policy version 98 was released"):
+        fetch(transport, manifests[98])
+
+
+def test_a_file_of_another_size_is_not_taken(tmp_path):
+    transport = SharedMemory(str(tmp_path))
+    asyncio.run(transport.release(publish(transport, 1, rows("w", torch.ones(4, 2), 1))))
+    manifest = publish(transport, 2, rows("w", torch.ones(400, 2), 1))
+    assert fetch(transport, manifest)["w"].sum() == 800 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_new_process_goes_on_in_the_files_of_one_that_died(tmp_path):
+    """A trainer that was started again has mapped nothing."""
+    transport = SharedMemory(str(tmp_path))
+    asyncio.run(transport.release(publish(transport, 7, rows("w", torch.ones(4, 2), 1))))
+    (file,) = tmp_path.iterdir()
+    inode = file.stat().st_ino
+    shared_memory._own.clear()
+    manifest = publish(transport, 6, rows("w", torch.full((4, 2), 6.0), 1))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_ino == inode and fetch(transport, manifest)["w"].unique().tolist() == [6.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_reader_ever_sees_another_version_than_its_own(tmp_path, seed):
+    """Readers hold what they fetched for as long as they like, released or not."""
+    rng, transport = random.Random(seed), SharedMemory(str(tmp_path))
+    versions, held = [], []
+    for version in range(60):
+        versions.append(publish(transport, version, rows("w", torch.full((8, 3), float(version)), 2)))
+        if rng.random() < 0.6:
+            read = rng.choice(versions[-2:])
+            held.append((read.version, transport.fetch(read)))
+        while len(versions) > 2:
+            asyncio.run(transport.release(versions.pop(0)))
+        rng.shuffle(held)
+        del held[rng.randrange(4) :]
+        for number, fetched in held:
+            assert dict(assemble(fetched))["w"].unique().tolist() == [float(number)]
 
 
 def test_shards_are_cast_as_they_are_written(tmp_path):
@@ -111,3 +166,19 @@ def test_too_little_shared_memory_is_an_error_not_a_crash(tmp_path, monkeypatch)
     with pytest.raises(RunError, match="No space left on device.*; enlarge it"):
         publish(SharedMemory(str(tmp_path)), 1, rows("w", torch.ones(4, 2), 1))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_taken_while_it_was_opened_is_not_read(tmp_path, monkeypatch):
+    transport = SharedMemory(str(tmp_path))
+    first = publish(transport, 1, rows("w", torch.ones(4, 2), 1))
+    lock = shared_memory.fcntl.flock
+
+    def too_late(file, how):
+        monkeypatch.setattr(shared_memory.fcntl, "flock", lock)
+        asyncio.run(transport.release(first))
+        publish(transport, 2, rows("w", torch.full((4, 2), 2.0), 1))
+        lock(file, how)
+
+    monkeypatch.setattr(shared_memory.fcntl, "flock", too_late)
+    with pytest.raises(RunError, match="policy version 1 was released"):
+        transport.fetch(first)
