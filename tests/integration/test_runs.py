@@ -167,6 +167,24 @@ def test_by_turns_the_numbers_are_those_of_processes_that_all_stay(fsdp_run, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mortal_with_lora", "ppo_with_everything", "tp2_and_torchstore"])
+def test_by_turns_every_role_has_the_numbers_of_processes_that_all_stay(recipe, tmp_path):
+    """An adapter; a critic and a refreshed reference; two ranks that share no host memory of their own."""
+
+    def numbers(*settings):
+        run_dir = tmp_path / f"run-{len(settings)}"
+        done = rl("train", f"tests/recipes.py:{recipe}", "--run_dir", run_dir, *settings)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        return [
+            {n: v for n, v in line.items() if not n.startswith((*MAY_DIFFER, "buffer/"))} for line in lines
+        ]
+
+    stayed = numbers()
+    assert len(stayed) >= 7 and numbers("--placement", "by_turns") == stayed
+
+
+@pytest.mark.slow
 def test_streamed_groups_give_the_same_run(fsdp_run, tmp_path):
     """Micro-batches of the groups that are finished train while others are generated; only sums are reordered.
 

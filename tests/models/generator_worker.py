@@ -1,7 +1,7 @@
 """Run in a generator's environment: samples with what was published, prints completions as JSON.
 
 usage: generator_worker.py JOB, a pickle of {config: VLLMConfig, transport, prompt, loads: [(label, manifest or None,
-adapters to ask)], in_flight: manifests that arrive one after the other while one long sample is drawn}. Under tensor parallelism each
+adapters to ask)], suspended: a manifest, which is loaded again after it was suspended, in_flight: manifests that arrive one after the other while one long sample is drawn}. Under tensor parallelism each
 rank is a process; the first prints.
 """
 
@@ -10,15 +10,19 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 
 from rl.models.generator.engine import GeneratorEngine
 from rl.models.generator.lockstep import Lockstep
 from rl.models.generator.vllm_engine import VLLM
 from rl.types import SamplingParams
+from rl.weight_sync.manifest import Manifest
 
 
-async def main(job: dict, engine: GeneratorEngine) -> dict:
+async def main(job: dict, engine: GeneratorEngine, backend: VLLM) -> dict:
     answers = {}
 
     async def ask(label: str, adapters: list[str | None]) -> None:
@@ -41,10 +45,34 @@ async def main(job: dict, engine: GeneratorEngine) -> dict:
         await ask(label, adapters)
     if job.get("in_flight"):
         answers["in flight"] = await change_under_way(job, engine)
+    if job.get("suspended"):
+        answers |= await suspended(job["suspended"], engine, backend, ask)
     if job.get("groups"):
         group = await engine.sample(job["groups"], 8, SamplingParams(4, 1.0, seed=5))
         answers["cached"] = [completion.num_cached_tokens for completion in group]
     return answers
+
+
+async def suspended(manifest: Manifest, engine: GeneratorEngine, backend: VLLM, ask: Callable) -> dict:
+    """Before, while it is suspended, and after: [bytes resident, bytes of the cache's storages]."""
+
+    def taken() -> list[int]:
+        (caches,) = backend._engine.collective_rpc(lambda worker: list(worker.model_runner.kv_caches))
+        storages = {cache.untyped_storage()._cdata: cache.untyped_storage().nbytes() for cache in caches}
+        return [psutil.Process().memory_info().rss, sum(storages.values())]
+
+    found = {}
+    await engine.load_weights(manifest)
+    await ask("before", [None])
+    found["taken before"] = taken()
+    for _ in range(2):
+        await engine.suspend()
+    found["taken meanwhile"] = taken()
+    await ask("meanwhile", [None])
+    await engine.load_weights(manifest)
+    await ask("after", [None])
+    found["taken after"] = taken()
+    return found
 
 
 async def change_under_way(job: dict, engine: GeneratorEngine) -> dict:
@@ -68,9 +96,10 @@ if __name__ == "__main__":
         job = pickle.load(file)
     config = job["config"]
     thread = ThreadPoolExecutor(1)
-    lockstep = Lockstep(thread.submit(VLLM, config, job["transport"]).result(), config.tensor_parallel)
+    backend = thread.submit(VLLM, config, job["transport"]).result()
+    lockstep = Lockstep(backend, config.tensor_parallel)
     if int(os.environ.get("RANK", 0)):
         lockstep.follow()
     engine = GeneratorEngine(lockstep.tick, thread)
-    print(json.dumps(asyncio.run(main(job, engine))), flush=True)
+    print(json.dumps(asyncio.run(main(job, engine, backend))), flush=True)
     os._exit(0)  # not by vLLM's own way out, which waits for the other ranks

@@ -67,6 +67,21 @@ def test_the_weights_of_a_directory_are_there_from_the_start(versions):
     assert np.abs(np.subtract(found, logprobs[1](tokens))).max() < limit("generator in fp32")
 
 
+def test_a_generator_that_is_suspended_gives_its_memory_back_and_comes_back_with_the_weights(versions):
+    directory, transport, manifests, _ = versions
+    config = VLLMConfig(str(directory / "model"), **(SMALL | {"kv_cache_gib": 0.5}))
+    answers = ask(directory, config, transport, PROMPT, [], suspended=manifests[1])
+    (before, cache), (meanwhile, emptied), (after, back) = (
+        answers[f"taken {when}"] for when in ("before", "meanwhile", "after")
+    )
+    assert emptied == 0 and back == cache > 0.4 * 2**30
+    assert (
+        meanwhile < before - 0.9 * cache and after <= before * 1.05
+    )  # holds: meaning, most of it is the cache
+    assert "no weights yet" in answers["meanwhile/None"]
+    assert answers["after/None"] == answers["before/None"]
+
+
 def test_two_ranks_are_one_generator(versions):
     """Tensor parallel against one process: the same tokens and logprobs, after weight updates too."""
     directory, transport, manifests, logprobs = versions
