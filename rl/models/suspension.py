@@ -61,6 +61,9 @@ class _Host:
         torch.cuda.synchronize()
         self._next = 0
 
+    def forget(self) -> None:
+        self._held, self._next = [], 0
+
     def take(self, storage: torch.UntypedStorage) -> None:
         _bytes_of(storage).copy_(self._held[self._next], non_blocking=True)
         self._next += 1
@@ -87,17 +90,16 @@ class Suspension:
         if self.is_suspended:
             return
         on_host = self._device.type == "cpu"
-        storages = _storages(tensors)
+        storages = _storages(tensors, self._device)
         try:
             stash: _Stash = _File(directory) if on_host else self._host
             for storage in storages:
                 stash.put(storage)
             stash.rewind()
-        except OSError as error:
-            self._host.rewind() if not on_host else None
-            raise RunError(
-                f"what is suspended cannot be written to {directory} ({error}); make room there"
-            ) from error
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's, of memory that cannot be locked
+            self._host.forget()
+            place = f"in {directory}" if on_host else "in the host's memory"
+            raise RunError(f"there is no room {place} for what is suspended ({error}); make room") from error
         self._emptied = [(storage, storage.nbytes()) for storage in storages]
         self._stash = stash
         for storage in storages:
@@ -129,12 +131,12 @@ def give_back(device: torch.device) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once, but for those of files that are mapped."""
+def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
+    """Those on the device, each once, but for those of files that are mapped."""
     found: dict[Any, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = local(tensor).untyped_storage()
-        if storage.nbytes() and storage.resizable():
+        if storage.nbytes() and storage.resizable() and storage.device.type == device.type:
             found.setdefault(storage._cdata, storage)
     return [*found.values()]
 

@@ -291,7 +291,7 @@ def test_an_engine_for_which_there_is_no_room_to_leave_stays(make, tmp_path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rl.models.suspension._File.put", full)
-    with pytest.raises(RunError, match="cannot be written to .* make room there"):
+    with pytest.raises(RunError, match="there is no room in .*No space left on device.*; make room"):
         engine.suspend(tmp_path)
     engine.forward(pack(samples()))
     assert worst(before, weights(engine)) == 0
