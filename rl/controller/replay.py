@@ -95,10 +95,11 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
 async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="replay-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
-        plan, learning = settle(config, "replay"), learning_of(config)
+        plan = settle(config, "replay")
         async with launch(plan, model_dirs(config, plan, directory), out) as actors:
             await actors.enter("score")  # reference, trainer and critic
             await load_checkpoint(actors, config.resume)
+            learning = learning_of(config)
             policy, critic = updaters(learning, actors)
             learned: dict[str, float] = {}
             for number in range(step_of(config.resume) + 1, step + 1):

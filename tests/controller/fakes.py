@@ -193,8 +193,8 @@ class FakeGenerators:
     async def pinned(self):
         yield self.served, self
 
-    def take_counts(self):
-        return 0, 0
+    def take_metrics(self):
+        return {"generators/serving": 1, "generators/alive": 1}
 
     async def sample(self, prompt, n, params):
         self.calls.append(("generators", list(prompt), n, params))
