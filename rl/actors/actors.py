@@ -94,6 +94,14 @@ class Actors:
         if self.turns is not None:
             await self.turns.enter(phase)
 
+    async def first_turn(self) -> None:
+        """Engines leave, so that generators can start. What dies meanwhile is started again."""
+        while True:
+            try:
+                return await self.enter("generate")
+            except EngineDied as death:
+                await self.restart_engines(death)
+
     async def restart_engines(self, death: EngineDied) -> None:
         """Start trainer, critic and reference again, as they were at first; generators wait for new weights.
 

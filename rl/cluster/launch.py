@@ -160,7 +160,7 @@ class _Start:
         if actors.policy is not None:
             await actors.publish_base()
         if self._turns.alternate:
-            await self._turns.enter("generate")
+            await actors.first_turn()
             await actors.generators.started()
         freeze_heap()
 

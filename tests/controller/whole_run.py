@@ -324,7 +324,7 @@ class World:
             if actors.policy is not None:
                 await actors.publish_base()
             if in_turn:
-                await actors.enter("generate")
+                await actors.first_turn()
                 await actors.generators.started()
             await train_and_export(
                 learning_of(self.config), self.config.resume, actors, tokenizer, self.recorder, goes_on=False
