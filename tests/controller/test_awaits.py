@@ -138,6 +138,7 @@ SCENARIOS = {
     "by turns, with all roles": Scenario(replace(CRITIC, **TURNS_OF_ALL), {"slow": {"generator-0.load_weights": 50}}),
     "a death by turns": Scenario(
         replace(CRITIC, **TURNS_OF_ALL), before=(("engine.suspend(", "trainer dies", 2), ("engine.resume(", "critic dies", 2))),
+    "a death at the first turn": Scenario(TURNS, {"num_generators": 2}, (("engine.suspend(", "trainer dies", 1),)),
     "a generator's death by turns": Scenario(
         TURNS, {"num_generators": 2}, (('_change("suspend")', "generator dies", 1),)),
     "large batches": Scenario(SYNC, {"in_threads": True}),
