@@ -30,7 +30,7 @@ def test_a_cpu_runs_what_it_can_and_says_what_the_others_need(table):
     code, out = table(CPU, {})
     assert code == 0 and "no GPU: 2 cores" in out and out.endswith("all that could run passed\n")
     rows = {line.split()[1]: line for line in out.splitlines() if line[:1] in "-o" and len(line.split()) > 2}
-    for name in ("compile", "move", "bf16_no_graphs"):
+    for name in ("compile", "suspend", "bf16_no_graphs"):
         assert rows[name].startswith("-") and rows[name].endswith("needs 1 GPU")
     assert rows["self_check"].endswith("needs --model DIRECTORY")
     for name in ("imports", "fp32", "bf16", "moe", "attention", "context_parallel"):
