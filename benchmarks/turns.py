@@ -22,7 +22,18 @@ from benchmarks.runs import run
 
 GIB = 2**30
 ROLES = ("trainer", "generator-0")
-SETTINGS = ("--warmup.steps", 2, "--eval_every", 10**6, "--env.num_eval", 8, "--save_every", 0)
+SETTINGS = (
+    "--warmup.steps",
+    2,
+    "--eval_every",
+    10**6,
+    "--env.num_eval",
+    8,
+    "--save_every",
+    0,
+    "--save_every_minutes",
+    0,
+)
 EVERY_SECONDS = 0.05
 
 
@@ -30,8 +41,9 @@ def watched(path: str) -> None:
     """`rl`, which also writes down who takes how much in which phase, and how long each switch takes."""
     from rl import cli
     from rl.actors.turns import Turns
+    from rl.controller.stages import RunStages
 
-    enter, phase = Turns.enter, "start"
+    enter, save, phase = Turns.enter, RunStages.save, "start"
     peaks: dict[str, dict[str, int]] = {}
     seconds: dict[str, list[float]] = {}
 
@@ -45,8 +57,12 @@ def watched(path: str) -> None:
         if before != wanted:
             seconds.setdefault(f"{before} to {wanted}", []).append(time.monotonic() - began)
 
+    async def saving(stages, step, **options):
+        is_over.set()
+        await save(stages, step, **options)
+
     def sample():
-        while True:
+        while not is_over.is_set():
             now, taken = phase, {}
             for child in psutil.Process().children():
                 try:
@@ -61,7 +77,8 @@ def watched(path: str) -> None:
                     of[now] = max(of.get(now, 0), rss)
             time.sleep(EVERY_SECONDS)
 
-    Turns.enter = timed
+    is_over = threading.Event()  # a checkpoint is a copy on the host until it is written
+    Turns.enter, RunStages.save = timed, saving
     threading.Thread(target=sample, daemon=True).start()
     atexit.register(lambda: Path(path).write_text(json.dumps({"peaks": peaks, "seconds": seconds})))
     sys.exit(cli.main())
@@ -136,7 +153,7 @@ def main() -> None:
         if not name.startswith(skipped)
     )
     notes.append(f"metrics that differ between the two runs, of all steps: {apart}")
-    text = "GiB resident, the most that was seen in each phase.\n\n" + "\n".join(
+    text = "GiB resident, the most that was seen in each phase before the first checkpoint.\n\n" + "\n".join(
         f"- {note}" for note in notes
     )
     if options.write:
