@@ -129,8 +129,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
                 epoch = self._updates.epoch
                 continue
             if self.state == State.SERVING and not self._in_flight_updates:
-                self._enter(State.DRAINING)
-                await self._changed.wait_for(lambda: self.load == 0)
+                await self._drain()
             if epoch != self._updates.epoch:
                 epoch = self._updates.epoch
                 await member.give_up_samples()
@@ -159,12 +158,16 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         if self._turns is not None:
             self._turns.left(self.name)
 
-    async def _leave(self, member: GeneratorProcesses) -> None:
-        """Until it may be there again: then it has no weights."""
-        assert self._turns is not None
+    async def _drain(self) -> None:
+        """Finish what it has, and take no more."""
         if self.state == State.SERVING:
             self._enter(State.DRAINING)
         await self._changed.wait_for(lambda: self.load == 0)
+
+    async def _leave(self, member: GeneratorProcesses) -> None:
+        """Until it may be there again: then it has no weights."""
+        assert self._turns is not None
+        await self._drain()
         self.version = None
         await member.suspend()
         self._enter(State.SUSPENDED)

@@ -9,9 +9,12 @@ from rl.plan.budgets import MARGIN, Taken, with_cache
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, RoleName
 from rl.plan.memory import GIB, Memory
-from rl.plan.phases import Presences, remaining
+from rl.plan.phases import Presences, by_phase
 from rl.plan.places import Places
-from rl.plan.types import Notes, Phase
+from rl.plan.types import PHASES, Notes, Phase
+
+_ByPhase = Mapping[RoleName, Mapping[Phase, Memory]]
+"""Of each process of a role, on its device."""
 
 
 def check_fit(
@@ -28,43 +31,25 @@ def check_fit(
     for role, cache in caches.items():
         whole[role] = with_cache(whole[role], taken.least_cache[role] if isinstance(cache, Fill) else cache)
     if cluster.gpus:
-        _check_devices(demand, whole, present, places, cluster, notes)
+        _check_devices(demand, by_phase(whole, present), places, cluster, notes)
     else:
-        _check_host(demand, whole, present, places, cluster, notes)
+        _check_host(demand, by_phase(whole, present), places, cluster, notes)
 
 
-def _check_host(
-    demand: Demand,
-    whole: Mapping[RoleName, Memory],
-    present: Presences,
-    places: Places,
-    cluster: Cluster,
-    notes: Notes,
-) -> None:
+def _check_host(demand: Demand, memory: _ByPhase, places: Places, cluster: Cluster, notes: Notes) -> None:
     (roles,) = places.on_devices().values()
     free = cluster.hosts[0].free_gib
-    by_phase = {
-        phase: {role: remaining(whole[role], present[phase][role]) for role in dict.fromkeys(roles)}
-        for phase in present
-    }
-    needed = {phase: sum(there[role].total for role in roles) / GIB for phase, there in by_phase.items()}
+    needed = {phase: sum(memory[role][phase].total for role in roles) / GIB for phase in PHASES}
     fullest = max(needed, key=lambda phase: needed[phase])
     if (most := needed[fullest]) > free:
         notes.problem(
             "fit",
-            f"the {_command(demand)} needs about {most:.1f} GiB ({_list(roles, by_phase[fullest])}) but "
+            f"the {_command(demand)} needs about {most:.1f} GiB ({_list(roles, memory, fullest)}) but "
             f"{free:.1f} are free, {_tenths(most - free)} GiB short{_when(demand, fullest)}",
         )
 
 
-def _check_devices(
-    demand: Demand,
-    whole: Mapping[RoleName, Memory],
-    present: Presences,
-    places: Places,
-    cluster: Cluster,
-    notes: Notes,
-) -> None:
+def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cluster, notes: Notes) -> None:
     worked_out = demand.generator is not None and not demand.generator.kv_cache_gib
     with_margin = worked_out and places.beside("generator") and demand.sharing != "by_turns"
     fullest, text = 0.0, ""
@@ -73,15 +58,16 @@ def _check_devices(
             continue
         room = cluster.hosts[host].gpus[gpu].gib * USABLE
         margin = MARGIN if with_margin and "generator" in roles else 1.0
-        for phase in present:
-            there = {role: remaining(whole[role], present[phase][role]) for role in dict.fromkeys(roles)}
-            needed = sum(there[role].total / GIB * (1.0 if role == "generator" else margin) for role in roles)
+        for phase in PHASES:
+            needed = sum(
+                memory[role][phase].total / GIB * (1.0 if role == "generator" else margin) for role in roles
+            )
             if needed > room and needed > fullest:
                 fullest = needed
                 spare = ", and a tenth of what the engines take to spare" * (margin > 1)
                 text = (
                     f"{_name(host, gpu, cluster)} has {room:.1f} GiB for processes that need about "
-                    f"{needed:.1f} ({_list(roles, there)}{spare}), {_tenths(needed - room)} GiB short"
+                    f"{needed:.1f} ({_list(roles, memory, phase)}{spare}), {_tenths(needed - room)} GiB short"
                     f"{_when(demand, phase)}"
                 )
     if text:
@@ -100,10 +86,10 @@ def _command(demand: Demand) -> str:
     return "server" if demand.command == "serve" else "run"
 
 
-def _list(roles: Sequence[RoleName], memory: Mapping[RoleName, Memory]) -> str:
+def _list(roles: Sequence[RoleName], memory: _ByPhase, phase: Phase) -> str:
     """A cache is counted; where one was worked out, it is what is left, and at least one sequence's."""
     return ", ".join(
-        f"{role} {f'{count} x ' if count > 1 else ''}{memory[role].total / GIB:.1f}"
+        f"{role} {f'{count} x ' if count > 1 else ''}{memory[role][phase].total / GIB:.1f}"
         for role, count in Counter(roles).items()
     )
 

@@ -73,7 +73,7 @@ ELSEWHERE = {
     "restart_engines(EngineDied(str(damage)))": "a damaged checkpoint: tests/controller/test_recovery.py",
     "batch = await self.pack(samples)": "the Tinker server's",
     'leave_to("score")': "of a death that is noticed while generators are there: tests/actors/test_turns.py",
-    "lambda: self.load == 0)": "of a request beyond the step's last: tests/actors/test_turns.py",
+    "await self._drain()": "of a request beyond the step's last: tests/actors/test_turns.py",
     "reaper.reap": "real zombies: tests/test_processes.py",
     "_REAP_SECONDS": "real zombies: tests/test_processes.py",
     "await self.wait_for_room(name)": "a run waits for room before, with a deadline",

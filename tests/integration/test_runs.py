@@ -134,6 +134,12 @@ print(json.dumps([list(out.token_ids), [d[t].logprob for t, d in zip(out.token_i
 MAY_DIFFER = ("time/", "idle/", "generators/", "tokens/prompt_computed")
 
 
+def numbers(run_dir, may_differ=MAY_DIFFER):
+    """Every line of metrics.jsonl, without what may differ."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{n: v for n, v in line.items() if not n.startswith(may_differ)} for line in lines]
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fsdp_run, tmp_path):
     """Bit for bit: so two runs of the same settings do."""
@@ -141,10 +147,6 @@ def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fs
     one = ("--generator.num_replicas", "1")
     done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", tmp_path / "run", *one)
     assert done.returncode == 0, done.stderr[-3000:]
-
-    def numbers(directory):
-        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-        return [{n: v for n, v in line.items() if not n.startswith(MAY_DIFFER)} for line in lines]
 
     assert numbers(tmp_path / "run") == numbers(run_dir)
     assert len(numbers(run_dir)) == 7 and "logprob_diff/max" in numbers(run_dir)[1]
@@ -157,10 +159,6 @@ def test_by_turns_the_numbers_are_those_of_processes_that_all_stay(fsdp_run, tmp
     done = rl("train", "tests/recipes.py:fsdp2_and_two_generators", "--run_dir", tmp_path / "run", *turns)
     assert done.returncode == 0, done.stderr[-3000:]
 
-    def numbers(directory):
-        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-        return [{n: v for n, v in line.items() if not n.startswith(MAY_DIFFER)} for line in lines]
-
     assert numbers(tmp_path / "run") == numbers(run_dir) and len(numbers(run_dir)) == 7
     names = Counter(event["name"] for event in json.loads((tmp_path / "run" / "trace.json").read_text()))
     assert names["resume"] >= 4 and names["suspend"] >= 12  # an engine and two generators
@@ -171,17 +169,14 @@ def test_by_turns_the_numbers_are_those_of_processes_that_all_stay(fsdp_run, tmp
 def test_by_turns_every_role_has_the_numbers_of_processes_that_all_stay(recipe, tmp_path):
     """An adapter; a critic and a refreshed reference; two ranks that share no host memory of their own."""
 
-    def numbers(*settings):
+    def run(*settings):
         run_dir = tmp_path / f"run-{len(settings)}"
         done = rl("train", f"tests/recipes.py:{recipe}", "--run_dir", run_dir, *settings)
         assert done.returncode == 0, done.stderr[-3000:]
-        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        return [
-            {n: v for n, v in line.items() if not n.startswith((*MAY_DIFFER, "buffer/"))} for line in lines
-        ]
+        return numbers(run_dir, (*MAY_DIFFER, "buffer/"))
 
-    stayed = numbers()
-    assert len(stayed) >= 7 and numbers("--placement", "by_turns") == stayed
+    stayed = run()
+    assert len(stayed) >= 7 and run("--placement", "by_turns") == stayed
 
 
 @pytest.mark.slow
