@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -62,7 +63,7 @@ class SharedMemory:
     async def release(self, manifest: Manifest) -> None:
         """Who has mapped the version keeps it until it drops its views."""
         for path in map(Path, keys(manifest)):
-            if path.exists():
+            with suppress(FileNotFoundError):
                 path.rename(f"{path}{_RELEASED}")
 
     def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
@@ -77,15 +78,21 @@ _own: dict[tuple[int, int], torch.Tensor] = {}
 
 def _mapped(path: str, num_bytes: int) -> torch.Tensor:
     """The file's bytes, to write to. Mapped once, with all of its pages."""
-    there = [os.stat(file) for file in Path(path).parent.iterdir()]
-    files = {(status.st_dev, status.st_ino) for status in there}
-    for gone in _own.keys() - files:
+    inodes = set()
+    for file in Path(path).parent.iterdir():
+        with suppress(FileNotFoundError):  # another rank's file may change its name at any moment
+            inodes.add(_inode(file))
+    for gone in _own.keys() - inodes:
         del _own[gone]
-    status = os.stat(path)
-    inode = status.st_dev, status.st_ino
+    inode = _inode(path)
     if inode not in _own:
         _own[inode] = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
     return _own[inode]
+
+
+def _inode(path: str | Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _held(path: str) -> torch.Tensor:

@@ -122,9 +122,9 @@ class World:
         assert there | partly == named - deleted
 
     async def settle(self):
-        """A snapshot that follows an answer may still be under way."""
+        """A snapshot that follows an answer may still be under way, and a directory may go as it is listed."""
         for _ in range(200):
-            with contextlib.suppress(AssertionError):
+            with contextlib.suppress(AssertionError, FileNotFoundError):
                 return self.check_disk()
             await asyncio.sleep(0.01)
         self.check_disk()

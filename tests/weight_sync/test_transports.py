@@ -1,6 +1,9 @@
 import asyncio
 import itertools
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +123,28 @@ def test_a_new_process_goes_on_in_the_files_of_one_that_died(tmp_path):
     manifest = publish(transport, 6, rows("w", torch.full((4, 2), 6.0), 1))
     (file,) = tmp_path.iterdir()
     assert file.stat().st_ino == inode and fetch(transport, manifest)["w"].unique().tolist() == [6.0]
+
+
+def test_another_ranks_files_may_change_their_names_while_a_version_is_published(tmp_path):
+    transport, another = SharedMemory(str(tmp_path)), tmp_path / "model-v1-rank1.bin"
+    another.touch()
+    ended = threading.Event()
+
+    def take_and_release():
+        while not ended.is_set():
+            another.rename(f"{another}.released")
+            Path(f"{another}.released").rename(another)
+
+    with ThreadPoolExecutor() as pool:
+        renaming = pool.submit(take_and_release)
+        try:
+            for version in range(300):
+                manifest = publish(transport, version, rows("w", torch.full((4, 2), float(version)), 1))
+                assert fetch(transport, manifest)["w"].unique().tolist() == [float(version)]
+                asyncio.run(transport.release(manifest))
+        finally:
+            ended.set()
+        renaming.result()
 
 
 @pytest.mark.parametrize("seed", range(20))
