@@ -3,7 +3,7 @@
 They lie in a root `rl-<uid>` that only this user may open. Each has a file `owner`, and the process that
 holds its lock owns the directory: process numbers differ between containers that share memory. Nothing
 outside the root is removed but what `note_beside` names. In it a directory is removed that has such a file,
-of this user, whose lock is free.
+of this user, whose lock is free, or that is empty.
 """
 
 import atexit
@@ -112,7 +112,10 @@ def note_beside(directory: Path, name: str) -> None:
 
 
 def remove_unowned(base: Path) -> None:
-    """Remove this user's directories in the root whose owner is gone."""
+    """Remove this user's directories in the root whose owner is gone, and empty ones without an owner.
+
+    A process of a killed run may have made an empty one again where the run's temporary files were.
+    """
     root = _root(base)
     if _is_foreign(root):
         return
@@ -120,6 +123,8 @@ def remove_unowned(base: Path) -> None:
     with suppress(OSError):  # there is no root, or another run removed the empty one in the meantime
         paths = list(root.iterdir())
     for path in paths:
+        with suppress(OSError):  # it is not empty, or no directory
+            path.rmdir()
         with suppress(OSError):  # gone in the meantime, or no directory of a run
             owner = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:

@@ -123,6 +123,29 @@ def test_every_directory_whose_lock_is_free_is_removed_and_no_other(tmp_path):
     assert not tree(tmp_path)
 
 
+def test_an_empty_directory_that_a_late_process_made_again_goes_with_the_next_run(tmp_path):
+    """A process of a killed run may make its directory for temporary files again after the janitor's last look."""
+    (tmp_path / ROOT / "4194305-0123abcd").mkdir(parents=True)
+    with owned_directory(tmp_path, "run") as path:
+        assert set(path.parent.iterdir()) == {path}
+
+
+def test_a_directory_that_another_run_takes_for_empty_is_made_again(tmp_path, monkeypatch):
+    """Between its making and its owner file."""
+    own, interrupted = module._own, []
+
+    def own_later(path, what):
+        if not interrupted:
+            interrupted.append(path)
+            remove_unowned(tmp_path)
+            assert not path.exists()
+        return own(path, what)
+
+    monkeypatch.setattr(module, "_own", own_later)
+    with owned_directory(tmp_path, "run") as path:
+        assert interrupted and path not in interrupted and path.is_dir()
+
+
 def test_two_runs_side_by_side(tmp_path):
     process, theirs = hold(tmp_path)
     with owned_directory(tmp_path, "ours") as ours:
