@@ -2,8 +2,8 @@
 
 They lie in a root `rl-<uid>` that only this user may open. Each has a file `owner`, and the process that
 holds its lock owns the directory: process numbers differ between containers that share memory. Nothing
-outside the root is removed but what `note_beside` names. In it a directory is removed that has such a file,
-of this user, whose lock is free, or that is empty.
+outside the root is removed but what `note_beside` names. In the root two kinds of directories are removed:
+those whose file `owner` is this user's and not locked, and empty ones.
 """
 
 import atexit
