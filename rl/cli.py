@@ -1,4 +1,4 @@
-"""The command line: rl train | check | eval | replay | serve | plan | doctor | gpu-check | fetch.
+"""The command line: rl train | check | eval | replay | serve | worker | plan | doctor | gpu-check | fetch.
 
 Bad input is one line on standard error, and exit code 2.
 """
@@ -21,6 +21,7 @@ _USAGE = """usage: rl COMMAND ...
   rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
+  rl worker --listen ADDRESS:PORT               lend this host to runs that name it in --hosts
   rl plan RECIPE [--cluster 8xH100-80] [...]    who runs where with which memory, and what would not fit
   rl doctor [RUN ...]                           what this machine has and lacks; what runs left, and listen on
   rl gpu-check [--model DIRECTORY]              the stack on this GPU, in one table: minutes
@@ -88,6 +89,10 @@ def _dispatch(arguments: list[str]) -> int:
         return replay(rest)
     if command == "serve":
         return _serve(rest)
+    if command == "worker":
+        from rl.cluster.host_agent import worker
+
+        return worker(rest)
     if command == "plan":
         from rl.controller.plan import plan
 
@@ -109,8 +114,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return fetch(rest)
     raise ConfigError(
-        f"unknown command {command!r}; use train, check, eval, replay, serve, plan, doctor, gpu-check or "
-        f"fetch, as rl train quickstart (rl --help)"
+        f"unknown command {command!r}; use train, check, eval, replay, serve, worker, plan, doctor, "
+        f"gpu-check or fetch, as rl train quickstart (rl --help)"
     )
 
 

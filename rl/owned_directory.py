@@ -41,8 +41,8 @@ rmdir -- "${0%/*}" 2>/dev/null
 
 
 @contextmanager
-def owned_directory(base: Path, what: str) -> Iterator[Path]:
-    """A new directory `rl-<uid>/<pid>-<random>` in `base`, removed at the end.
+def owned_directory(base: Path, what: str, name: str = "") -> Iterator[Path]:
+    """A new directory `rl-<uid>/<name>` in `base`, removed at the end. Without a name, <pid>-<random>.
 
     Directories of runs that were killed are removed first. what: for people who find the directory. A fork of
     this process uses the directory and leaves it in place. Raises ConfigError where `base` cannot be used, or
@@ -50,7 +50,7 @@ def owned_directory(base: Path, what: str) -> Iterator[Path]:
     """
     remove_unowned(base)
     maker = os.getpid()
-    path, owner = _make(base, what)
+    path, owner = _make(base, what, name)
     command = ["sh", "-c", _JANITOR, str(path), str(base)]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -75,17 +75,20 @@ def temporary_directory() -> Path:
     """For temporary files of this process and its children, until it ends.
 
     Monarch makes its sockets' directory there once in a process, so it cannot belong to one run of several.
-    It is short enough for addresses of Unix sockets: where TMPDIR is too long, in /tmp or shared memory.
     """
+    kept = ExitStack()
+    atexit.register(kept.close)
+    return kept.enter_context(owned_directory(temporary_base(), "temporary files"))
+
+
+def temporary_base() -> Path:
+    """TMPDIR, or, where it is too long for addresses of Unix sockets, /tmp or shared memory."""
     base = Path(tempfile.gettempdir())
     for candidate in (base, Path("/tmp"), SHARED_MEMORY):
         longest = _root(candidate) / "4194304-01234567"
         if len(os.fsencode(longest)) <= _LONGEST and os.access(candidate, os.W_OK | os.X_OK):
-            base = candidate
-            break
-    kept = ExitStack()
-    atexit.register(kept.close)
-    return kept.enter_context(owned_directory(base, "temporary files"))
+            return candidate
+    return base
 
 
 @contextmanager
@@ -153,12 +156,12 @@ def _is_foreign(root: Path) -> bool:
     return False
 
 
-def _make(base: Path, what: str) -> tuple[Path, int]:
+def _make(base: Path, what: str, name: str) -> tuple[Path, int]:
     """The directory, and the descriptor of its owner file, which holds the lock."""
     try:
         while base.is_dir():
             with suppress(FileNotFoundError):  # another run removed the empty root in the meantime
-                path = _made_root(base) / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+                path = _made_root(base) / (name or f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
                 path.mkdir(mode=0o700)
                 if (owner := _own(path, what)) is not None:
                     return path, owner

@@ -7,16 +7,17 @@ import gc
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
+
+from rl.host_protocol import own_host
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -159,16 +160,39 @@ def on_interrupt(handle: Callable[[int], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """Where an actor lives, for people who look for it."""
+    """Where an actor lives, for people who look for it. lease: by which a run has that host, if by one."""
 
     pid: int
     host: str
     device: str
+    lease: str = ""
 
 
 def process_info(device: str = "cpu") -> ProcessInfo:
     """Of this process."""
-    return ProcessInfo(os.getpid(), socket.gethostname(), device)
+    return ProcessInfo(os.getpid(), own_host(), device, os.environ.get(LEASE, ""))
+
+
+LEASE = "RL_LEASE"
+"""In the environment of processes on a host that a run has by a lease."""
+
+
+class OtherHost(Protocol):
+    """Who knows the processes of this run on a host that is not this one, by its name."""
+
+    def born(self, mesh: str) -> list[ProcessInfo]:
+        """Those that were started for the mesh, as far as is known."""
+        ...
+
+    def status(self, process: ProcessInfo) -> str | None:
+        """psutil's word for it, a zombie where it is gone; None where it is not known yet."""
+        ...
+
+    async def kill(self, processes: Sequence[ProcessInfo]) -> None: ...
+
+
+OTHER_HOSTS: dict[str, OtherHost] = {}
+"""Those of the running run."""
 
 
 def freeze_heap() -> None:
@@ -182,19 +206,20 @@ def freeze_heap() -> None:
 
 
 def is_stopped(process: ProcessInfo) -> bool:
-    """Whether a process of this host stands still by SIGSTOP, or under a debugger."""
+    """Whether a process stands still by SIGSTOP, or under a debugger."""
     return _status(process) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def is_gone(process: ProcessInfo) -> bool:
-    """Whether a process of this host has ended, also where nobody has asked how yet."""
+    """Whether a process has ended, also where nobody has asked how yet."""
     return _status(process) == psutil.STATUS_ZOMBIE
 
 
 def _status(process: ProcessInfo) -> str | None:
-    """psutil's word for it, a zombie where it is no longer there; None for another host's."""
-    if process.host != socket.gethostname():
-        return None
+    """psutil's word for it, a zombie where it is no longer there; None for another host's that is unknown."""
+    if process.host != own_host():
+        other = OTHER_HOSTS.get(process.host)
+        return other.status(process) if other else None
     try:
         return psutil.Process(process.pid).status()
     except psutil.NoSuchProcess:
@@ -207,9 +232,11 @@ async def kill_processes(mesh: Any, processes: Sequence[ProcessInfo]) -> None:
     First by force, because a mesh whose ranks do not answer cannot be stopped.
     """
     for process in processes:
-        if process.host == socket.gethostname():
+        if process.host == own_host():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
+    for host in {process.host for process in processes} & OTHER_HOSTS.keys():
+        await OTHER_HOSTS[host].kill([process for process in processes if process.host == host])
     with suppress(Exception):  # what is dead cannot be asked to stop
         await asyncio.wait_for(_stopped(mesh), _STOP_SECONDS)
 

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {
         "rl.errors",
+        "rl.host_protocol",
         "rl.causes",
         "rl.bounds",
         "rl.fields",

@@ -84,6 +84,7 @@ class Actors:
     policy: tuple[str, LoRA] | None = None
     revival: Revival | None = None  # None: what dies stays dead
     turns: Turns | None = None  # None: everybody stays on their devices
+    address: str = "127.0.0.1"  # of this process, as other processes of the run reach it
 
     @property
     def adapter(self) -> str | None:

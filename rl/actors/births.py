@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from itertools import count
@@ -11,8 +10,9 @@ from typing import TypeVar
 import psutil
 
 from rl.actors.remote import Caller, ProcessDied
+from rl.host_protocol import own_host
 from rl.observability.timeline import Timeline
-from rl.processes import ProcessInfo, is_gone
+from rl.processes import OTHER_HOSTS, ProcessInfo, is_gone
 from rl.waiting import beside
 
 T = TypeVar("T")
@@ -55,10 +55,11 @@ class Births:
 
     def _one_that_is_gone(self) -> ProcessInfo | None:
         if len(self._born) < self._num_procs:
-            known = {process.pid for process in self._born}
-            for child in psutil.Process().children():
-                if child.pid not in known and mesh_of(child) == self._mesh:
-                    self._born.append(ProcessInfo(child.pid, socket.gethostname(), ""))
+            here = [child for child in psutil.Process().children() if mesh_of(child) == self._mesh]
+            born = [ProcessInfo(child.pid, own_host(), "") for child in here]
+            for host in OTHER_HOSTS.values():
+                born += host.born(self._mesh)
+            self._born += [process for process in born if process not in self._born]
             del self._born[self._num_procs :]  # orphans of theirs that were adopted
         return next(filter(is_gone, self._born), None)
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -22,7 +21,7 @@ from rl.actors.remote import ProcessDied
 from rl.actors.replica import Pool, Replica
 from rl.envs.judge import OWN_KEY, OWN_URL
 from rl.errors import ConfigError, RunError, one_line
-from rl.http_server import Server
+from rl.http_server import Server, listen, url_of
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, choice, refusal
 from rl.types import Completion, SamplingParams
@@ -84,18 +83,20 @@ class _Asked(BaseModel):
 class JudgeServer:
     """It answers as soon as a judge serves. For one event loop."""
 
-    def __init__(self, pool: Pool[JudgeReplica], tokenizer: HFTokenizer, max_tokens: int):
-        """max_tokens: of a question with its answer."""
+    def __init__(
+        self, pool: Pool[JudgeReplica], tokenizer: HFTokenizer, max_tokens: int, address: str = "127.0.0.1"
+    ):
+        """max_tokens: of a question with its answer. address: of this process, as who asks reaches it."""
         self.pool = pool
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._listener = listen(address)
         self._key = secrets.token_urlsafe(16)
 
     @property
     def environment(self) -> dict[str, str]:
         """Of the processes that may ask it."""
-        return {OWN_URL: f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1", OWN_KEY: self._key}
+        return {OWN_URL: f"{url_of(self._listener)}/v1", OWN_KEY: self._key}
 
     async def run(self) -> None:
         """Keep the judges alive and answer, until cancelled."""

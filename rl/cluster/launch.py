@@ -21,7 +21,7 @@ from rl.actors.replica import Pool, Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.actors.turns import Turns
-from rl.cluster.launchers import Launcher, ThisHost
+from rl.cluster.launchers import Hosts, Launcher, ThisHost
 from rl.cluster.spawn import kill_children
 from rl.cluster.spawner import Spawner, spec_of
 from rl.envs.base import Env
@@ -35,6 +35,7 @@ from rl.plan.types import Replica as ReplicaPlan
 from rl.processes import adopt_orphans, allow_many_files, freeze_heap, reap_orphans
 from rl.types import POLICY, REFERENCE
 from rl.waiting import Signal, beside, together
+from rl.weight_sync.buffers import keys
 from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.shared_memory import SharedMemory
 from rl.weight_sync.store import WeightStore
@@ -54,7 +55,7 @@ async def launch(
     """The running actors. Whatever happens within, no process and no shared memory is left behind.
 
     models: the directory of each model that the plan names. env: what reward workers score by. launcher:
-    where processes are spawned; None: here.
+    where processes are spawned; None: on the plan's hosts.
     """
     import monarch.actor
 
@@ -73,26 +74,32 @@ async def launch(
     allow_many_files()
     with temporary_files(), owned_directory(SHARED_MEMORY, str(run_dir)) as shared:
         others = {child.pid for child in psutil.Process().children(recursive=True)}
-        launcher = launcher or ThisHost()
+        launcher = launcher or launcher_of(plan)
         start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher)
-        try:
-            actors = await start.actors()
-            judge = [start.judge.run()] if start.judge else []
-            watches = [watch() for watch in start.watches]
-            pools = actors.generators.run(), actors.rewards.run()
-            async with beside(reap_orphans(), *pools, *judge, *watches):
-                await start.ready(actors)
-                try:
-                    yield actors
-                finally:
-                    is_over = True
-        finally:
+        async with launcher.open(run_dir, shared):
             try:
-                engines = [engine.mesh for engine in start.engines if engine.mesh is not None]
-                await asyncio.shield(_stop([*start.meshes, *engines]))
+                actors = await start.actors()
+                judge = [start.judge.run()] if start.judge else []
+                watches = [watch() for watch in start.watches]
+                pools = actors.generators.run(), actors.rewards.run()
+                async with beside(reap_orphans(), *pools, *judge, *watches):
+                    await start.ready(actors)
+                    try:
+                        yield actors
+                    finally:
+                        is_over = True
             finally:
-                kill_children(others)
-                await asyncio.shield(launcher.close())
+                try:
+                    engines = [engine.mesh for engine in start.engines if engine.mesh is not None]
+                    await asyncio.shield(_stop([*start.meshes, *engines]))
+                finally:
+                    kill_children(others)
+
+
+def launcher_of(plan: Plan) -> Launcher:
+    """By whether its hosts have addresses."""
+    addresses = [host.address for host in plan.cluster.hosts]
+    return Hosts(addresses, plan.deadlines.start) if all(addresses) else ThisHost()
 
 
 class _Start:
@@ -119,7 +126,9 @@ class _Start:
         self._shared = shared
         self._env = env
         self._timeline = timeline
-        self._spawner = Spawner(launcher, models, run_dir / "logs", shared, plan.deadlines, timeline)
+        self._launcher = launcher
+        logs, cluster = run_dir / "logs", plan.cluster
+        self._spawner = Spawner(launcher, cluster, models, logs, shared, plan.deadlines, timeline)
 
     async def actors(self) -> Actors:
         """Generators and reward workers are started by who runs their pools; `ready` starts the engines."""
@@ -149,7 +158,8 @@ class _Start:
         self.judge = self._judge(plan.of("judge"), transport) if plan.of("judge") else None
         others = (store, deadlines, reference, critic, policy)
         self._revival = Revival(start_engines, self.engines, of_trainer.max_restarts)
-        return Actors(trainer, generators, self._rewards(), *others, revival=self._revival, turns=self._turns)
+        more = self._revival, self._turns, self._launcher.address
+        return Actors(trainer, generators, self._rewards(), *others, *more)
 
     async def ready(self, actors: Actors) -> None:
         """Where they take turns, generators are spawned once the engines have left their devices."""
@@ -166,18 +176,19 @@ class _Start:
 
     async def _transport(self) -> Transport:
         if self._plan.transport == "shared_memory":
-            return SharedMemory(str(self._shared))
+            return SharedMemory(str(self._shared), self._launcher.run)
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
         mesh = await self._spawner.storage("torchstore")
         self.meshes.append(mesh)
         births = self._spawner.births_of("torchstore")
         self.watches.append(partial(births.until_one_dies, "the keeping of published weights"))
-        return await births.watching(self._spawner.started("torchstore", TorchStore.create(mesh)))
+        return await births.watching(self._spawner.started("torchstore", TorchStore.create(mesh.mesh)))
 
     async def _release(self, store: Caller, transport: Transport, manifest: Manifest) -> None:
         deadline = Deadline("sync", self._plan.deadlines.sync)
         await store.call(transport.release(manifest), "release", deadline)
+        await self._launcher.release(keys(manifest))
 
     def _engine(self, replica: ReplicaPlan) -> EngineHandle:
         """Of a critic or reference."""
@@ -209,7 +220,8 @@ class _Start:
             for r in of_judge
         ]
         tokenizer = HFTokenizer(self._models[spec.model])
-        return JudgeServer(Pool("judge", replicas, changed), tokenizer, spec.config.max_model_len)
+        pool, address = Pool("judge", replicas, changed), self._launcher.address
+        return JudgeServer(pool, tokenizer, spec.config.max_model_len, address)
 
     def _rewards(self) -> RewardPool:
         env, changed, replicas = self._env, Signal(), []

@@ -1,22 +1,63 @@
 """Launchers: on which host meshes the processes of a plan's replicas are spawned."""
 
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
+
+from rl.cluster.leases import Lease
+from rl.cluster.monarch_worker import TIMEOUTS
+from rl.cluster.spawn import kill_those_that_log_to
+from rl.processes import OTHER_HOSTS
+from rl.waiting import beside, together, within
+
+_LOOPBACK = "127.0.0.1"
+_CLOSE_SECONDS = 10.0
 
 
 class Launcher(Protocol):
-    """A value: `attach` before each start of a replica, `close` once no process is left."""
+    """Where a plan's processes run."""
+
+    address: str
+    """Of this process, as theirs reach it, once it is open."""
+    run: str
+    """What other hosts call the run; empty where there are none."""
+
+    def open(self, run_dir: Path, shared: Path) -> AbstractAsyncContextManager[None]:
+        """While it is, processes may be spawned. After it, none is left on another host.
+
+        shared: the directory in shared memory that each host's processes find.
+        """
+        ...
 
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
-        """Monarch's host mesh for the processes of a mesh called `name`.
+        """Monarch's host mesh for the processes of a mesh called `name`, before each of its starts.
 
-        hosts: of each of its processes, its host's number in the plan's cluster.
+        hosts: of each of its processes, its host's number in the plan's cluster. Raises ProcessDied where one
+        does not answer.
         """
+        ...
 
-    async def close(self) -> None: ...
+    async def end_log(self, log: Path, hosts: Sequence[int]) -> None:
+        """End what is left of an earlier mesh that writes to this log, on these hosts."""
+        ...
+
+    async def release(self, paths: Sequence[str]) -> None:
+        """Release these files of published weights on all other hosts."""
+        ...
 
 
 class ThisHost:
     """All of them here."""
+
+    address = _LOOPBACK
+    run = ""
+
+    @asynccontextmanager
+    async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
+        yield
 
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
         from monarch.actor import this_host
@@ -24,5 +65,74 @@ class ThisHost:
         assert not any(hosts), "a plan for one host"
         return this_host()
 
-    async def close(self) -> None:
+    async def end_log(self, log: Path, hosts: Sequence[int]) -> None:
+        kill_those_that_log_to(log)
+
+    async def release(self, paths: Sequence[str]) -> None:
         pass
+
+
+class Hosts:
+    """On hosts with an `rl worker`, of which each lends a process of Monarch's for the run.
+
+    Each attach makes a mesh of its own: when a host dies, Monarch's other meshes go on.
+    """
+
+    def __init__(self, addresses: Sequence[str], patience: float):
+        """patience: seconds to wait for a host that does not answer."""
+        self.address, self.run = "", uuid.uuid4().hex
+        self._addresses, self._patience = addresses, patience
+        self._leases: list[Lease] = []
+
+    @asynccontextmanager
+    async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
+        mark = f".{uuid.uuid4().hex}"
+        run_dir = run_dir.resolve()
+        self._leases = [
+            Lease(address, self.run, run_dir, shared, mark, self._patience) for address in self._addresses
+        ]
+        (run_dir / mark).touch()
+        try:
+            await together(lease.connect() for lease in self._leases)
+        except BaseException:
+            await self._close()
+            raise
+        finally:
+            (run_dir / mark).unlink()
+        self.address = self._leases[0].own_address
+        self._use_network()
+        OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
+        try:
+            async with beside(*(lease.run() for lease in self._leases)):
+                yield
+        finally:
+            OTHER_HOSTS.clear()
+            await asyncio.shield(self._close())
+
+    def _use_network(self) -> None:
+        """Before Monarch does anything else."""
+        from monarch.actor import enable_transport
+        from monarch.config import configure
+
+        configure(**TIMEOUTS)
+        enable_transport(f"tcp://{f'[{self.address}]' if ':' in self.address else self.address}:0")
+
+    async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
+        from monarch.actor import attach_to_workers
+
+        leases = [self._leases[host] for host in dict.fromkeys(hosts)]
+        workers = await asyncio.gather(*(lease.worker() for lease in leases))
+        mesh = attach_to_workers(ca="trust_all_connections", workers=workers)
+        await mesh.initialized
+        return mesh
+
+    async def end_log(self, log: Path, hosts: Sequence[int]) -> None:
+        await asyncio.gather(*(self._leases[host].end_log(log) for host in {*hosts}))
+
+    async def release(self, paths: Sequence[str]) -> None:
+        await asyncio.gather(*(lease.release(paths) for lease in self._leases))
+
+    async def _close(self) -> None:
+        with suppress(TimeoutError):
+            async with within(_CLOSE_SECONDS):
+                await together(lease.close() for lease in self._leases)

@@ -2,12 +2,18 @@
 
 import math
 import os
+import sys
+from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
 from rl.cgroups import core_quota, memory_left, memory_limit
 from rl.plan.cluster import GPU, Host
+
+PACKAGES = ("rl", "torch", "torchmonarch", "vllm", "torchtitan")
+"""Of which all hosts of a run need the same version."""
 
 
 def num_cores() -> int:
@@ -33,8 +39,26 @@ def look_at_host() -> Host:
     """The one this process runs on, as it was when first asked, with the GPUs that it is shown."""
     import torch  # 2 s
 
-    gpus = []
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        card = torch.cuda.get_device_properties(i)
-        gpus.append(GPU(card.name, card.total_memory / 2**30, (card.major, card.minor)))
+    gpus: list[GPU] = []
+    for name in visible_devices():
+        card = torch.cuda.get_device_properties(len(gpus))
+        gpus.append(GPU(card.name, card.total_memory / 2**30, (card.major, card.minor), name))
     return Host(num_cores(), free_memory() / 2**30, tuple(gpus))
+
+
+def visible_devices() -> list[str]:
+    """What each GPU of this process is called in CUDA_VISIBLE_DEVICES: its number, or its UUID."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    names, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    return [name.strip() for name in names.split(",")][:count] if names else [str(i) for i in range(count)]
+
+
+def versions() -> dict[str, str]:
+    versions = {"python": ".".join(map(str, sys.version_info[:2]))}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -10,49 +10,51 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch.distributed import TCPStore
 
 from rl.cluster.environment import kernel_cache
 
 GROUP_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Of processes that join a group: each connects to the launcher's store, and none opens its own."""
-_LOOPBACK = "127.0.0.1"
+
+
+class Procs:
+    """A mesh of processes, counted along one dimension, `procs`, whatever hosts they are on."""
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+
+    def spawn(self, name: str, actor: type, *arguments: Any) -> Any:
+        """An actor in each process."""
+        return self.mesh.spawn(name, actor, *arguments).flatten("procs")
+
+    async def stop(self, why: str) -> None:
+        await self.mesh.stop(why)
 
 
 def spawn_procs(
-    host: Any, name: str, num_procs: int, env: Mapping[str, str], devices: Sequence[int], log: Path
-) -> Any:
-    """A mesh on a host mesh, with the one dimension `procs`; each process with one GPU, if any.
+    hosts: Any, name: str, devices: Sequence[str | None], per_host: int, env: Mapping[str, str], log: Path
+) -> Procs:
+    """Processes on a host mesh, on each host as many.
 
-    devices: of each process, its GPU's number among the visible.
+    devices: of each process, what its host calls its GPU; empty: it is shown none; None: the host has none.
     A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`.
     """
     from monarch.actor import default_bootstrap_cmd
 
-    names = visible_devices()
-
     def command(point: Any) -> Any:
         device = kernel_cache()
-        if names:
-            device["CUDA_VISIBLE_DEVICES"] = names[devices[point.rank]] if devices else ""
+        if (shown := devices[point.rank]) is not None:
+            device["CUDA_VISIBLE_DEVICES"] = shown
         return default_bootstrap_cmd().with_env(dict(env) | device)
 
-    return host.spawn_procs(
-        per_host={"procs": num_procs},
+    mesh = hosts.spawn_procs(
+        per_host={"procs": per_host},
         name=name,
-        bootstrap=_prepare_process(str(log.resolve()), num_procs > 1, list(sys.path)),
+        bootstrap=_prepare_process(str(log.resolve()), len(devices) > 1, list(sys.path)),
         bootstrap_command=command,
     )
-
-
-def visible_devices() -> list[str]:
-    """What each GPU of this process is called in CUDA_VISIBLE_DEVICES: its number, or its UUID."""
-    if not torch.cuda.is_available():
-        return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    return [name.strip() for name in given.split(",")][:count] if given else [str(i) for i in range(count)]
+    return Procs(mesh)
 
 
 def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[], None]:
@@ -79,20 +81,22 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
     return prepare
 
 
-async def join_group(procs: Any) -> TCPStore:
+async def join_group(procs: Procs, address: str) -> TCPStore:
     """Give the processes what torch.distributed's rendezvous reads. They need GROUP_ENVIRONMENT.
 
-    Returns the store they meet in, which their owner keeps as long as they live. It listens on the loopback
-    interface alone: a store that opens its own port listens on every address, whatever host it is given.
+    address: this process's, as theirs reach it. Returns the store they meet in, which their owner keeps as
+    long as they live. It listens on this address alone: a store that opens its own port listens on every
+    address, whatever host it is given.
     """
     from monarch.spmd import setup_torch_elastic_env_async
 
-    with socket.create_server((_LOOPBACK, 0)) as listener:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-    await setup_torch_elastic_env_async(procs, _LOOPBACK, port)
+    await setup_torch_elastic_env_async(procs.mesh, address, port)
     return store
 
 

@@ -13,12 +13,13 @@ from rl.actors.remote import Caller, Deadline
 from rl.actors.reward import RewardProcess, RewardWorker
 from rl.cluster.environment import engine_environment
 from rl.cluster.launchers import Launcher
-from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group, kill_those_that_log_to, spawn_procs
+from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, join_group, spawn_procs
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
 from rl.interfaces import Transport
 from rl.models.generator.environment import generator_environment
 from rl.observability.timeline import Timeline
+from rl.plan.cluster import Cluster
 from rl.plan.types import EngineSpec, GeneratorSpec, Replica, WorkerSpec
 from rl.waiting import Deadlines
 
@@ -32,6 +33,7 @@ class Spawner:
     def __init__(
         self,
         launcher: Launcher,
+        cluster: Cluster,
         models: Mapping[str, Path],
         logs: Path,
         shared: Path,
@@ -40,6 +42,7 @@ class Spawner:
     ):
         """models: the directory of each model that a plan names. shared: owned, in shared memory."""
         self._launcher = launcher
+        self._cluster = cluster
         self._models = models
         self._logs = logs
         self._shared = shared
@@ -56,9 +59,9 @@ class Spawner:
         env = engine_environment(replica.processes[0].threads) | GROUP_ENVIRONMENT
 
         async def spawn() -> tuple[Any, Any]:
-            kill_those_that_log_to(self._logs / name)
+            await self._launcher.end_log(self._logs / name, [process.host for process in replica.processes])
             mesh = await self._spawn_replica(replica, env)
-            self._stores[name] = await self.started(name, join_group(mesh))
+            self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             directory = str(self._models[spec.model])
             return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *others)
 
@@ -77,7 +80,7 @@ class Spawner:
         async def spawn() -> GeneratorProcesses:
             mesh = await self._spawn_replica(replica, env)
             if config.tensor_parallel > 1:
-                self._stores[name] = await self.started(name, join_group(mesh))
+                self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             actors = mesh.spawn("generator", Generator, config, transport)
             return await _ready(GeneratorProcesses(name, mesh, actors, self._deadlines, self._timeline))
 
@@ -99,9 +102,9 @@ class Spawner:
 
         return lambda: self.births_of(name).watching(spawn())
 
-    async def storage(self, name: str) -> Any:
-        """A mesh of one process without a device, which is no replica's."""
-        return await self._spawn(name, (0,), (), engine_environment(1))
+    async def storage(self, name: str) -> Procs:
+        """One process without a device on the first host, which is no replica's."""
+        return await self._spawn(name, (0,), [()], engine_environment(1))
 
     def births_of(self, name: str) -> Births:
         return self._births.setdefault(name, Births(name, self._timeline))
@@ -109,17 +112,22 @@ class Spawner:
     async def started(self, name: str, answer: Awaitable[Any]) -> Any:
         return await Caller(name).call(answer, "start", Deadline("start", self._deadlines.start))
 
-    async def _spawn_replica(self, replica: Replica, env: Mapping[str, str]) -> Any:
+    async def _spawn_replica(self, replica: Replica, env: Mapping[str, str]) -> Procs:
         hosts = tuple(process.host for process in replica.processes)
-        devices = [gpu for process in replica.processes for gpu in process.gpus]
-        return await self._spawn(replica.name, hosts, devices, env)
+        return await self._spawn(replica.name, hosts, [process.gpus for process in replica.processes], env)
 
     async def _spawn(
-        self, name: str, hosts: tuple[int, ...], devices: Sequence[int], env: Mapping[str, str]
-    ) -> Any:
+        self, name: str, hosts: tuple[int, ...], gpus: Sequence[Sequence[int]], env: Mapping[str, str]
+    ) -> Procs:
         mesh = await self._launcher.attach(name, hosts)
         env = {**env, **self.births_of(name).expect(len(hosts))}
-        return spawn_procs(mesh, name, len(hosts), env, devices, self._logs / name)
+        devices = [self._shown(host, of) for host, of in zip(hosts, gpus, strict=True)]
+        return spawn_procs(mesh, name, devices, len(hosts) // len({*hosts}), env, self._logs / name)
+
+    def _shown(self, host: int, gpus: Sequence[int]) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a process; None on a host without GPUs."""
+        there = self._cluster.hosts[host].gpus
+        return ",".join(there[gpu].visible for gpu in gpus) if there else None
 
 
 def spec_of(replica: Replica, kind: type[S]) -> S:

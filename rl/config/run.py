@@ -18,6 +18,7 @@ from rl.models.sources import ModelSource
 from rl.observability.sinks import TrackingConfig
 from rl.plan.demand import Sharing
 from rl.plan.sections import GeneratorConfig as GeneratorConfig
+from rl.plan.sections import Hosts
 from rl.plan.sections import RewardConfig as RewardConfig
 from rl.plan.sections import TrainerConfig as TrainerConfig
 from rl.plan.sections import WeightSyncConfig as WeightSyncConfig
@@ -35,6 +36,8 @@ class ReferenceConfig:
     refresh_every: NonNegativeInt = 0
     """Steps after which the reference becomes what the policy then is; 0 is never."""
     layout: Layout = Layout()
+    hosts: Hosts = ()
+    """As trainer.hosts."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class CriticConfig:
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
     layout: Layout = Layout()
+    hosts: Hosts = ()
+    """As trainer.hosts."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class JudgeConfig:
     num_replicas: PositiveInt = 1
     """Engines, each with the whole model."""
     tensor_parallel: PositiveInt = 1
-    """Processes of each engine, which split its layers."""
+    """Processes of each engine, which split its layers; all on one host."""
+    hosts: Hosts = ()
+    """As generator.hosts."""
     max_tokens: PositiveInt = 4096
     """Longest question with its verdict, in tokens, where the model allows so many."""
     kv_cache_gib: PositiveCacheGib = 1.0
@@ -137,6 +144,9 @@ class RunConfig:
     """Most nats by which generator and trainer may differ, on average over the tokens of a step that the
     learning policy sampled. Over it at the first step, or for ten steps in a row, the run ends. 0: 3e-3 in
     float32 and 0.1 in bfloat16, where rounding alone makes 0.01 to 0.03; no limit with float8 or dropout."""
+    hosts: str = ""
+    """The run's hosts, as 10.0.0.1:7000,10.0.0.2:7000, each with an `rl worker` that listens there. Empty:
+    this host alone."""
     placement: Sharing = "auto"
     """GPUs of the processes of trainer, generators, critic, reference and judge. alone: one for each.
     side_by_side: dealt out in turn, so that roles share them. by_turns: who does not work in a phase leaves

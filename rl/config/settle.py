@@ -3,8 +3,9 @@
 import importlib.util
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+from rl.cluster.hosts import look_at_hosts
 from rl.cluster.machine import look_at_host
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
@@ -13,7 +14,7 @@ from rl.models.sources import ModelSource
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName
 from rl.plan.resolve import resolve
-from rl.plan.types import Plan, why_it_does_not_run
+from rl.plan.types import Plan
 
 Command = Literal["train", "eval", "replay"]
 NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
@@ -23,10 +24,11 @@ NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
 }
 """Command -> the roles that it starts none of, though a run has them."""
 _OPTIONAL = ("torchao",)
+_ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 
 def settle(config: RunConfig, command: Command = "train", cluster: Cluster | None = None) -> Plan:
-    """cluster: None: this host. Raises ConfigError with every problem, one a line."""
+    """cluster: None: the run's hosts. Raises ConfigError with every problem, one a line."""
     plan = plan_or_problems(config, command, cluster)
     if isinstance(plan, Plan):
         return plan
@@ -38,7 +40,7 @@ def settle(config: RunConfig, command: Command = "train", cluster: Cluster | Non
 def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: bool = True) -> list[str]:
     """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
     plan = plan_or_problems(config, "train", cluster, model_known)
-    return why_it_does_not_run(plan) if isinstance(plan, Plan) else plan
+    return [] if isinstance(plan, Plan) else plan
 
 
 def plan_or_problems(
@@ -47,8 +49,13 @@ def plan_or_problems(
     """No problem is told of a model that cannot be read, and there is no plan either."""
     demand = demand_of(config, command)
     facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
-    plan = resolve(demand, facts, cluster or Cluster((look_at_host(),)))
+    plan = resolve(demand, facts, cluster or cluster_of(config))
     return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
+
+
+def cluster_of(config: RunConfig) -> Cluster:
+    """What the run's hosts have. Raises ConfigError where one does not answer, or cannot be used."""
+    return look_at_hosts(config.hosts) if config.hosts else Cluster((look_at_host(),))
 
 
 def check_models_read(config: RunConfig, command: Command) -> None:
@@ -75,6 +82,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         max_seq_len=config.max_seq_len,
         dtype=config.dtype,
         sharing=config.placement,
+        hosts={role: hosts for role in _ROLES if (hosts := getattr(config, role).hosts)},
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
         transport=config.weight_sync.transport,
         deadlines=config.deadlines,

@@ -7,13 +7,13 @@ from pathlib import Path
 from rl.cluster.machine import look_at_host
 from rl.config.flags import override
 from rl.config.recipes import load_recipe
-from rl.config.settle import check_models_read, plan_or_problems
+from rl.config.settle import check_models_read, cluster_of, plan_or_problems
 from rl.errors import ConfigError
 from rl.fields import check_fields, repeated
 from rl.paths import write_whole
-from rl.plan.cluster import Cluster, parse_cluster
+from rl.plan.cluster import parse_cluster
 from rl.plan.show import differences, plan_json, show
-from rl.plan.types import VERSION, Plan, why_it_does_not_run
+from rl.plan.types import VERSION, Plan
 
 PLAN = "plan.json"
 """What a run settled, in its directory."""
@@ -48,8 +48,7 @@ def plan(arguments: Sequence[str]) -> int:
     config, wrong = check_fields(config)
     if misread or wrong:
         raise ConfigError("\n".join([*misread, *wrong]))
-    here = look_at_host()
-    hosts = parse_cluster(cluster, here) if cluster else Cluster((here,))
+    hosts = parse_cluster(cluster, look_at_host()) if cluster else cluster_of(config)
     before = _read(Path(run)) if run else None
     made = plan_or_problems(config, "train", hosts)
     if isinstance(made, Plan):
@@ -68,8 +67,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def describe(recipe: str, made: Plan) -> list[str]:
-    why = why_it_does_not_run(made)
-    return [*show(recipe, made), *why, "it fits, but does not run yet" if why else "it fits"]
+    return [*show(recipe, made), "it fits"]
 
 
 def write_plan(run_dir: Path, made: Plan) -> None:

@@ -53,7 +53,7 @@ def rollouts(learning: Learning, tokenizer: Tokenizer, actors: Actors) -> Rollou
         learning.max_seq_len,
         actors.adapter,
         actors.rewards,
-        AgentEndpoint(tokenizer) if isinstance(learning.env, AgentEnv) else None,
+        AgentEndpoint(tokenizer, actors.address) if isinstance(learning.env, AgentEnv) else None,
     )
 
 

@@ -132,13 +132,13 @@ def caches_of_unknown(
             "decoder; use a GPU for each process",
         )
     if not cluster.gpus:
-        needed = sum(asked.get(role, 0.0) for roles in places.on_devices().values() for role in roles)
-        if needed > cluster.hosts[0].free_gib:
-            notes.problem(
-                "caches",
-                f"{setting} and the judge's need {needed:g} GiB but {cluster.hosts[0].free_gib:.1f} are "
-                f"free; use less",
-            )
+        for (host, _), roles in places.on_devices().items():
+            needed, free = sum(asked.get(role, 0.0) for role in roles), cluster.hosts[host].free_gib
+            if needed > free:
+                notes.problem(
+                    "caches",
+                    f"{setting} and the judge's need {needed:g} GiB but {free:.1f} are free; use less",
+                )
     if demand.generator is not None and "generator" not in caches:
         caches["generator"] = Fill(0.0) if cluster.gpus else _CPU_CACHE_GIB
         why = "a GPU of its own: what vLLM finds free" if cluster.gpus else "a CPU's default"

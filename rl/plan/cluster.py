@@ -1,6 +1,7 @@
 """What there is to run on: hosts with their cores, memory and GPUs. Plain data."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from rl.errors import ConfigError
@@ -19,20 +20,28 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU. `gib`: its memory in all. `capability`: the compute capability, as (9, 0) for an H100."""
+    """One GPU. `gib`: its memory in all. `capability`: the compute capability, as (9, 0) for an H100.
+
+    visible: what its host calls it in CUDA_VISIBLE_DEVICES: a number, or a UUID.
+    """
 
     name: str
     gib: float
     capability: tuple[int, int]
+    visible: str = ""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host, as far as a run may use it. `free_gib`: of its own memory, not the GPUs'."""
+    """One host, as far as a run may use it. `free_gib`: of its own memory, not the GPUs'.
+
+    address: host:port at which its `rl worker` listens; empty: the host of the controller.
+    """
 
     num_cores: int
     free_gib: float
     gpus: tuple[GPU, ...] = ()
+    address: str = ""
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -56,8 +65,13 @@ class Cluster:
         return tuple(gpu for host in self.hosts for gpu in host.gpus)
 
     def __str__(self) -> str:
-        one = str(self.hosts[0])
-        return one if len(self.hosts) == 1 else f"{len(self.hosts)} hosts, each {one}"
+        kinds = Counter(map(str, self.hosts))
+        if len(kinds) == 1:
+            (one,) = kinds
+            return one if len(self.hosts) == 1 else f"{len(self.hosts)} hosts, each {one}"
+        return (
+            f"{len(self.hosts)} hosts: {', '.join(f'{count} with {kind}' for kind, count in kinds.items())}"
+        )
 
 
 def parse_cluster(text: str, here: Host) -> Cluster:

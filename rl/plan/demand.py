@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rl.errors import ConfigError
 from rl.models.layout import Layout
 from rl.plan.memory import ModelShape
-from rl.plan.sections import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.plan.sections import GeneratorConfig, Hosts, RewardConfig, TrainerConfig
 from rl.types import LoRA
 from rl.waiting import Deadlines
 
@@ -44,6 +44,8 @@ class Demand:
     """Tokens of a sequence; fewer where the model has fewer positions."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     sharing: Sharing = "auto"
+    hosts: Mapping[RoleName, Hosts] = field(default_factory=dict)
+    """Role -> numbers of the hosts that its processes are spread over, where some are asked for."""
     overlap: bool = False
     """Generators work at the same time as engines."""
     transport: Literal["shared_memory", "torchstore"] = "shared_memory"

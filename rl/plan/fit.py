@@ -37,16 +37,17 @@ def check_fit(
 
 
 def _check_host(demand: Demand, memory: _ByPhase, places: Places, cluster: Cluster, notes: Notes) -> None:
-    (roles,) = places.on_devices().values()
-    free = cluster.hosts[0].free_gib
-    needed = {phase: sum(memory[role][phase].total for role in roles) / GIB for phase in PHASES}
-    fullest = max(needed, key=lambda phase: needed[phase])
-    if (most := needed[fullest]) > free:
-        notes.problem(
-            "fit",
-            f"the {_command(demand)} needs about {most:.1f} GiB ({_list(roles, memory, fullest)}) but "
-            f"{free:.1f} are free, {_tenths(most - free)} GiB short{_when(demand, fullest)}",
-        )
+    for (host, _), roles in places.on_devices().items():
+        free = cluster.hosts[host].free_gib
+        needed = {phase: sum(memory[role][phase].total for role in roles) / GIB for phase in PHASES}
+        fullest = max(needed, key=lambda phase: needed[phase])
+        where = f" on {host_name(host, cluster)}" if len(cluster.hosts) > 1 else ""
+        if (most := needed[fullest]) > free:
+            notes.problem(
+                "fit",
+                f"the {_command(demand)} needs about {most:.1f} GiB{where} ({_list(roles, memory, fullest)}) "
+                f"but {free:.1f} are free, {_tenths(most - free)} GiB short{_when(demand, fullest)}",
+            )
 
 
 def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cluster, notes: Notes) -> None:
@@ -72,6 +73,12 @@ def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cl
                 )
     if text:
         notes.problem("fit", text)
+
+
+def host_name(host: int, cluster: Cluster) -> str:
+    """For people."""
+    address = cluster.hosts[host].address
+    return f"host {host} ({address})" if address else f"host {host}"
 
 
 def _when(demand: Demand, phase: Phase) -> str:

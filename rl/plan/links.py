@@ -5,21 +5,13 @@ from typing import Literal
 from rl.plan.demand import Demand, Facts
 from rl.plan.memory import BYTES
 from rl.plan.numerics import Numerics
-from rl.plan.places import Places
-from rl.plan.types import Link, Notes
+from rl.plan.types import Link
 
 
-def links(demand: Demand, facts: Facts, numerics: Numerics, places: Places, notes: Notes) -> tuple[Link, ...]:
+def links(demand: Demand, facts: Facts, numerics: Numerics) -> tuple[Link, ...]:
     made: list[Link] = []
     shape, lora = facts.models["trainer"].shape, demand.trainer.lora
-    hosts = {place.host for of_member in places.by_name.values() for place in of_member}
     if demand.generator is not None:
-        if len(hosts) > 1 and demand.transport == "shared_memory":
-            notes.problem(
-                "links",
-                f"weight_sync.transport=shared_memory does not reach from one host to another, and the run "
-                f"is on {len(hosts)}; set --weight_sync.transport torchstore",
-            )
         elements = 0 if shape is None else shape.adapter_elements(lora) if lora.rank else shape.num_parameters
         carries: Literal["adapter", "weights"] = "adapter" if lora.rank else "weights"
         num_bytes = elements * BYTES[numerics.dtype]

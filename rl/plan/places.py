@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
 from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
+from rl.plan.hosts import allowed_hosts, check_even, spread
+from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
 _GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
@@ -102,9 +104,10 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     """None where there is no place for somebody. No list is made before it is known that its members fit."""
     before, roles = len(notes.problems), wanted(demand)
     on_devices = [of for of in roles if of.role != "reward"]
+    allowed = allowed_hosts([of.role for of in roles], demand, cluster, notes)
     _check_number(roles, cluster, notes)
     if cluster.gpus:
-        _check_one_role(on_devices, cluster, notes)
+        _check_one_role(on_devices, allowed, cluster, notes)
     elif demand.sharing == "side_by_side":
         notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
     if len(notes.problems) > before:
@@ -113,36 +116,66 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     if not cluster.gpus:
         if demand.sharing == "by_turns":
             notes.settle(demand.name("placement"), demand.sharing, demand.sharing, "asked for")
-        return Places(
-            started, {member.name: (Place(0, None),) * member.num_procs for member in started}, False
-        )
-    alone = _deal(started, cluster, in_turn=False) if demand.sharing in ("auto", "alone") else None
+        return _even(Places(started, _on_cpus(started, allowed), False), demand, notes)
+    alone = _deal(started, cluster, allowed, in_turn=False) if demand.sharing in ("auto", "alone") else None
     shared = alone is None
     _settle_sharing(on_devices, demand, shared, cluster, notes)
     if shared and demand.sharing == "alone":
         return None
-    places = alone or _deal(started, cluster, in_turn=True)
+    places = alone or _deal(started, cluster, allowed, in_turn=True)
     assert places is not None, "each role fits the GPUs"
-    return Places(started, places, shared)
+    return _even(Places(started, places, shared), demand, notes)
 
 
-def _deal(started: Sequence[Member], cluster: Cluster, in_turn: bool) -> dict[str, tuple[Place, ...]] | None:
+def _even(places: Places, demand: Demand, notes: Notes) -> Places | None:
+    """None where a host would have more ranks of an engine than another."""
+    before = len(notes.problems)
+    for member in places.started:
+        if member.role in ENGINE_ROLES:
+            check_even(member.role, [place.host for place in places.by_name[member.name]], demand, notes)
+    return places if len(notes.problems) == before else None
+
+
+def _on_cpus(started: Sequence[Member], allowed: Mapping[RoleName, Hosts]) -> dict[str, tuple[Place, ...]]:
+    """An engine's ranks are spread over its hosts; replicas of the others go to one after the other."""
+    places, count = dict[str, tuple[Place, ...]](), Counter[RoleName]()
+    for member in started:
+        hosts = allowed[member.role]
+        if member.role in ENGINE_ROLES:
+            by_rank = spread(member.num_procs, hosts)
+            places[member.name] = tuple(Place(by_rank[rank], None) for rank in range(member.num_procs))
+        else:
+            places[member.name] = (Place(hosts[count[member.role] % len(hosts)], None),) * member.num_procs
+        count[member.role] += 1
+    return places
+
+
+def _deal(
+    started: Sequence[Member], cluster: Cluster, allowed: Mapping[RoleName, Hosts], in_turn: bool
+) -> dict[str, tuple[Place, ...]] | None:
     """in_turn: begin again where the GPUs are used up; else None there.
 
     The ranks of a generator or judge meet on one host: GPUs between are left out.
     """
-    places, devices, first = dict[str, tuple[Place, ...]](), cluster.devices, 0
+    places = _on_cpus([member for member in started if member.role == "reward"], allowed)
+    next_of, used = Counter[Hosts](), set[tuple[int, int]]()
     for member in started:
         if member.role == "reward":
-            places[member.name] = (Place(0, None),)
             continue
+        hosts = allowed[member.role]
+        of_hosts = [device for device in cluster.devices if device[0] in hosts]
+        devices, first = of_hosts, next_of[hosts]
+        if not in_turn:  # what roles on other sets of hosts have is left out
+            devices, first = [device for device in of_hosts[first:] if device not in used], 0
         if member.role not in ENGINE_ROLES:
             first = _on_one_host(member.num_procs, first, devices, in_turn)
         last = first + member.num_procs
         if last > len(devices) and not in_turn:
             return None
-        places[member.name] = tuple(Place(*devices[i % len(devices)]) for i in range(first, last))
-        first = last
+        taken = [devices[i % len(devices)] for i in range(first, last)]
+        places[member.name] = tuple(Place(*device) for device in taken)
+        used.update(taken)
+        next_of[hosts] = last if in_turn else of_hosts.index(taken[-1]) + 1
     return places
 
 
@@ -177,13 +210,21 @@ def _there(cluster: Cluster) -> str:
     return "the machine has" if len(cluster.hosts) == 1 else f"the {len(cluster.hosts)} hosts have"
 
 
-def _check_one_role(on_devices: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
+def _these(cluster: Cluster) -> str:
+    return "this machine" if len(cluster.hosts) == 1 else "these hosts"
+
+
+def _check_one_role(
+    on_devices: Sequence[Wanted], allowed: Mapping[RoleName, Hosts], cluster: Cluster, notes: Notes
+) -> None:
     """The ranks of an engine cannot share a GPU; those of one generator are on one host besides."""
-    largest = max(len(host.gpus) for host in cluster.hosts)
     for of in on_devices:
-        num_gpus = len(cluster.gpus) if of.role in ENGINE_ROLES else largest
+        by_host = [len(cluster.hosts[host].gpus) for host in allowed[of.role]]
+        num_gpus = sum(by_host) if of.role in ENGINE_ROLES else max(by_host)
         if of.procs_of_each > num_gpus:
             where = "the machine" if len(cluster.hosts) == 1 or of.role in ENGINE_ROLES else "a host"
+            if len(by_host) < len(cluster.hosts):
+                where = f"host {allowed[of.role][0]}" if len(by_host) == 1 else f"{len(by_host)} hosts"
             notes.problem(
                 "places",
                 f"{of.role} has {of.procs_of_each} processes and {where} {num_gpus} "
@@ -192,15 +233,19 @@ def _check_one_role(on_devices: Sequence[Wanted], cluster: Cluster, notes: Notes
 
 
 def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
-    """On a CPU all are on the first host. On GPUs memory says what fits; the bound only keeps lists short."""
-    total, host = sum(of.num_procs for of in roles), cluster.hosts[0]
-    most = min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
+    """Memory says what fits; the bound keeps lists short, and a CPU's cores to some use."""
+    total = sum(of.num_procs for of in roles)
+    most = sum(
+        min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
+        for host in cluster.hosts
+    )
     if cluster.gpus:
         most = _PROCESSES_PER_GPU * len(cluster.gpus) + sum(host.num_cores for host in cluster.hosts)
     if total > most:
         notes.problem(
             "places",
-            f"{total} processes are more than this machine can hold ({host}: at most {most}); use fewer",
+            f"{total} processes are more than {_these(cluster)} can hold ({cluster}: at most {most}); "
+            f"use fewer",
         )
 
 

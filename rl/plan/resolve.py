@@ -70,7 +70,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         made = _with(made, "device_memory_gib", budgets)
         check_fit(demand, taken, caches, present, places, cluster, notes)
     made = _with(made, "kv_cache_gib", caches)
-    ways = links(demand, facts, numerics, places, notes)
+    ways = links(demand, facts, numerics)
     if notes.problems:
         return None, tuple(notes.problems)
     longest = longest_sequence(demand, facts)

@@ -7,6 +7,8 @@ from rl.bounds import CacheGib, NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from rl.models.layout import Layout
 from rl.types import LoRA
 
+Hosts = tuple[NonNegativeInt, ...]
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -16,6 +18,9 @@ class TrainerConfig:
     """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models,
     under FSDP2."""
     layout: Layout = Layout()
+    hosts: Hosts = ()
+    """Numbers of the hosts that its ranks are spread over, as many on each: from 0, in --hosts' order. None:
+    the Plan chooses."""
     lora: LoRA = LoRA()
     float8: bool = False
     """Linear layers in float8: real on GPUs, emulated on a CPU."""
@@ -65,7 +70,10 @@ class GeneratorConfig:
     num_replicas: PositiveInt = 1
     """Engines, each with the whole model."""
     tensor_parallel: PositiveInt = 1
-    """Processes of each engine, which split its layers."""
+    """Processes of each engine, which split its layers; all on one host."""
+    hosts: Hosts = ()
+    """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
+    chooses."""
     num_threads: Threads = 0
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_num_seqs: PositiveInt = 256
@@ -93,6 +101,9 @@ class RewardConfig:
 
     num_procs: PositiveInt = 1
     """Reward processes; each verifies one rollout at a time."""
+    hosts: Hosts = ()
+    """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
+    chooses."""
     limit_seconds: PositiveFloat = 5.0
     """Time for one call of the reward function; past it the sample is scored 0 and counted."""
     max_restarts: NonNegativeInt = 3
@@ -104,4 +115,5 @@ class WeightSyncConfig:
     """How weights reach the generators."""
 
     transport: Literal["shared_memory", "torchstore"] = "shared_memory"
-    """shared_memory between processes of one host; torchstore goes through storage actors."""
+    """shared_memory: files in each host's shared memory; a host without the trainer fetches a version once.
+    torchstore goes through storage actors."""

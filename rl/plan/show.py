@@ -6,6 +6,7 @@ from typing import Any
 
 from rl.models.generator.vllm_config import Fill
 from rl.plan.cluster import USABLE, Cluster
+from rl.plan.fit import host_name
 from rl.plan.memory import GIB, Memory
 from rl.plan.types import PHASES, VERSION, GeneratorSpec, Phase, Plan, Process, Replica
 
@@ -48,11 +49,9 @@ def _table(plan: Plan) -> list[str]:
             continue
         replicas = plan.of(role)
         memory = _peak(replicas[0].processes[0]).parts
-        where = (
-            ",".join(_where(p, plan.cluster) for r in replicas for p in r.processes)
-            if plan.cluster.gpus
-            else "CPU"
-        )
+        where = ",".join(_where(p, plan.cluster) for r in replicas for p in r.processes)
+        if not plan.cluster.gpus and len(plan.cluster.hosts) == 1:
+            where = "CPU"
         figures = [f"{memory[part] / GIB:.2f}" if part in memory else "" for part in parts]
         rows.append([role, str(count), where, *figures, f"{sum(memory.values()) / GIB:.2f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -65,7 +64,7 @@ def _peak(process: Process) -> Memory:
 
 def _where(process: Process, cluster: Cluster) -> str:
     device = ",".join(map(str, process.gpus))
-    return device if len(cluster.hosts) == 1 else f"{process.host}:{device}"
+    return device if len(cluster.hosts) == 1 else f"{process.host}:{device or 'CPU'}"
 
 
 def _idle(plan: Plan) -> list[str]:
@@ -111,8 +110,12 @@ def _sum(members: Sequence[tuple[Replica, int]], phase: Phase) -> float:
 
 
 def _host(plan: Plan) -> list[str]:
-    members = [(replica, i) for replica in plan.replicas for i in range(len(replica.processes))]
-    return [f"host: {_by_phase(members)} of {plan.cluster.hosts[0].free_gib:.1f} GiB free"]
+    lines = []
+    for number, host in enumerate(plan.cluster.hosts):
+        members = [(r, i) for r in plan.replicas for i, p in enumerate(r.processes) if p.host == number]
+        name = "host" if len(plan.cluster.hosts) == 1 else host_name(number, plan.cluster)
+        lines.append(f"{name}: {_by_phase(members)} of {host.free_gib:.1f} GiB free")
+    return lines
 
 
 def _by_phase(members: Sequence[tuple[Replica, int]]) -> str:

@@ -152,14 +152,6 @@ class Plan:
         return counts
 
 
-def why_it_does_not_run(plan: Plan) -> list[str]:
-    """One line for each thing that is planned, and that no launcher can do yet."""
-    problems = []
-    if len(plan.cluster.hosts) > 1:
-        problems.append("more than one host is planned, but does not run yet; use one")
-    return problems
-
-
 class Notes:
     """What the passes write down. They only append."""
 

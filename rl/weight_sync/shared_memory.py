@@ -1,13 +1,15 @@
 """Weights through files in shared memory: the fastest way between processes of one host.
 
 Each rank writes one file for each version, `<directory>/<name>-v<version>-rank<rank>.bin`; readers map it and
-copy from it. A file that is released, and that nobody has mapped any more, takes a later version: its pages
-are there already, and mapped by the rank. So a run has three files of a name and rank at most, the same ones.
+copy from it. On a host without the rank, the first reader fetches the file. A file that is released, and that
+nobody has mapped any more, takes a later version: its pages are there already, and mapped by the rank. So a
+run has three files of a name and rank on a host at most, the same ones.
 """
 
 import fcntl
 import mmap
 import os
+import re
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,16 +20,22 @@ from pathlib import Path
 import torch
 
 from rl.errors import RunError
+from rl.host_protocol import own_host
 from rl.types import PolicyVersion
 from rl.weight_sync.buffers import keys, read_shards, write_shards
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard
+from rl.weight_sync.remote_files import fetch_file
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The transport `shared_memory`. Picklable: every process that gets one uses the same directory."""
+    """The transport `shared_memory`. Picklable: every process that gets one uses the same directory.
+
+    run: what the hosts' workers call the run, where it has several hosts.
+    """
 
     directory: str
+    run: str = ""
 
     async def publish(
         self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]
@@ -36,12 +44,17 @@ class SharedMemory:
         path = str(self._path(name, version, rank))
 
         def allocate(num_bytes: int) -> torch.Tensor:
-            released = sorted(Path(self.directory).glob(f"{escape(name)}-v*-rank{rank}.bin{_RELEASED}"))
-            if not any(_take(old, path, num_bytes) for old in released):
-                _reserve(path, num_bytes)
+            self._reserve(f"{escape(name)}-v*-rank{rank}.bin", path, num_bytes)
             return _mapped(path, num_bytes)
 
-        return write_shards(shards, path, allocate)
+        key = f"{own_host()}{_AT}{path}" if self.run else path
+        return write_shards(shards, key, allocate)
+
+    def _reserve(self, pattern: str, path: str, num_bytes: int) -> None:
+        """A file of this size: one that was released, or a new one."""
+        released = sorted(Path(self.directory).glob(f"{pattern}{_RELEASED}"))
+        if not any(_take(old, path, num_bytes) for old in released):
+            _reserve(path, num_bytes)
 
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
         """Map the version's files.
@@ -50,9 +63,10 @@ class SharedMemory:
         where the version was released already.
         """
         buffers = {}
-        for path in keys(manifest):
+        for key in keys(manifest):
+            host, path = _parts(key)
             try:
-                buffers[path] = _held(path)
+                buffers[key] = self._here(host, path)
             except FileNotFoundError as error:
                 raise RunError(
                     f"policy version {manifest.version} was released before it was read ({path} is gone); "
@@ -61,15 +75,35 @@ class SharedMemory:
         return read_shards(manifest, buffers)
 
     async def release(self, manifest: Manifest) -> None:
-        """Who has mapped the version keeps it until it drops its views."""
-        for path in map(Path, keys(manifest)):
-            with suppress(FileNotFoundError):
-                path.rename(f"{path}{_RELEASED}")
+        """On this host. Who has mapped the version keeps it until it drops its views."""
+        release_files(keys(manifest))
+
+    def _here(self, host: str, path: str) -> torch.Tensor:
+        """Raises FileNotFoundError where it is released, RunError where it cannot be fetched."""
+        if host not in ("", own_host()) and not os.path.exists(path):
+            pattern = re.sub(r"-v\d+-(rank\d+\.bin)$", r"-v*-\1", escape(Path(path).name))
+            fetch_file(host, self.run, path, lambda file, size: self._reserve(pattern, file, size))
+        return _held(path)
 
     def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
         return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"
 
 
+def release_files(released: Iterable[str]) -> None:
+    """Those of these files that are on this host. released: of a manifest's keys."""
+    for key in released:
+        _, path = _parts(key)
+        with suppress(FileNotFoundError):
+            os.rename(path, f"{path}{_RELEASED}")
+
+
+def _parts(key: str) -> tuple[str, str]:
+    """The host that wrote it, empty where there is one alone, and the path."""
+    host, _, path = key.rpartition(_AT)
+    return host, path
+
+
+_AT = "!"  # between a host and a path
 _RELEASED = ".released"
 """At the end of the name of a file that may take another version."""
 _own: dict[tuple[int, int], torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""AgentEndpoint: the policy as an OpenAI-compatible endpoint on loopback; an episode's key is its session.
+"""AgentEndpoint: the policy as an OpenAI-compatible endpoint; an episode's key is its session.
 
 So an agent in any library, language or virtual environment is trained as it is. A request that the client
 sends again gets the same answer; an answer that nobody got is not learned from; settings that would sample
@@ -8,7 +8,6 @@ another policy than the one that learns are refused.
 import asyncio
 import json
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from starlette.routing import Route
 from rl.envs.chat.requests import Refused, TurnRequest, read_request
 from rl.envs.chat.session import ChatSession, NoTurnsLeft, TooLong, Turn, Unwritable
 from rl.errors import RunError
-from rl.http_server import Server
+from rl.http_server import Server, listen, url_of
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice, event, refusal
 from rl.types import Message
@@ -46,8 +45,10 @@ class _Guest:
 class AgentEndpoint:
     """A Door (rl/interfaces.py). Listens from the first session until `close`. For one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, address: str = "127.0.0.1"):
+        """address: of this process, as agents reach it."""
         self._tokenizer = tokenizer
+        self._address = address
         self._guests: dict[str, _Guest] = {}
         self._serving: asyncio.Task[None] | None = None
         self._server: Server | None = None
@@ -55,8 +56,8 @@ class AgentEndpoint:
 
     async def enter(self, session: ChatSession) -> tuple[str, str]:
         if self._server is None:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            listener = listen(self._address)
+            self._url = f"{url_of(listener)}/v1"
             self._server = Server(
                 uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_keep_alive=600)
             )

@@ -1,0 +1,5 @@
+"""`python -m rl`, as torchrun starts it."""
+
+from rl.cli import main
+
+main()

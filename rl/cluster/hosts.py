@@ -1,0 +1,69 @@
+"""What the hosts of a run have, asked of the `rl worker` on each, before anything starts."""
+
+import time
+from functools import lru_cache
+from typing import Any
+
+from rl.cluster.machine import versions
+from rl.errors import ConfigError
+from rl.host_protocol import HostUnreachable, address_of, ask, parse_address
+from rl.plan.cluster import GPU, Cluster, Host
+
+_SECONDS = 10.0
+_CLOCK_SECONDS = 30.0
+"""By which a host's clock may differ: logs of several hosts are read side by side."""
+_LEAST_SHARED_GIB = 0.05
+
+
+def host_addresses(text: str) -> list[str]:
+    """Of the setting `hosts`. Raises ConfigError."""
+    addresses = [part.strip() for part in text.split(",")]
+    problems = []
+    for address in addresses:
+        try:
+            address_of(parse_address(address)[0])
+        except ConfigError as error:
+            problems.append(f"hosts={text!r}: {error}")
+    if len({*addresses}) < len(addresses):
+        problems.append(f"hosts={text!r} names a host twice; name each once")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return addresses
+
+
+@lru_cache(maxsize=1)
+def look_at_hosts(text: str) -> Cluster:
+    """As they were when first asked. Raises ConfigError with a line for each host that cannot be used."""
+    hosts, problems = [], []
+    for address in host_addresses(text):
+        try:
+            began = time.time()
+            answer, connection = ask(address, {"do": "look"}, _SECONDS)
+            connection.close()
+        except HostUnreachable as error:
+            problems.append(str(error))
+            continue
+        problems += _problems(address, answer, (began + time.time()) / 2)
+        gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
+        hosts.append(Host(answer["num_cores"], answer["free_gib"], gpus, address))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Cluster(tuple(hosts))
+
+
+def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
+    problems, here = [], versions()
+    for package in sorted({*answer["versions"], *here}):
+        there, ours = (found.get(package, "none") for found in (answer["versions"], here))
+        if there != ours:
+            problems.append(
+                f"host {address} has {package} {there}, and this one {ours}; install the same on all hosts"
+            )
+    if abs(offset := answer["time"] - now) > _CLOCK_SECONDS:
+        way = "ahead of" if offset > 0 else "behind"
+        problems.append(f"host {address}'s clock is {abs(offset):.0f} s {way} this one's; set it (ntp)")
+    if answer["shared_gib"] < _LEAST_SHARED_GIB:
+        problems.append(
+            f"host {address} has {answer['shared_gib']:.2f} GiB of shared memory; mount a larger /dev/shm"
+        )
+    return problems

@@ -1,0 +1,150 @@
+"""Lease: a run's hold on another host, by the connection to its `rl worker`."""
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rl.actors.remote import ProcessDied
+from rl.cluster.host_agent import SILENCE_SECONDS
+from rl.host_protocol import LONGEST_LINE, HostUnreachable, checked, parse_address, signed, unreachable
+from rl.processes import ProcessInfo
+from rl.waiting import within
+
+_PING_SECONDS = 1.0
+_CONNECT_SECONDS = 10.0
+_AGAIN_SECONDS = 2.0
+_START_SECONDS = 90.0  # until Monarch's process is there
+
+
+class Lease:
+    """Holds while `run` runs. What is asked of a host that is lost raises HostUnreachable.
+
+    An OtherHost (rl/processes.py): it knows the run's processes there as they were a second ago. Where the
+    host is lost, or comes back, all those of before are gone: its worker has ended them.
+    """
+
+    def __init__(self, address: str, run: str, run_dir: Path, shared: Path, mark: str, patience: float):
+        """patience: seconds to wait for a host that does not answer."""
+        self.address = address
+        self.own_address = ""  # of this process, as that host reaches it
+        self._request = {
+            "do": "lease", "run": run, "run_dir": str(run_dir), "shared": str(shared), "mark": mark,
+            "python": sys.executable,
+        }  # fmt: skip
+        self._patience = patience
+        self._id = ""  # of the connection; empty while there is none
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._turn = asyncio.Lock()
+        self._connecting = asyncio.Lock()
+        self._worker = ""
+        self._processes: dict[int, tuple[str, str]] = {}  # pid -> (mesh, status)
+        self._seen: set[int] = set()
+
+    async def connect(self) -> None:
+        """Raises HostUnreachable."""
+        lease = uuid.uuid4().hex
+        try:
+            async with within(_CONNECT_SECONDS):
+                host, port = parse_address(self.address)
+                reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
+                first = await reader.readline()
+            writer.write(signed({**self._request, "lease": lease}, first))
+            async with within(_START_SECONDS):
+                answer = checked(self.address, await reader.readline())
+        except (OSError, ValueError, TimeoutError, KeyError) as error:
+            raise HostUnreachable(unreachable(self.address, error)) from error
+        self._reader, self._writer, self._id = reader, writer, lease
+        self._worker, self._processes, self._seen = answer["worker"], {}, set()
+        self.own_address = writer.get_extra_info("sockname")[0]
+
+    async def run(self) -> None:
+        """Keep it, until cancelled."""
+        while True:
+            if self._id:
+                with suppress(HostUnreachable):
+                    await self._ask({"do": "ping"})
+            await asyncio.sleep(_PING_SECONDS)
+
+    async def worker(self) -> str:
+        """Where Monarch starts processes on that host. Waits for a host that is lost; raises ProcessDied."""
+        async with self._connecting:
+            began = asyncio.get_running_loop().time()
+            while True:
+                try:
+                    if not self._id:
+                        await self.connect()
+                    await self._ask({"do": "worker"})
+                    return self._worker
+                except HostUnreachable as error:
+                    if asyncio.get_running_loop().time() - began > self._patience:
+                        raise ProcessDied(str(error)) from error
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _ask(self, request: dict[str, Any]) -> None:
+        """Whoever asks may be cancelled; the answer is read all the same."""
+        await asyncio.shield(asyncio.ensure_future(self._asked(request)))
+
+    async def _asked(self, request: dict[str, Any]) -> None:
+        async with self._turn:
+            if not self._id:
+                raise HostUnreachable(unreachable(self.address, ConnectionError("it was lost")))
+            try:
+                async with within(SILENCE_SECONDS):
+                    self._writer.write(json.dumps(request).encode() + b"\n")
+                    answer = checked(self.address, await self._reader.readline())
+            except (OSError, ValueError, TimeoutError) as error:
+                self._lose()
+                raise HostUnreachable(unreachable(self.address, error)) from error
+        if "processes" in answer:
+            self._worker = answer["worker"]
+            self._processes = {pid: (mesh, status) for pid, mesh, status in answer["processes"]}
+            self._seen |= self._processes.keys()
+
+    def _lose(self) -> None:
+        self._id = ""
+        self._writer.close()
+
+    def born(self, mesh: str) -> list[ProcessInfo]:
+        return [
+            ProcessInfo(pid, self.address, "", self._id)
+            for pid, (of, _) in self._processes.items()
+            if of == mesh and self._id
+        ]
+
+    def status(self, process: ProcessInfo) -> str | None:
+        if process.lease != self._id:
+            return psutil.STATUS_ZOMBIE
+        if process.pid in self._processes:
+            return self._processes[process.pid][1]
+        return psutil.STATUS_ZOMBIE if process.pid in self._seen else None
+
+    async def kill(self, processes: Sequence[ProcessInfo]) -> None:
+        """What is on a lost host is ended by its worker."""
+        pids = [process.pid for process in processes if process.lease == self._id]
+        with suppress(HostUnreachable):
+            if pids:
+                await self._ask({"do": "kill", "pids": pids})
+
+    async def end_log(self, log: Path) -> None:
+        """End those that write to this log, a rank's number aside."""
+        with suppress(HostUnreachable):
+            await self._ask({"do": "end_log", "log": str(log)})
+
+    async def release(self, paths: Iterable[str]) -> None:
+        with suppress(HostUnreachable):
+            await self._ask({"do": "release", "paths": list(paths)})
+
+    async def close(self) -> None:
+        """Everything of the run on that host is gone."""
+        with suppress(HostUnreachable):
+            await self._ask({"do": "close"})
+        if self._id:
+            self._lose()

@@ -1,0 +1,77 @@
+"""Pass: on which hosts the processes of each role may be."""
+
+from collections.abc import Mapping, Sequence
+
+from rl.plan.cluster import Cluster
+from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
+from rl.plan.sections import Hosts
+from rl.plan.types import Notes
+
+
+def allowed_hosts(
+    roles: Sequence[RoleName], demand: Demand, cluster: Cluster, notes: Notes
+) -> dict[RoleName, Hosts]:
+    """By role, in the order in which they are filled. An unknown number is a problem, and left out."""
+    allowed, everywhere = dict[RoleName, Hosts](), tuple(range(len(cluster.hosts)))
+    for role in roles:
+        asked = demand.hosts.get(role, ())
+        setting = demand.name(f"{role}.hosts")
+        for problem in _wrong(asked, cluster):
+            notes.problem("places", f"{setting} {problem}; {_known(cluster)}")
+        allowed[role] = tuple(host for host in dict.fromkeys(asked) if host in everywhere)
+        if not allowed[role]:
+            allowed[role] = _default(role, everywhere, has_gpus=bool(cluster.gpus))
+        if len(everywhere) > 1:
+            why = "asked for" if asked else _why(role, has_gpus=bool(cluster.gpus))
+            notes.settle(setting, _written(asked) or "auto", _written(allowed[role]), why)
+    return allowed
+
+
+def _wrong(asked: Hosts, cluster: Cluster) -> list[str]:
+    """What is wrong with the numbers."""
+    problems = [f"names host {host}" for host in dict.fromkeys(asked) if host >= len(cluster.hosts)]
+    if len({*asked}) < len(asked):
+        problems.append("names a host twice")
+    return problems
+
+
+def _default(role: RoleName, everywhere: Hosts, has_gpus: bool) -> Hosts:
+    """GPUs are dealt out over all hosts. On CPUs the engines have the first host's cores alone."""
+    if has_gpus and role != "reward":
+        return everywhere
+    if has_gpus or role in ENGINE_ROLES:
+        return everywhere[:1]
+    return everywhere[1:] or everywhere
+
+
+def _why(role: RoleName, has_gpus: bool) -> str:
+    if role == "reward" and has_gpus:
+        return "it needs no GPU"
+    return "GPUs are dealt out in order" if has_gpus else "engines on the first host, the others elsewhere"
+
+
+def _known(cluster: Cluster) -> str:
+    count = len(cluster.hosts)
+    return "the only host is 0" if count == 1 else f"the {count} hosts are 0 to {count - 1}"
+
+
+def _written(hosts: Hosts) -> str:
+    return " ".join(map(str, hosts))
+
+
+def spread(num_procs: int, hosts: Hosts) -> Mapping[int, int]:
+    """Rank -> host, as many on each in order; what is left over is on the last."""
+    each = max(1, num_procs // len(hosts))
+    return {rank: hosts[min(rank // each, len(hosts) - 1)] for rank in range(num_procs)}
+
+
+def check_even(role: RoleName, of_ranks: Sequence[int], demand: Demand, notes: Notes) -> None:
+    """Monarch starts a mesh with as many processes on each of its hosts. of_ranks: each rank's host."""
+    counts = {host: of_ranks.count(host) for host in dict.fromkeys(of_ranks)}
+    if len({*counts.values()}) > 1:
+        there = ", ".join(f"{count} on host {host}" for host, count in counts.items())
+        notes.problem(
+            "places",
+            f"{role} has {len(of_ranks)} processes, {there}: each of its hosts has to have as many; use "
+            f"another layout, or name its hosts with --{demand.name(f'{role}.hosts')}",
+        )

@@ -1,0 +1,85 @@
+"""Files of another host's shared memory, fetched over several connections from its `rl worker`."""
+
+import fcntl
+import mmap
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl.errors import RunError
+from rl.host_protocol import HostUnreachable, ask
+
+_SECONDS = 30.0
+"""Without a byte."""
+_STREAMS = 4
+_FIRST_BYTES = 2**22  # a file of no more takes one connection
+
+
+def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], None]) -> None:
+    """Have the host's file `path` at the same path here. Processes of this host that want it wait for one.
+
+    reserve: makes a file of so many bytes. Raises RunError where the file is released, or the host is gone.
+    """
+    with _locked(Path(re.sub(r"-v\d+-", "-", path) + ".lock")):
+        if os.path.exists(path):
+            return
+        partial = re.sub(r"-v\d+-", "-", path) + ".partial"
+        try:
+            _fetch(host, run, path, partial, reserve)
+        except HostUnreachable as error:
+            raise RunError(f"weights at {path} could not be fetched: {error}") from error
+        except OSError as error:
+            raise RunError(f"weights at {path} could not be fetched from host {host}: {error}") from error
+        os.rename(partial, path)
+
+
+def _fetch(host: str, run: str, path: str, partial: str, reserve: Callable[[str, int], None]) -> None:
+    def request(begin: int, count: int) -> tuple[int, socket.socket]:
+        asked = {"do": "file", "run": run, "path": path, "begin": begin, "count": count}
+        answer, connection = ask(host, asked, _SECONDS)
+        return answer["size"], connection
+
+    size, connection = request(0, _FIRST_BYTES)
+    with connection:
+        reserve(partial, size)
+        with (
+            open(partial, "r+b") as file,
+            mmap.mmap(file.fileno(), size) as mapped,
+            memoryview(mapped) as view,
+        ):
+            first = min(size, _FIRST_BYTES)
+            _receive(connection, view[:first])
+
+            def receive(begin: int, end: int) -> None:
+                _, connection = request(begin, end - begin)
+                with connection:
+                    _receive(connection, view[begin:end])
+
+            bounds = [first + (size - first) * i // _STREAMS for i in range(_STREAMS + 1)]
+            if size > first:
+                with ThreadPoolExecutor(_STREAMS) as threads:
+                    list(threads.map(receive, bounds[:-1], bounds[1:]))
+
+
+def _receive(connection: socket.socket, target: memoryview) -> None:
+    with target:
+        count = 0
+        while count < len(target):
+            received = connection.recv_into(target[count:])
+            if not received:
+                raise ConnectionError("it closed the connection")
+            count += received
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
