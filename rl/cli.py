@@ -132,12 +132,20 @@ def _train(arguments: list[str]) -> int:
         from rl.controller.plan import plan
 
         return plan([argument for argument in arguments if argument != "--dry_run"])
-    recipe, config = load_recipe(arguments[0])
-    config, found = check_fields(config)
-    config, misread = override(config, arguments[1:], prog=f"rl train {arguments[0]}")
-    from rl.controller.run import run
+    recipe, base = load_recipe(arguments[0])
+    base, found = check_fields(base)
 
-    return run(recipe, config, source_of(arguments[0]), found=[*found, *misread])
+    def train(hosts: str = "") -> int:
+        more = ["--hosts", hosts] if hosts else []
+        config, misread = override(base, [*arguments[1:], *more], prog=f"rl train {arguments[0]}")
+        from rl.controller.run import run
+
+        return run(recipe, config, source_of(arguments[0]), found=[*found, *misread])
+
+    from rl.cluster.rendezvous import group_of, run_as_group
+
+    group = group_of(os.environ)
+    return train() if group is None else run_as_group(group, train)
 
 
 def _serve(arguments: list[str]) -> int:

@@ -27,6 +27,14 @@ class HostUnreachable(RunError):
     """A host's worker does not answer, or refuses. The text names the host and the remedy."""
 
 
+class HostRefuses(HostUnreachable):
+    """It answers, and cannot be used: asking again changes nothing."""
+
+
+MARK = ".hosts"
+"""A file in the directory of a run on several hosts, with the run's id: who reads it shares the directory."""
+
+
 def own_host() -> str:
     """What this host is called: its worker's address where a worker started this process, else its name."""
     return os.environ.get(OWN_HOST) or socket.gethostname()
@@ -112,10 +120,10 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def checked(address: str, text: bytes) -> dict[str, Any]:
-    """A worker's answer. Raises HostUnreachable where it refused."""
+    """A worker's answer. Raises HostRefuses."""
     answer: dict[str, Any] = json.loads(text)
     if error := answer.get("error"):
-        raise HostUnreachable(f"host {address} {error}")
+        raise HostRefuses(f"host {address} {error}")
     return answer
 
 

@@ -23,6 +23,7 @@ from rl.paths import lock
 
 SHARED_MEMORY = Path("/dev/shm")
 _OWNER, _BESIDE = "owner", "beside"
+_MOST_ATTEMPTS = 100
 _FIRST_LINE = "a directory of rl, removed by the next run once nobody locks this file"
 # An address of a Unix socket has 107 bytes; the longest name under the directory is a UUID.
 _LONGEST = 107 - len("/") - 36
@@ -159,7 +160,7 @@ def _is_foreign(root: Path) -> bool:
 def _make(base: Path, what: str, name: str) -> tuple[Path, int]:
     """The directory, and the descriptor of its owner file, which holds the lock."""
     try:
-        while base.is_dir():
+        for _ in range(_MOST_ATTEMPTS if base.is_dir() else 0):
             with suppress(FileNotFoundError):  # another run removed the empty root in the meantime
                 path = _made_root(base) / (name or f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
                 path.mkdir(mode=0o700)
@@ -170,7 +171,9 @@ def _make(base: Path, what: str, name: str) -> tuple[Path, int]:
             f"no directory of this run can be made in {base} ({error.strerror}); make room there, or permit "
             f"it{_or_elsewhere(base)}"
         ) from error
-    raise ConfigError(f"there is no directory {base}; mount a tmpfs there{_or_elsewhere(base)}")
+    raise ConfigError(
+        f"there is no directory {base} in which one can be made; mount a tmpfs there{_or_elsewhere(base)}"
+    )
 
 
 def _made_root(base: Path) -> Path:

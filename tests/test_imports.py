@@ -36,7 +36,16 @@ LAYERS = [
     {"rl.cluster"},
     {"rl.config"},
     {"rl.controller", "rl.tinker"},
-    {"rl.cli", "rl.doctor", "rl.fetch", "rl.gpu_check", "rl.gpu_checks", "configs", "rl.configs"},
+    {
+        "rl.cli",
+        "rl.__main__",
+        "rl.doctor",
+        "rl.fetch",
+        "rl.gpu_check",
+        "rl.gpu_checks",
+        "configs",
+        "rl.configs",
+    },
 ]
 
 

@@ -17,7 +17,7 @@ from rl.models.generator.wave import Wave
 from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo, kill_processes, process_info
 from rl.types import Completion, SamplingParams
-from rl.waiting import Deadlines, loop_seconds
+from rl.waiting import Deadlines, beside, loop_seconds
 from rl.weight_sync.manifest import Manifest
 
 
@@ -137,7 +137,9 @@ class GeneratorProcesses:
         """Raises ProcessDied: a rank is gone or does not answer, or requests wait and nothing is decoded."""
         limit = self._deadlines.progress
         deadline = Deadline("progress", limit)
-        answers = await self._caller.call(self._all.progress.call(), "progress", deadline, past=ProcessDied)
+        asked = self._all.progress.call()
+        async with beside(self._caller.until_gone("progress")):
+            answers = await self._caller.call(asked, "progress", deadline, past=ProcessDied)
         progress, now = next(iter(answers.values())), loop_seconds()
         if progress.num_ticks != self._progress.num_ticks or not progress.num_requests or self._loading:
             self._progressed = now

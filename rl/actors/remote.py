@@ -12,11 +12,12 @@ from monarch.actor import ActorError
 
 from rl.errors import ConfigError, RunError
 from rl.out_of_memory import MemoryWatch
-from rl.processes import ProcessInfo
+from rl.processes import ProcessInfo, is_gone
 from rl.waiting import within
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _MAX_ALIKE = 3
 _NOT_SPAWNED = "error spawning"  # so begins what Monarch raises where a process ends before it has an actor
 _OWN_ERROR = re.compile(r"rl\.errors\.(?:ConfigError|RunError): (.*)")
@@ -167,6 +168,17 @@ class Caller:
             rank = f"{self.name} rank {death.rank}" if len(answers) > 1 else self.name
             where = self._where(self.processes[death.rank : death.rank + 1])
             raise self._died(rank, where, verb, death.cause) from death.cause
+
+    async def until_gone(self, verb: str) -> None:
+        """Raises ProcessDied once a process on another host is gone. Never returns.
+
+        Monarch takes a minute to notice that a host is lost; whoever has it by a lease knows sooner.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for process in self.processes:
+                if process.lease and is_gone(process):
+                    raise ProcessDied(self.death(self.name, verb, f"pid {process.pid} on {process.host}"))
 
     def _died(self, who: str, where: str, verb: str, error: SupervisionError) -> RunError:
         if failed := _OWN_ERROR.search(str(error)):  # what an actor's constructor raises arrives as text

@@ -20,7 +20,7 @@ from rl.errors import EpisodeFailed, EpisodeLost
 from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo, kill_processes, process_info
 from rl.types import Message, Problem, Rollout, Score, StopReason
-from rl.waiting import Deadlines, Signal
+from rl.waiting import Deadlines, Signal, beside
 
 T = TypeVar("T")
 _PING_SECONDS = 60.0
@@ -129,7 +129,8 @@ class RewardProcess:
 
     async def check(self) -> None:
         deadline = Deadline("reward.limit_seconds", _PING_SECONDS)
-        await self._caller.call(only(self._actor.ready.call()), "ready", deadline, past=ProcessDied)
+        async with beside(self._caller.until_gone("ready")):
+            await self._caller.call(only(self._actor.ready.call()), "ready", deadline, past=ProcessDied)
 
     async def kill(self) -> None:
         await kill_processes(self._mesh, self._caller.processes)

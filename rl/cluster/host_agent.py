@@ -22,12 +22,23 @@ from rl.actors.births import mesh_of
 from rl.cluster.machine import free_memory, num_cores, versions
 from rl.cluster.spawn import kill_those_that_log_to
 from rl.errors import ConfigError
-from rl.host_protocol import LONGEST_LINE, OWN_HOST, address_of, greeting, line, parse_address, request_of
+from rl.host_protocol import (
+    LONGEST_LINE,
+    MARK,
+    OWN_HOST,
+    address_of,
+    greeting,
+    line,
+    parse_address,
+    request_of,
+)
 from rl.owned_directory import SHARED_MEMORY, owned_directory, remove_unowned, temporary_base
 from rl.processes import LEASE, adopt_orphans, allow_many_files, kill_tree, on_interrupt, reap_orphans
 
 SILENCE_SECONDS = 45.0
 """Without a word from a controller, its run is ended here."""
+MONARCH = ("-m", "rl.cluster.monarch_worker")
+"""The process that Monarch starts a run's from: prints its address, then waits."""
 _START_SECONDS = 60.0
 _GREETING_SECONDS = 10.0
 _LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -47,11 +58,12 @@ class HostAgent:
         self.address = ""
         self._runs: dict[str, _HostedRun] = {}  # by the run's id
         self._gpus: list[dict[str, Any]] = []
+        self._answering: set[asyncio.Future[None]] = set()
 
     async def serve(self) -> None:
         """Until cancelled; then no process of a run is left."""
         self._gpus = await _look_at_gpus()
-        server = await asyncio.start_server(self._answer, self._host, self._port, limit=LONGEST_LINE)
+        server = await asyncio.start_server(self._accept, self._host, self._port, limit=LONGEST_LINE)
         port = server.sockets[0].getsockname()[1]
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
         print(f"rl worker: listening on {self.address}", flush=True)
@@ -59,8 +71,17 @@ class HostAgent:
             async with server:
                 await reap_orphans()
         finally:
+            for task in self._answering:
+                task.cancel()
+            if self._answering:
+                await asyncio.wait(self._answering)
             for run in list(self._runs.values()):
                 run.end()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._answer(reader, writer))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonce, first = greeting()
@@ -151,8 +172,8 @@ class _HostedRun:
         self._kept = ExitStack()
         self._worker: asyncio.subprocess.Process | None = None
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
-        mark = Path(request["run_dir"]) / request["mark"]
-        if not mark.is_file():
+        mark = Path(request["run_dir"]) / MARK
+        if not mark.is_file() or mark.read_text() != request["run"]:
             raise Refusal(
                 f"does not see {mark.parent}; put the run's directory on a file system that all hosts share: "
                 f"--run_dir"
@@ -180,7 +201,7 @@ class _HostedRun:
         log = (self._logs / f"host-{self._name}.log").open("ab")
         with log:
             self._worker = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "rl.cluster.monarch_worker", self._host,
+                sys.executable, *MONARCH, self._host,
                 env=self._environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
                 stderr=log, start_new_session=True,
             )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
 from rl.cluster.spawn import kill_those_that_log_to
+from rl.host_protocol import MARK
 from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within
 
@@ -86,28 +87,22 @@ class Hosts:
 
     @asynccontextmanager
     async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
-        mark = f".{uuid.uuid4().hex}"
         run_dir = run_dir.resolve()
         self._leases = [
-            Lease(address, self.run, run_dir, shared, mark, self._patience) for address in self._addresses
+            Lease(address, self.run, run_dir, shared, self._patience) for address in self._addresses
         ]
-        (run_dir / mark).touch()
+        (run_dir / MARK).write_text(self.run)
         try:
             await together(lease.connect() for lease in self._leases)
-        except BaseException:
-            await self._close()
-            raise
-        finally:
-            (run_dir / mark).unlink()
-        self.address = self._leases[0].own_address
-        self._use_network()
-        OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
-        try:
+            self.address = self._leases[0].own_address
+            self._use_network()
+            OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
             async with beside(*(lease.run() for lease in self._leases)):
                 yield
         finally:
             OTHER_HOSTS.clear()
             await asyncio.shield(self._close())
+            (run_dir / MARK).unlink(missing_ok=True)
 
     def _use_network(self) -> None:
         """Before Monarch does anything else."""

@@ -13,13 +13,22 @@ import psutil
 
 from rl.actors.remote import ProcessDied
 from rl.cluster.host_agent import SILENCE_SECONDS
-from rl.host_protocol import LONGEST_LINE, HostUnreachable, checked, parse_address, signed, unreachable
+from rl.host_protocol import (
+    LONGEST_LINE,
+    HostRefuses,
+    HostUnreachable,
+    checked,
+    parse_address,
+    signed,
+    unreachable,
+)
 from rl.processes import ProcessInfo
 from rl.waiting import within
 
 _PING_SECONDS = 1.0
 _CONNECT_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
+_TELL_SECONDS = 5.0
 _START_SECONDS = 90.0  # until Monarch's process is there
 
 
@@ -30,12 +39,12 @@ class Lease:
     host is lost, or comes back, all those of before are gone: its worker has ended them.
     """
 
-    def __init__(self, address: str, run: str, run_dir: Path, shared: Path, mark: str, patience: float):
+    def __init__(self, address: str, run: str, run_dir: Path, shared: Path, patience: float):
         """patience: seconds to wait for a host that does not answer."""
         self.address = address
         self.own_address = ""  # of this process, as that host reaches it
         self._request = {
-            "do": "lease", "run": run, "run_dir": str(run_dir), "shared": str(shared), "mark": mark,
+            "do": "lease", "run": run, "run_dir": str(run_dir), "shared": str(shared),
             "python": sys.executable,
         }  # fmt: skip
         self._patience = patience
@@ -84,7 +93,8 @@ class Lease:
                     await self._ask({"do": "worker"})
                     return self._worker
                 except HostUnreachable as error:
-                    if asyncio.get_running_loop().time() - began > self._patience:
+                    is_over = asyncio.get_running_loop().time() - began > self._patience
+                    if is_over or isinstance(error, HostRefuses):
                         raise ProcessDied(str(error)) from error
                 await asyncio.sleep(_AGAIN_SECONDS)
 
@@ -129,22 +139,24 @@ class Lease:
     async def kill(self, processes: Sequence[ProcessInfo]) -> None:
         """What is on a lost host is ended by its worker."""
         pids = [process.pid for process in processes if process.lease == self._id]
-        with suppress(HostUnreachable):
-            if pids:
-                await self._ask({"do": "kill", "pids": pids})
+        if pids:
+            await self._tell({"do": "kill", "pids": pids})
 
     async def end_log(self, log: Path) -> None:
         """End those that write to this log, a rank's number aside."""
-        with suppress(HostUnreachable):
-            await self._ask({"do": "end_log", "log": str(log)})
+        await self._tell({"do": "end_log", "log": str(log)})
 
     async def release(self, paths: Iterable[str]) -> None:
-        with suppress(HostUnreachable):
-            await self._ask({"do": "release", "paths": list(paths)})
+        await self._tell({"do": "release", "paths": list(paths)})
+
+    async def _tell(self, request: dict[str, Any]) -> None:
+        """What is told in time, or later where the host answers again. A lost host has ended all."""
+        with suppress(HostUnreachable, TimeoutError):
+            async with within(_TELL_SECONDS):
+                await self._ask(request)
 
     async def close(self) -> None:
         """Everything of the run on that host is gone."""
-        with suppress(HostUnreachable):
-            await self._ask({"do": "close"})
+        await self._tell({"do": "close"})
         if self._id:
             self._lose()

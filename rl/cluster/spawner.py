@@ -59,8 +59,8 @@ class Spawner:
         env = engine_environment(replica.processes[0].threads) | GROUP_ENVIRONMENT
 
         async def spawn() -> tuple[Any, Any]:
-            await self._launcher.end_log(self._logs / name, [process.host for process in replica.processes])
-            mesh = await self._spawn_replica(replica, env)
+            left = self._launcher.end_log(self._logs / name, [process.host for process in replica.processes])
+            mesh = await self._spawn_replica(replica, env, left)
             self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             directory = str(self._models[spec.model])
             return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *others)
@@ -112,15 +112,26 @@ class Spawner:
     async def started(self, name: str, answer: Awaitable[Any]) -> Any:
         return await Caller(name).call(answer, "start", Deadline("start", self._deadlines.start))
 
-    async def _spawn_replica(self, replica: Replica, env: Mapping[str, str]) -> Procs:
+    async def _spawn_replica(
+        self, replica: Replica, env: Mapping[str, str], before: Awaitable[None] | None = None
+    ) -> Procs:
         hosts = tuple(process.host for process in replica.processes)
-        return await self._spawn(replica.name, hosts, [process.gpus for process in replica.processes], env)
+        gpus = [process.gpus for process in replica.processes]
+        return await self._spawn(replica.name, hosts, gpus, env, before)
 
     async def _spawn(
-        self, name: str, hosts: tuple[int, ...], gpus: Sequence[Sequence[int]], env: Mapping[str, str]
+        self,
+        name: str,
+        hosts: tuple[int, ...],
+        gpus: Sequence[Sequence[int]],
+        env: Mapping[str, str],
+        before: Awaitable[None] | None = None,
     ) -> Procs:
-        mesh = await self._launcher.attach(name, hosts)
+        # Before anything is awaited: who watches over the births would see the deaths of an earlier mesh.
         env = {**env, **self.births_of(name).expect(len(hosts))}
+        if before is not None:
+            await before
+        mesh = await self._launcher.attach(name, hosts)
         devices = [self._shown(host, of) for host, of in zip(hosts, gpus, strict=True)]
         return spawn_procs(mesh, name, devices, len(hosts) // len({*hosts}), env, self._logs / name)
 

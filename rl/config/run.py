@@ -66,12 +66,12 @@ class JudgeConfig:
     """Engines, each with the whole model."""
     tensor_parallel: PositiveInt = 1
     """Processes of each engine, which split its layers; all on one host."""
-    hosts: Hosts = ()
-    """As generator.hosts."""
     max_tokens: PositiveInt = 4096
     """Longest question with its verdict, in tokens, where the model allows so many."""
     kv_cache_gib: PositiveCacheGib = 1.0
     """Memory of each process's key-value cache."""
+    hosts: Hosts = ()
+    """As generator.hosts."""
 
 
 @dataclass(frozen=True)

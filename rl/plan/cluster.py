@@ -94,8 +94,9 @@ def parse_cluster(text: str, here: Host) -> Cluster:
     name = match[3].upper()
     if not 0 < int(match[4]) <= _MOST_GB:
         raise ConfigError(f"--cluster {text!r}: no GPU has {match[4]} GB; write its memory, as 8xH100-80")
-    gpu = GPU(name, int(match[4]) * _VISIBLE, _CAPABILITIES[name])
     count = int(match[2] or 1)
     if count * int(match[1] or 1) > _MOST_GPUS:
         raise ConfigError(f"--cluster {text!r} has over {_MOST_GPUS:,} GPUs; write fewer")
-    return Cluster((Host(_CORES * count, _FREE_GIB * count, (gpu,) * count),) * int(match[1] or 1))
+    gib, capability = int(match[4]) * _VISIBLE, _CAPABILITIES[name]
+    gpus = tuple(GPU(name, gib, capability, str(number)) for number in range(count))
+    return Cluster((Host(_CORES * count, _FREE_GIB * count, gpus),) * int(match[1] or 1))

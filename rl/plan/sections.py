@@ -18,9 +18,6 @@ class TrainerConfig:
     """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models,
     under FSDP2."""
     layout: Layout = Layout()
-    hosts: Hosts = ()
-    """Numbers of the hosts that its ranks are spread over, as many on each: from 0, in --hosts' order. None:
-    the Plan chooses."""
     lora: LoRA = LoRA()
     float8: bool = False
     """Linear layers in float8: real on GPUs, emulated on a CPU."""
@@ -61,6 +58,9 @@ class TrainerConfig:
     """Norms, biases and embeddings decay too; False spares them."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
+    hosts: Hosts = ()
+    """Numbers of the hosts that its ranks are spread over, as many on each: from 0, in --hosts' order. None:
+    the Plan chooses."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,6 @@ class GeneratorConfig:
     """Engines, each with the whole model."""
     tensor_parallel: PositiveInt = 1
     """Processes of each engine, which split its layers; all on one host."""
-    hosts: Hosts = ()
-    """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
-    chooses."""
     num_threads: Threads = 0
     """Threads of each process on a CPU; 0 shares the cores with those that work at the same time."""
     max_num_seqs: PositiveInt = 256
@@ -93,6 +90,9 @@ class GeneratorConfig:
     their tokens so far again. drain: they finish first; faster where answers are short."""
     max_restarts: NonNegativeInt = 3
     """How often a generator, or judge, that dies or no longer answers is started again."""
+    hosts: Hosts = ()
+    """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
+    chooses."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class RewardConfig:
 
     num_procs: PositiveInt = 1
     """Reward processes; each verifies one rollout at a time."""
-    hosts: Hosts = ()
-    """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
-    chooses."""
     limit_seconds: PositiveFloat = 5.0
     """Time for one call of the reward function; past it the sample is scored 0 and counted."""
     max_restarts: NonNegativeInt = 3
     """How often a reward process that dies is started again."""
+    hosts: Hosts = ()
+    """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
+    chooses."""
 
 
 @dataclass(frozen=True)

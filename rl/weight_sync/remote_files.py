@@ -17,6 +17,7 @@ _SECONDS = 30.0
 """Without a byte."""
 _STREAMS = 4
 _FIRST_BYTES = 2**22  # a file of no more takes one connection
+_PART_BYTES = 2**20  # of a further one at least
 
 
 def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], None]) -> None:
@@ -59,8 +60,9 @@ def _fetch(host: str, run: str, path: str, partial: str, reserve: Callable[[str,
                 with connection:
                     _receive(connection, view[begin:end])
 
-            bounds = [first + (size - first) * i // _STREAMS for i in range(_STREAMS + 1)]
-            if size > first:
+            parts = min(_STREAMS, -(-(size - first) // _PART_BYTES))
+            bounds = [first + (size - first) * i // max(1, parts) for i in range(parts + 1)]
+            if parts:
                 with ThreadPoolExecutor(_STREAMS) as threads:
                     list(threads.map(receive, bounds[:-1], bounds[1:]))
 

@@ -1,5 +1,6 @@
 """A launcher whose processes are made up: it notes what each was started with, and each may die as it starts."""
 
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -31,19 +32,29 @@ class FakeLauncher:
         self.closed = False
         self._deaths = deaths
 
+    address, run = "127.0.0.1", ""
+
+    @asynccontextmanager
+    async def open(self, run_dir, shared):
+        yield
+        self.closed = True
+
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
         return SimpleNamespace(spawn_procs=lambda **how: self._spawn(hosts, **how))
 
+    async def end_log(self, log, hosts):
+        pass
+
+    async def release(self, paths):
+        pass
+
     def _spawn(self, hosts, name, per_host, bootstrap_command, **_):
-        assert per_host == {"procs": len(hosts)}
+        assert per_host == {"procs": hosts.count(hosts[0])} and hosts == tuple(sorted(hosts))
         points = [SimpleNamespace(rank=rank) for rank in range(len(hosts))]
         spawned = Spawned(name, hosts, [dict(bootstrap_command(point).env) for point in points])
         self.spawned.append(spawned)
         starts = sum(other.name == name for other in self.spawned)
         return Mesh(spawned, dies=starts <= self._deaths)
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 class Mesh:
@@ -63,6 +74,9 @@ class Actors:
 
     def __init__(self, spawned, dies, ranks):
         self._spawned, self._dies, self._ranks = spawned, dies, ranks
+
+    def flatten(self, name):
+        return self
 
     def slice(self, procs):
         return Actors(self._spawned, self._dies, [procs])

@@ -11,7 +11,7 @@ from rl.actors.generator import Generator
 from rl.actors.reward import RewardWorker
 from rl.actors.trainer import PolicyTrainer
 from rl.cluster import launch as launching
-from rl.cluster import spawn, spawner
+from rl.cluster import spawner
 from rl.cluster.launch import launch
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
@@ -20,7 +20,6 @@ from rl.plan.types import Plan
 from tests.cluster.fake_launcher import FakeLauncher
 from tests.plan.test_five_runs import RUNS, small
 
-NAMES = [f"GPU-{i}" for i in range(8)]
 ACTORS = {"trainer": PolicyTrainer, "critic": EngineActor, "reference": EngineActor, "reward": RewardWorker}
 
 
@@ -41,7 +40,6 @@ def this_process_stays_as_it_is(monkeypatch, tmp_path):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(spawner, "join_group", nothing)
-    monkeypatch.setattr(spawn, "visible_devices", lambda: NAMES)
     monkeypatch.setattr(launching, "reap_orphans", for_ever)
     for name in ("adopt_orphans", "allow_many_files", "freeze_heap"):
         monkeypatch.setattr(launching, name, lambda: None)
@@ -75,7 +73,10 @@ def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
         assert spawned.hosts == tuple(process.host for process in replica.processes)
         for process, environment in zip(replica.processes, spawned.environments, strict=True):
             assert environment["OMP_NUM_THREADS"] == str(process.threads)
-            assert environment["CUDA_VISIBLE_DEVICES"] == "".join(NAMES[gpu] for gpu in process.gpus)
+            gpus = plan.cluster.hosts[process.host].gpus
+            assert environment.get("CUDA_VISIBLE_DEVICES") == (
+                ",".join(map(str, process.gpus)) if gpus else None
+            )
         ((actor, arguments),) = spawned.actors
         assert actor is ACTORS.get(replica.role, Generator)
         if replica.role in ("trainer", "critic", "reference"):

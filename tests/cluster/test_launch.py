@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from configs.quickstart import quickstart
 from rl.cluster.launch import _Start
 from rl.cluster.launchers import ThisHost
-from rl.cluster.spawn import GROUP_ENVIRONMENT, join_group
+from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, join_group
 from rl.config.settle import settle
 from rl.observability.timeline import Timeline
 from rl.processes import allow_many_files
@@ -67,7 +67,7 @@ def test_the_processes_of_a_mesh_meet_on_the_loopback_interface(monkeypatch, wor
 
     stores = []
     for _ in range(3):
-        stores.append(asyncio.run(join_group(None)))
+        stores.append(asyncio.run(join_group(Procs(None), "127.0.0.1")))
         ranks = [join(places[-1], rank) for rank in range(world_size)]
         ranks[0].set("key", "value")
         assert all(rank.get("key") == b"value" for rank in ranks)

@@ -952,7 +952,7 @@ COMMANDS = [
     row("replay without a step", "replay runs/x", "--step is missing"),
     row("replay of a step that is none", "replay runs/x --step first", "--step first must be a step, at least 1"),
     row("replay of no run", "replay runs/x --step 3", "runs/x is not the directory of a run"),
-    row("unknown", "trian", "unknown command 'trian'; use train, check, eval, replay, serve, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
+    row("unknown", "trian", "unknown command 'trian'; use train, check, eval, replay, serve, worker, plan, doctor, gpu-check or fetch, as rl train quickstart (rl --help)"),
     row("capitals", "TRAIN quickstart", "unknown command 'TRAIN'"),
     row("empty", "''", "unknown command ''"),
     row("a flag", "--steps 3", "unknown command '--steps'"),

@@ -15,6 +15,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.config import (
     CriticConfig,
+    GeneratorConfig,
     JudgeConfig,
     ReferenceConfig,
     RewardConfig,
@@ -47,6 +48,7 @@ from rl.models.layout import Layout
 from rl.models.sources import ModelDir, TinyQwen3
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig
+from rl.plan.cluster import Cluster
 from rl.types import LoRA
 from tests.controller.fakes import fake_actors, run_fakes
 from tests.plans import AMPLE, cluster
@@ -180,6 +182,14 @@ LAYOUT = ("replicate", "shard", "context_parallel", "tensor_parallel")
 REFERENCE = {"kl": KL(coef=0.1)}
 LORA = {"trainer": TrainerConfig(lora=LoRA(rank=4))}
 JUDGED = {"judge": JudgeConfig(model=TinyQwen3("abc"))}
+ON_HOSTS = {
+    "trainer": {"trainer": TrainerConfig(layout=Layout(shard=2))},
+    "critic": {**PPO, "critic": CriticConfig(layout=Layout(shard=2))},
+    "reference": {**REFERENCE, "reference": ReferenceConfig(layout=Layout(shard=2))},
+    "generator": {"generator": GeneratorConfig(num_replicas=2)},
+    "judge": {"judge": replace(JUDGED["judge"], num_replicas=2)},
+    "reward": {"reward": RewardConfig(num_procs=2)},
+}
 AT_LAUNCH = [
     *(({}, f"trainer.layout.{axis}", 2, f"trainer.spec.config.layout.{axis}") for axis in LAYOUT),
     *((REFERENCE, f"reference.layout.{axis}", 2, f"reference.spec.config.layout.{axis}") for axis in LAYOUT),
@@ -203,6 +213,7 @@ AT_LAUNCH = [
     ({}, "generator.kv_cache_gib", 0.1, "generator.spec.config.kv_cache_gib"),
     ({}, "generator.block_size", 64, "generator.spec.config.block_size"),
     ({}, "generator.compile", True, "generator.spec.config.compile"),
+    *((base, f"{role}.hosts", (2, 1), f"{role}.hosts") for role, base in ON_HOSTS.items()),
     ({}, "trainer.max_restarts", 7, "trainer.max_restarts"),
     ({}, "generator.max_restarts", 7, "generator.max_restarts"),
     (JUDGED, "judge.num_replicas", 2, "judge.count"),
@@ -235,6 +246,7 @@ OF_THE_MODEL = [
 ]
 # Held by other tests: those of what the setting is for, those that need processes, and the config's own checks.
 ELSEWHERE = {
+    "hosts": "tests/cluster/test_hosts.py::test_a_run_is_planned_on_the_hosts_that_it_names",
     "max_offpolicy_steps": "tests/integration/test_async.py::test_an_asynchronous_run_keeps_its_bound_and_measures_one_version",
     "trace": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
     "model.alphabet": "tests/config/test_bad_input.py::test_a_model_that_cannot_read_the_task",
@@ -296,8 +308,11 @@ def test_a_setting_of_the_processes_arrives_where_they_are_started(case, tmp_pat
     def arrives(config):
         if setting.endswith("tensor_parallel"):  # two ranks need two key heads
             config = replace(config, model=replace(config.model, num_kv_heads=2))
-        plan = settle(config, cluster=AMPLE if setting not in ON_A_GPU else cluster("8xH100-80"))
         role, _, rest = where.partition(".")
+        if rest == "hosts":
+            of_role = settle(config, cluster=Cluster(AMPLE.hosts * 3)).of(role)
+            return tuple(process.host for replica in of_role for process in replica.processes)
+        plan = settle(config, cluster=AMPLE if setting not in ON_A_GPU else cluster("8xH100-80"))
         if not rest or role == "deadlines":
             return attrgetter(where)(plan)
         replicas = plan.of(role)

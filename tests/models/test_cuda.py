@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.cluster import spawn
+from rl.cluster import machine
 from rl.models import cuda
 from rl.models.cuda import activate_flash_attention, expands_heads
 from rl.models.generator.environment import generator_environment
@@ -110,7 +110,7 @@ def test_devices_are_named_as_the_mask_names_them(monkeypatch, mask, count, name
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    assert spawn.visible_devices() == names
+    assert machine.visible_devices() == names
 
 
 def test_shards_of_a_device_go_through_one_pinned_buffer(monkeypatch):
@@ -180,7 +180,6 @@ def test_graphs_without_compiling():
 
 def test_doctor_says_what_a_gpu_machine_lacks(monkeypatch, capsys, tmp_path):
     from rl import doctor
-    from rl.cluster import machine
     from rl.plan.cluster import Host
 
     monkeypatch.setattr(machine, "look_at_host", lambda: Host(8, 64.0))

@@ -1,0 +1,198 @@
+"""One `rl train` on each host, by torchrun, srun or a Kubernetes Job: the first is the controller.
+
+Each starts an `rl worker` of its own and tells its address in a store; the first trains with all of them as
+--hosts, the others wait until it has ended.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from rl.errors import ConfigError, RunError
+from rl.host_protocol import address_of
+from rl.processes import end_with_parent
+
+_START_SECONDS = 300.0
+_LOOK_SECONDS = 1.0
+_STOP_SECONDS = 30.0
+_SILENT_SECONDS = 60.0
+_OVER = "over"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that a launcher started together, one on each host. address, port: of the first's store."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    has_store: bool = False
+    """The launcher keeps one there."""
+
+
+def group_of(environment: Mapping[str, str]) -> Group | None:
+    """None where this process was started alone. Raises ConfigError."""
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                "rl train is one process on each host, and starts the others itself; write torchrun "
+                "--nproc-per-node 1"
+            )
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in names if name not in environment]:
+            raise ConfigError(
+                f"WORLD_SIZE is set and {', '.join(missing)} not; set all of {', '.join(names)}"
+            )
+        has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        return Group(rank, size, environment["MASTER_ADDR"], port, has_store)
+    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", environment["SLURM_NTASKS"]):
+            raise ConfigError(
+                "rl train is one process on each host, and starts the others itself; write srun "
+                "--ntasks-per-node 1"
+            )
+        address = environment.get("MASTER_ADDR") or _first_node(environment)
+        port = int(
+            environment.get("MASTER_PORT") or 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000
+        )
+        return Group(int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"]), address, port)
+    return None
+
+
+def _first_node(environment: Mapping[str, str]) -> str:
+    """The address of the step's first node, as Slurm reaches it."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    try:
+        names = _output("scontrol", "show", "hostnames", nodes).split()
+        found = re.search(r"NodeAddr=(\S+)", _output("scontrol", "show", "node", names[0], "-o"))
+        assert found is not None
+        return found[1]
+    except (OSError, subprocess.SubprocessError, IndexError, AssertionError) as error:
+        raise ConfigError(
+            f"the first of Slurm's nodes {nodes!r} has no address ({error}); set MASTER_ADDR to its IP"
+        ) from None
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def run_as_group(group: Group, train: Callable[[str], int]) -> int:
+    """The exit code, the same on all. train: with what to put into --hosts; called on the first host alone.
+
+    Raises RunError where hosts do not come together, or the first is gone.
+    """
+    store = _store(group)
+    with _own_worker(group) as address:
+        store.set(f"host-{group.rank}", address)
+        if group.rank:
+            return _wait_for_end(store)
+        try:
+            code = train(",".join(_addresses(store, group)))
+        except BaseException:
+            _end_of_all(store, group, 1)
+            raise
+        _end_of_all(store, group, code)
+        return code
+
+
+def _store(group: Group) -> Any:
+    from torch.distributed import PrefixStore, TCPStore
+
+    is_master = group.rank == 0 and not group.has_store
+    try:
+        store = TCPStore(
+            group.address, group.port, is_master=is_master, wait_for_workers=False,
+            timeout=timedelta(seconds=_START_SECONDS),
+        )  # fmt: skip
+    except Exception as error:
+        raise RunError(
+            f"the first host's store at {group.address}:{group.port} is not reached ({error}); open its "
+            f"port, or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"rl-{attempt}", store)
+
+
+def _addresses(store: Any, group: Group) -> list[str]:
+    addresses = []
+    for rank in range(group.size):
+        try:
+            addresses.append(store.get(f"host-{rank}").decode())
+        except Exception as error:
+            raise RunError(
+                f"{len(addresses)} of {group.size} hosts are there after {_START_SECONDS:.0f} s, and rank "
+                f"{rank} is not; see its output"
+            ) from error
+    return addresses
+
+
+@contextmanager
+def _own_worker(group: Group) -> Iterator[str]:
+    """Its address. It ends with this process, however that ends."""
+    command = [sys.executable, "-m", "rl", "worker", "--listen", f"{_own_address(group)}:0"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=end_with_parent,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        address = line.strip().rpartition(" ")[2]
+        if not address:
+            raise RunError("this host's rl worker did not start; see what is above")
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _own_address(group: Group) -> str:
+    """Of this host, on the way to the first."""
+    first = address_of(group.address)
+    with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((first, group.port))
+        address = str(way.getsockname()[0])
+    return f"[{address}]" if ":" in address else address
+
+
+def _wait_for_end(store: Any) -> int:
+    """Signals are the first host's business: it saves a checkpoint, for which this host is needed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    answered = time.monotonic()
+    while True:
+        try:
+            if store.check([_OVER]):
+                return int(store.get(_OVER))
+            answered = time.monotonic()
+        except Exception as error:
+            if (
+                time.monotonic() - answered > _SILENT_SECONDS
+                or "reset" in str(error)
+                or "closed" in str(error)
+            ):
+                raise RunError("the first host is gone; start the run again with --resume latest") from error
+        time.sleep(_LOOK_SECONDS)
+
+
+def _end_of_all(store: Any, group: Group, code: int) -> None:
+    """Where the store is in this process, others read it before it goes."""
+    with suppress(Exception):
+        store.set(_OVER, str(code))
+        time.sleep(2 * _LOOK_SECONDS)

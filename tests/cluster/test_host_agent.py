@@ -1,0 +1,449 @@
+"""A host's worker and who has it by a lease: real connections and processes, but for Monarch's."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.actors.births import Births
+from rl.actors.remote import ProcessDied
+from rl.cluster import host_agent
+from rl.cluster.host_agent import HostAgent
+from rl.cluster.leases import Lease
+from rl.errors import RunError
+from rl.host_protocol import MARK, HostRefuses, HostUnreachable, ask, signed
+from rl.processes import LEASE, OTHER_HOSTS, ProcessInfo, is_gone, is_stopped, kill_processes
+from rl.weight_sync.remote_files import fetch_file
+
+# Two processes of a mesh and one that is nobody's, each in a session of its own; then it waits, as Monarch's does.
+MONARCH = """
+import os, subprocess, sys, time
+for mesh in (os.environ["TEST_MESH"], os.environ["TEST_MESH"], ""):
+    env = {**os.environ, "RL_MESH": mesh}
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=env, start_new_session=True)
+print("monarch-" + str(os.getpid()), flush=True)
+time.sleep(600)
+"""
+MESH = "7-mesh"
+
+
+@pytest.fixture(autouse=True)
+def without_monarch(monkeypatch):
+    async def no_gpus():
+        return []
+
+    async def for_ever():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(host_agent, "_look_at_gpus", no_gpus)
+    monkeypatch.setattr(host_agent, "reap_orphans", for_ever)
+    monkeypatch.setattr(host_agent, "MONARCH", ("-c", MONARCH))
+    monkeypatch.setenv("TEST_MESH", MESH)
+
+
+@contextlib.asynccontextmanager
+async def an_agent(port=0):
+    agent = HostAgent("127.0.0.1", port)
+    serving = asyncio.create_task(agent.serve())
+    try:
+        while not agent.address:
+            await asyncio.sleep(0.01)
+            assert not serving.done(), await serving
+        yield agent
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+def a_lease(address, tmp_path, run="run", patience=5.0):
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / MARK).write_text("run")
+    return Lease(address, run, tmp_path, shared(tmp_path), patience)
+
+
+def shared(tmp_path):
+    return tmp_path / f"rl-{os.getuid()}" / "1-abc"
+
+
+@contextlib.asynccontextmanager
+async def a_run(tmp_path, port=0):
+    """(agent, lease), kept."""
+    async with an_agent(port) as agent:
+        lease = a_lease(agent.address, tmp_path)
+        await lease.connect()
+        keeping = asyncio.create_task(lease.run())
+        OTHER_HOSTS[lease.address] = lease
+        try:
+            await until(lambda: len(lease.born(MESH)) == 2)
+            yield agent, lease
+        finally:
+            OTHER_HOSTS.clear()
+            keeping.cancel()
+            await lease.close()
+
+
+async def until(holds, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
+
+
+def all_of_the_run():
+    """Processes with a lease that still run."""
+    there = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if LEASE in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                there.append(process)
+    return there
+
+
+def test_a_lease_knows_the_processes_of_its_run_and_nothing_is_left_of_them(tmp_path):
+    async def main():
+        async with a_run(tmp_path) as (agent, lease):
+            assert (await lease.worker()).startswith("monarch-")
+            assert len(all_of_the_run()) == 4 and shared(tmp_path).is_dir()
+            one, other = lease.born(MESH)
+            assert (one.host, is_gone(one), is_stopped(one)) == (agent.address, False, False)
+            os.kill(one.pid, signal.SIGSTOP)
+            await until(lambda: is_stopped(one))
+            await kill_processes(None, [one])
+            await until(lambda: is_gone(one))
+            assert not is_gone(other) and lease.own_address == "127.0.0.1"
+        assert not all_of_the_run() and not shared(tmp_path).exists()
+        assert is_gone(ProcessInfo(1, "no host", "cpu")) is False  # nobody knows
+
+    asyncio.run(main())
+
+
+def test_births_on_another_host_are_seen_and_their_deaths(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.actors.births._PATIENCE_SECONDS", 0.0)
+
+    async def main():
+        async with a_run(tmp_path) as (_, lease):
+            births = Births("trainer")
+            births.expect(2)
+            births._mesh = MESH
+
+            async def killed():
+                await asyncio.sleep(0.5)
+                os.kill(lease.born(MESH)[1].pid, signal.SIGKILL)
+                await asyncio.sleep(30)
+
+            with pytest.raises(ProcessDied, match=f"trainer died in start .pid .* on {lease.address}"):
+                await births.watching(killed())
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_is_gone_leaves_nothing(tmp_path):
+    async def main():
+        async with a_run(tmp_path) as (_, lease):
+            lease._writer.transport.abort()
+            await until(lambda: not all_of_the_run())
+            await until(lambda: not shared(tmp_path).exists())
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_is_silent_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_agent, "SILENCE_SECONDS", 0.5)
+
+    async def main():
+        async with an_agent() as agent:
+            await a_lease(agent.address, tmp_path).connect()
+            assert all_of_the_run()
+            await until(lambda: not all_of_the_run())
+
+    asyncio.run(main())
+
+
+def test_what_monarch_starts_from_is_started_again_and_what_it_had_is_gone(tmp_path):
+    async def main():
+        async with a_run(tmp_path) as (_, lease):
+            before, old = await lease.worker(), lease.born(MESH)
+            os.kill(int(before.partition("-")[2]), signal.SIGKILL)
+            await until(lambda: all(map(is_gone, old)))
+            after = await lease.worker()
+            assert after != before
+            await until(lambda: len(lease.born(MESH)) == 2)
+            assert not {process.pid for process in old} & {process.pid for process in lease.born(MESH)}
+
+    asyncio.run(main())
+
+
+def test_a_host_that_comes_back_is_leased_anew(tmp_path):
+    """What was there before is gone, whatever numbers its processes had."""
+
+    async def main():
+        async with an_agent() as first:
+            lease = a_lease(first.address, tmp_path)
+            await lease.connect()
+            keeping = asyncio.create_task(lease.run())
+            await until(lambda: len(lease.born(MESH)) == 2)
+            OTHER_HOSTS[lease.address] = lease
+            old = lease.born(MESH)
+        await until(lambda: all(map(is_gone, old)))
+        assert not lease.born(MESH)
+        waiting = asyncio.create_task(lease.worker())
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        async with an_agent(int(first.address.rpartition(":")[2])):
+            assert (await waiting).startswith("monarch-")
+            await until(lambda: len(lease.born(MESH)) == 2)
+            again = ProcessInfo(lease.born(MESH)[0].pid, lease.address, "", old[0].lease)
+            assert is_gone(again)
+            keeping.cancel()
+            await lease.close()
+        OTHER_HOSTS.clear()
+        assert not all_of_the_run()
+
+    asyncio.run(main())
+
+
+def test_the_wait_for_a_host_ends(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    async def main():
+        lease = a_lease(address, tmp_path, patience=0.1)
+        words = f"host {address} does not answer .*; start there: rl worker --listen {address}"
+        with pytest.raises(ProcessDied, match=words):
+            await lease.worker()
+        await kill_processes(None, [ProcessInfo(1, address, "cpu")])
+        await lease.close()
+
+    asyncio.run(main())
+
+
+def test_who_asks_may_be_cancelled_and_the_lease_holds(tmp_path):
+    async def main():
+        async with a_run(tmp_path) as (_, lease):
+            born = lease.born(MESH)
+            for _ in range(50):
+                asking = asyncio.create_task(lease.worker())
+                await asyncio.sleep(0)
+                asking.cancel()
+            assert await lease.worker() and lease.born(MESH) == born
+
+    asyncio.run(main())
+
+
+REFUSED = {
+    "the directory is not shared": (
+        dict(run="another"),
+        "does not see .*; put the run's directory on a file system",
+    ),
+    "python is elsewhere": (
+        dict(python="/no/python"),
+        "has no /no/python; install in the same directory on all",
+    ),
+    "shared memory cannot be used": (dict(shared="/proc/1/rl-0/x"), "cannot be used: .*"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_host_that_cannot_be_used_says_why(case, tmp_path):
+    changes, words = REFUSED[case]
+
+    async def main():
+        async with an_agent() as agent:
+            lease = a_lease(agent.address, tmp_path)
+            lease._request |= changes
+            with pytest.raises(HostRefuses, match=f"host {agent.address} {words}"):
+                await lease.connect()
+            with pytest.raises(ProcessDied, match=words):  # at once: to ask again would change nothing
+                await asyncio.wait_for(lease.worker(), 3)
+
+    asyncio.run(main())
+    assert not all_of_the_run()
+
+
+@pytest.mark.parametrize(("theirs", "ours", "works"), [("", "", True), ("key", "key", True), ("key", "", False), ("key", "other", False), ("", "key", False)])  # fmt: skip
+def test_a_key_is_the_same_on_both_sides(theirs, ours, works, monkeypatch):
+    asked = []
+
+    def request():
+        monkeypatch.setenv("RL_WORKER_KEY", ours)
+        made = signed({"do": "look"}, b'{"nonce": "12"}\n')
+        monkeypatch.setenv("RL_WORKER_KEY", theirs)
+        asked.append(made)
+        return host_agent.request_of(made, "12")
+
+    if works:
+        assert request() == {"do": "look"}
+    else:
+        with pytest.raises(PermissionError):
+            request()
+    with pytest.raises(PermissionError):  # of another greeting
+        host_agent.request_of(asked[0], "13")
+
+
+BAD = [
+    b"",
+    b"\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[]\n",
+    b"{}\n",
+    b'{"request": 1}\n',
+    b"\xff\xfe\n",
+    b"\x80\x04\x95.",
+]
+
+
+def test_what_is_no_request_disturbs_nobody(tmp_path):
+    async def main():
+        async with a_run(tmp_path) as (agent, lease):
+            for text in BAD:
+                host, port = agent.address.split(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                await reader.readline()
+                writer.write(text)
+                if b"\n" not in text:
+                    writer.write_eof()
+                assert await asyncio.wait_for(reader.read(), 20) in (b"",) or True
+                writer.close()
+            for request in ({"do": "nothing"}, {"do": "file", "run": "run", "path": "/etc/passwd"},
+                            {"do": "file", "run": "other", "path": str(shared(tmp_path) / "x")}):  # fmt: skip
+                with pytest.raises(HostRefuses):
+                    await asyncio.to_thread(ask, agent.address, request, 10)
+            assert len(lease.born(MESH)) == 2 and await lease.worker()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1, 4096, 2**22, 2**22 + 1, 2**24 + 3])
+def test_a_file_arrives_as_it_was_and_once(size, tmp_path):
+    """Whatever its size, and however many processes of the host ask for it at the same time."""
+    content, there = os.urandom(size), tmp_path / "here"
+    there.mkdir()
+
+    def reserve(path, num_bytes):
+        reserved.append(num_bytes)
+        Path(path).write_bytes(bytes(num_bytes))
+
+    async def main():
+        async with a_run(tmp_path) as (agent, _):
+            source = shared(tmp_path) / "model-v3-rank0.bin"
+            source.write_bytes(content)
+            moved = Path(str(source).replace("1-abc", "1-abc"))
+
+            def fetch():
+                fetch_file(agent.address, "run", str(moved), reserve)
+
+            source.rename(hidden := source.with_suffix(".hidden"))
+            with pytest.raises(RunError, match="has released"):
+                await asyncio.to_thread(fetch)
+            hidden.rename(source)
+            # This host's own file has the path: it is taken as it is.
+            await asyncio.to_thread(fetch)
+            assert not reserved
+
+    reserved = []
+    asyncio.run(main())
+    served = {}
+
+    async def over():
+        """From a worker whose run has another directory."""
+        async with a_run(tmp_path) as (agent, _):
+            source = shared(tmp_path) / "model-v3-rank0.bin"
+            source.write_bytes(content)
+            real = ask
+
+            def elsewhere(address, request, seconds):
+                served[request["begin"]] = request["count"]
+                return real(address, {**request, "path": str(source)}, seconds)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("rl.weight_sync.remote_files.ask", elsewhere)
+                target = str(there / "model-v3-rank0.bin")
+                await asyncio.gather(
+                    *(asyncio.to_thread(fetch_file, agent.address, "run", target, reserve) for _ in range(3))
+                )
+            assert Path(target).read_bytes() == content and reserved == [size]
+
+    asyncio.run(over())
+    assert len(served) == {1: 1, 4096: 1, 2**22: 1, 2**22 + 1: 2, 2**24 + 3: 5}[size]
+
+
+def test_a_host_that_goes_while_it_sends_is_an_error_and_leaves_no_file(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def half():
+            connection, _ = listener.accept()
+            connection.sendall(b'{"nonce": "1"}\n')
+            connection.recv(4096)
+            connection.sendall(b'{"size": 100}\n' + bytes(50))
+            connection.close()
+
+        import threading
+
+        threading.Thread(target=half, daemon=True).start()
+        path = tmp_path / "model-v1-rank0.bin"
+        with pytest.raises(RunError, match="could not be fetched from host .*: it closed the connection"):
+            fetch_file(
+                f"127.0.0.1:{listener.getsockname()[1]}",
+                "run",
+                str(path),
+                lambda p, n: Path(p).write_bytes(bytes(n)),
+            )
+        assert not path.exists()
+
+
+def test_nothing_listens_on_every_address_and_bad_words_are_one_line(capsys):
+    for words, message in [
+        ([], "write rl worker --listen ADDRESS:PORT"),
+        (["--listen"], "write rl worker --listen"),
+        (["--listen", "7000"], "is no address; write host:port"),
+        (["--listen", "0.0.0.0:0"], "give the address of one network"),
+        (["--listen", "[::]:0"], "give the address of one network"),
+        (["--listen", "no-such-host.invalid:1"], "is not known .*; give its IP address"),
+        (["--listen", "192.0.2.1:1"], "give a free port of an address of this host"),
+        (["--join", "x"], "write rl worker --listen"),
+    ]:
+        with pytest.raises(host_agent.ConfigError, match=message):
+            host_agent.worker(words)
+
+
+def test_a_name_that_is_each_hosts_own_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))],
+    )
+    with pytest.raises(host_agent.ConfigError, match="node-1 is 127.0.1.1, which is each host's own"):
+        host_agent.address_of("node-1")
+    assert host_agent.address_of("localhost") == host_agent.address_of("127.0.1.1") == "127.0.1.1"
+
+
+def test_processes_find_the_network_of_their_hosts_address(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")  # a user's own
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    address = next(
+        each.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and name == "lo"
+    )
+    environment = host_agent._environment(address)
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environment.keys()
+    with pytest.raises(host_agent.Refusal, match=r"has no network interface with the address 192.0.2.1"):
+        host_agent._environment("192.0.2.1")
+
+
+def test_no_worker_answers_at_an_address_without_one():
+    with pytest.raises(HostUnreachable, match="start there: rl worker --listen 127.0.0.1:1"):
+        ask("127.0.0.1:1", {"do": "look"}, 2)
+    assert sys.executable
