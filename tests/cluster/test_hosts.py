@@ -1,0 +1,109 @@
+"""What the hosts of a run say of themselves before anything starts, and which of them are refused."""
+
+import re
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.cluster import hosts as module
+from rl.cluster.hosts import look_at_hosts
+from rl.cluster.machine import PACKAGES, versions
+from rl.config.settle import cluster_of, settle
+from rl.errors import ConfigError
+from rl.host_protocol import HostRefuses, HostUnreachable
+
+GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
+GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": [], "num_runs": 0}
+A, B = "10.0.0.1:7000", "10.0.0.2:7000"
+
+
+class Nothing:
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """address -> what it answers, or the error."""
+    look_at_hosts.cache_clear()
+    made = {}
+
+    def ask(address, request, seconds):
+        assert request == {"do": "look"} and seconds <= 30
+        answer = made[address]
+        if isinstance(answer, Exception):
+            raise answer
+        return {**GOOD, "versions": versions(), "time": time.time(), **answer}, Nothing()
+
+    monkeypatch.setattr(module, "ask", ask)
+    yield made
+    look_at_hosts.cache_clear()
+
+
+def test_a_run_is_planned_on_the_hosts_that_it_names(answers):
+    answers |= {A: {}, B: {"num_cores": 3, "gpus": []}}
+    config = replace(quickstart(), hosts=f"{A}, {B}")
+    plan = settle(config)
+    assert [host.address for host in plan.cluster.hosts] == [A, B] and plan.cluster == cluster_of(config)
+    assert plan.of("generator")[0].processes[0].host == 1
+    assert plan.of("generator")[0].processes[0].threads == 3
+
+
+def test_gpus_are_called_what_their_host_calls_them(answers):
+    answers |= {A: {"gpus": [GPU]}, B: {"gpus": [{**GPU, "visible": "1"}]}}
+    cluster = look_at_hosts(f"{A},{B}")
+    assert [gpu.visible for gpu in cluster.gpus] == ["GPU-77", "1"] and cluster.gpus[0].capability == (9, 0)
+
+
+def other(package, there):
+    return {"versions": {**versions(), package: there}}
+
+
+WRONG = {
+    "port closed": (HostUnreachable(f"host {B} does not answer (refused); start there: rl worker --listen {B}"), "does not answer .*; start there: rl worker --listen"),
+    "key": (HostRefuses(f"host {B} refused the key; set RL_WORKER_KEY to the same on all hosts"), "refused the key; set RL_WORKER_KEY to the same on all hosts"),
+    **{f"other {package}": (other(package, "9.9"), f"has {package} 9.9, and this one {re.escape(versions().get(package, 'none'))}; install the same on all hosts") for package in PACKAGES},
+    "other python": (other("python", "3.99"), "has python 3.99, and this one 3.1.; install the same on all hosts"),
+    "package missing": ({"versions": {k: v for k, v in versions().items() if k != "torch"}}, "has torch none, and this one .*; install the same on all hosts"),
+    "clock ahead": ({"time": time.time() + 5000}, r"clock is \d+ s ahead of this one's; set it \(ntp\)"),
+    "clock behind": ({"time": time.time() - 5000}, r"clock is \d+ s behind this one's; set it \(ntp\)"),
+    "no shared memory": ({"shared_gib": 0.0}, "has 0.00 GiB of shared memory; mount a larger /dev/shm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_host_that_cannot_be_used_is_one_line_with_its_name_and_the_remedy(case, answers):
+    answer, words = WRONG[case]
+    answers |= {A: {}, B: answer}
+    with pytest.raises(ConfigError, match=f"host {B}.*{words}") as error:
+        look_at_hosts(f"{A},{B}")
+    assert "\n" not in str(error.value)
+
+
+def test_all_hosts_that_cannot_be_used_are_named_at_once(answers):
+    answers |= {A: {"shared_gib": 0.0, "time": 0.0}, B: HostUnreachable(f"host {B} does not answer")}
+    with pytest.raises(ConfigError) as error:
+        look_at_hosts(f"{A},{B}")
+    assert len(str(error.value).splitlines()) == 3
+
+
+BAD = {
+    "10.0.0.1": "'10.0.0.1' is no address; write host:port, as 10.0.0.1:7000",
+    "10.0.0.1:7000,": "'' is no address",
+    "10.0.0.1:70000": "is no address",
+    ":7000": "is no address",
+    "a b:x": "is no address",
+    f"{A},{A}": "names a host twice; name each once",
+    "no-such-host.invalid:7000": "no-such-host.invalid is not known .*; give its IP address",
+    f"{socket.gethostname()}x.invalid:1,?": "is not known(.|\n)*is no address",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_list_of_hosts_that_cannot_be_read(text, answers):
+    with pytest.raises(ConfigError, match=BAD[text]) as error:
+        look_at_hosts(text)
+    assert all(line.startswith(f"hosts={text!r}") for line in str(error.value).splitlines())

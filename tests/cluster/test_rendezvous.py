@@ -1,0 +1,121 @@
+"""Processes that torchrun, srun or a Kubernetes Job starts: which is the controller, and how the others end."""
+
+import multiprocessing
+import os
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from rl.cluster import rendezvous
+from rl.cluster.rendezvous import Group, group_of, run_as_group
+from rl.errors import ConfigError, RunError
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "17",
+        "SLURM_STEP_NODELIST": "n[0-1]"}  # fmt: skip
+
+
+def test_a_process_that_was_started_alone_is_in_no_group():
+    for environment in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+                        {"SLURM_NTASKS": "4"}):  # fmt: skip
+        assert group_of(environment) is None
+
+
+def test_torchrun_names_the_first_hosts_store():
+    assert group_of(TORCHRUN) == Group(1, 2, "10.0.0.1", 29500)
+    assert group_of(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
+    with pytest.raises(ConfigError, match="one process on each host.*--nproc-per-node 1"):
+        group_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE is set and RANK, MASTER_PORT not"):
+        group_of({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+
+
+def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
+    said = {"hostnames": "n0\nn1\n", "node": "NodeName=n0 Arch=x NodeAddr=10.0.0.7 NodeHostName=n0"}
+    monkeypatch.setattr(rendezvous, "_output", lambda *words: said[words[2]])
+    assert group_of(SRUN) == Group(1, 2, "10.0.0.7", 20_017)
+    assert group_of(SRUN | {"MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "5"}) == Group(1, 2, "10.9.9.9", 5)
+    with pytest.raises(ConfigError, match="one process on each host.*--ntasks-per-node 1"):
+        group_of(SRUN | {"SLURM_NTASKS": "4"})
+    said["node"] = "nothing"
+    with pytest.raises(ConfigError, match=r"'n\[0-1\]' has no address .*; set MASTER_ADDR"):
+        group_of(SRUN)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def rank(number, port, answers, code, dies):
+    @contextmanager
+    def own_worker(group):
+        yield f"10.0.0.{group.rank + 1}:7000"
+
+    rendezvous._own_worker = own_worker
+    rendezvous._LOOK_SECONDS = 0.1
+    rendezvous._START_SECONDS = 20.0
+
+    def train(hosts):
+        answers.put((number, hosts))
+        time.sleep(0.5)
+        if dies:
+            os._exit(9)
+        if code == "error":
+            raise RunError("it failed")
+        return code
+
+    try:
+        answers.put((number, run_as_group(Group(number, 3, "127.0.0.1", port), train)))
+    except RunError as error:
+        answers.put((number, str(error)))
+
+
+def together(code=0, dies=False, ranks=(0, 1, 2)):
+    """Rank -> what it said, in order."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    answers = context.Queue()
+    processes = [context.Process(target=rank, args=(i, port, answers, code, dies)) for i in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert not process.is_alive()
+    said = {}
+    while not answers.empty():
+        number, answer = answers.get()
+        said.setdefault(number, []).append(answer)
+    return said
+
+
+HOSTS = "10.0.0.1:7000,10.0.0.2:7000,10.0.0.3:7000"
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_first_trains_on_all_hosts_and_all_end_as_it_does(code):
+    assert together(code) == {0: [HOSTS, code], 1: [code], 2: [code]}
+
+
+def test_where_the_first_fails_all_do():
+    assert together("error") == {0: [HOSTS, "it failed"], 1: [1], 2: [1]}
+
+
+def test_where_the_first_is_killed_the_others_end():
+    said = together(dies=True)
+    assert said[0] == [HOSTS]
+    assert all(
+        "the first host is gone; start the run again with --resume latest" in said[i][0] for i in (1, 2)
+    )
+
+
+def test_a_host_that_never_comes_is_named(monkeypatch):
+    said = together(ranks=(0, 1))
+    assert "2 of 3 hosts are there after 20 s, and rank 2 is not" in said[0][0]

@@ -1,0 +1,143 @@
+"""On which hosts roles are, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.config.settle import plan_or_problems
+from rl.models.layout import Layout
+from rl.plan.cluster import Cluster, Host
+from rl.plan.show import show
+from rl.plan.types import Plan
+from tests.plans import cluster
+
+CPUS = Cluster(tuple(Host(8, 64.0, address=f"10.0.0.{i}:7000") for i in range(3)))
+GPUS = cluster("3 x 4xH100-80")
+
+
+def config(shard=1, replicas=1, workers=1, tensor_parallel=1, **hosts):
+    of = {role: hosts.get(role, ()) for role in ("trainer", "generator", "reward")}
+    return replace(
+        quickstart(),
+        model=replace(quickstart().model, num_kv_heads=4),
+        trainer=TrainerConfig(layout=Layout(shard=shard), hosts=of["trainer"]),
+        generator=GeneratorConfig(
+            num_replicas=replicas, tensor_parallel=tensor_parallel, hosts=of["generator"]
+        ),
+        reward=RewardConfig(num_procs=workers, hosts=of["reward"]),
+    )
+
+
+def places(settings, hosts):
+    """Role -> (host, GPU) of each process."""
+    plan = plan_or_problems(settings, "train", hosts)
+    assert isinstance(plan, Plan), plan
+    return {
+        role: [(p.host, *p.gpus) for replica in plan.of(role) for p in replica.processes]
+        for role in ("trainer", "generator", "reward")
+    }
+
+
+def on(*hosts):
+    return [(host,) for host in hosts]
+
+
+def problem(settings, hosts):
+    (text,) = plan_or_problems(settings, "train", hosts)
+    return text
+
+
+def test_on_cpus_engines_are_on_the_first_host_and_the_others_elsewhere():
+    assert places(config(shard=2, replicas=3, workers=2), CPUS) == {
+        "trainer": on(0, 0), "generator": on(1, 2, 1), "reward": on(1, 2)
+    }  # fmt: skip
+    one = Cluster(CPUS.hosts[:1])
+    assert places(config(replicas=2), one) == {"trainer": on(0), "generator": on(0, 0), "reward": on(0)}
+
+
+def test_roles_are_on_the_hosts_that_are_named_in_their_order():
+    settings = config(shard=4, replicas=2, workers=3, trainer=(2, 0), generator=(0,), reward=(1, 2))
+    assert places(settings, CPUS) == {
+        "trainer": on(2, 2, 0, 0), "generator": on(0, 0), "reward": on(1, 2, 1)
+    }  # fmt: skip
+    with_gpus = places(settings, GPUS)
+    assert with_gpus["reward"] == on(1, 2, 1)
+
+
+def test_gpus_of_named_hosts_are_dealt_out_once():
+    settings = config(shard=4, replicas=4, trainer=(1,), generator=(0, 2))
+    found = places(settings, GPUS)
+    assert found["trainer"] == [(1, gpu) for gpu in range(4)]
+    assert found["generator"] == [(0, gpu) for gpu in range(4)]
+    # Those who may be anywhere leave out what is taken.
+    found = places(config(shard=4, replicas=8, trainer=(1,)), GPUS)
+    assert len({*found["trainer"], *found["generator"]}) == 12
+    # Roles on the same hosts share, where GPUs are too few.
+    found = places(config(shard=4, replicas=2, trainer=(1,), generator=(1,)), GPUS)
+    assert found["generator"] == [(1, 0), (1, 1)]
+
+
+def test_a_generators_ranks_are_on_one_host():
+    found = places(config(shard=1, replicas=2, tensor_parallel=2), cluster("3 x 2xH100-80"))
+    assert found["trainer"] == [(0, 0)] and found["generator"] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_threads_are_of_the_hosts_own_cores():
+    plan = plan_or_problems(config(shard=2, trainer=(0, 1), generator=(1,)), "train", CPUS)
+    assert [process.threads for process in plan.of("trainer")[0].processes] == [8, 8]
+    uneven = Cluster((replace(CPUS.hosts[0], num_cores=2), CPUS.hosts[1]))
+    plan = plan_or_problems(config(shard=2, trainer=(0, 1), generator=(1,)), "train", uneven)
+    assert [process.threads for process in plan.of("trainer")[0].processes] == [2, 8]
+
+
+REFUSED = {
+    "a host that is not there": (config(trainer=(3,)), CPUS, "trainer.hosts names host 3; the 3 hosts are 0 to 2"),
+    "on one host": (config(trainer=(1,)), Cluster(CPUS.hosts[:1]), "trainer.hosts names host 1; the only host is 0"),
+    "twice": (config(reward=(1, 1)), CPUS, "reward.hosts names a host twice; the 3 hosts are 0 to 2"),
+    "uneven": (
+        config(shard=3, trainer=(0, 1)), CPUS,
+        "trainer has 3 processes, 1 on host 0, 2 on host 1: each of its hosts has to have as many; use another "
+        "layout, or name its hosts with --trainer.hosts",
+    ),
+    "uneven GPUs": (
+        config(shard=6), GPUS,
+        "trainer has 6 processes, 4 on host 0, 2 on host 1: each of its hosts has to have as many; use another "
+        "layout, or name its hosts with --trainer.hosts",
+    ),
+    "too few GPUs there": (
+        config(shard=8, trainer=(1,)), GPUS,
+        "trainer has 8 processes and host 1 4 GPUs: those of one role cannot share; use fewer",
+    ),
+    "a generator over hosts": (
+        config(tensor_parallel=4), cluster("3 x 2xH100-80"),
+        "generator has 4 processes and a host 2 GPUs: those of one role cannot share; use fewer",
+    ),
+    "memory of one": (
+        config(), Cluster((CPUS.hosts[0], replace(CPUS.hosts[1], free_gib=1.01))),
+        "the run needs about 1.1 GiB on host 1 (10.0.0.1:7000) (generator 1.1) but 1.0 are free, 0.1 GiB short; use a "
+        "smaller model, or more memory",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_one_line_with_its_remedy(case):
+    settings, hosts, text = REFUSED[case]
+    assert problem(settings, hosts) == text
+
+
+def test_a_plan_over_hosts_is_shown_by_host():
+    plan = plan_or_problems(config(replicas=2), "train", CPUS)
+    lines = show("quickstart", plan)
+    assert lines[0].startswith("quickstart on 3 hosts, each 8 cores with 64 GiB free, float32")
+    of_hosts = [line for line in lines if line.startswith("host ")]
+    assert [line.partition(":")[0] for line in of_hosts] == [f"host {i} (10.0.0.{i}" for i in range(3)]
+    assert any(line.split()[:3] == ["generator", "2", "1:CPU,2:CPU"] for line in lines)
+    assert any(line.split()[:3] == ["generator.hosts", "1", "2"] for line in lines)
+
+
+def test_hosts_of_several_kinds_are_named_with_their_number():
+    mixed = Cluster((Host(4, 8.0), Host(8, 16.0), Host(8, 16.0)))
+    assert str(mixed) == "3 hosts: 1 with 4 cores with 8 GiB free, 2 with 8 cores with 16 GiB free"
