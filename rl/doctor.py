@@ -55,6 +55,34 @@ def doctor(run_dirs: Sequence[str] = ()) -> int:
     return 1 if problems else 0
 
 
+def doctor_of_hosts(text: str) -> int:
+    """Print a table of hosts, and how fast each sends to each. Returns 0 where a run can use all of them.
+
+    text: as the setting `hosts`. Raises ConfigError where it cannot be read.
+    """
+    from rl.cluster.hosts import bandwidth, host_addresses, look_at_hosts
+    from rl.errors import ConfigError
+
+    addresses, problems = host_addresses(text), list[str]()
+    try:
+        for address, host in zip(addresses, look_at_hosts(text).hosts, strict=True):
+            print(f"{address:24} {host.num_cores} cores, {host.free_gib:.1f} GiB free, {len(host.gpus)} GPUs")
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    for source in addresses:
+        for target in addresses:
+            if source != target and not any(f"host {target} does not answer" in line for line in problems):
+                rate = bandwidth(source, target)
+                if isinstance(rate, float):
+                    print(f"{source} to {target}: {rate:.2f} GB/s over one connection")
+                elif rate not in problems:
+                    problems.append(rate)
+    for problem in problems:
+        print(f"problem: {problem}")
+    print("a run can use all of them" if not problems else "a run cannot use all of them")
+    return 1 if problems else 0
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)

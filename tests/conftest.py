@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("repeatable")
 # Tests that start engines, generators, whole runs or servers: each takes every core, so they run one after the other.
 PROCESSES = (
     "tests/chaos/",
+    "tests/hosts/",
     "tests/integration/",
     "tests/models/test_checkpoint.py",
     "tests/models/test_conformance.py",

@@ -111,6 +111,7 @@ def test_the_loop_can_be_imported_without_torch_or_monarch():
 
 
 COMMANDS = {"rl.controller.check", "rl.controller.evaluate", "rl.controller.replay", "rl.controller.run"}
+COMMANDS |= {"rl.controller.submit"}
 COMMANDS |= {"rl.gpu_checks"}
 
 

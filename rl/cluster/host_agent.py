@@ -8,46 +8,35 @@ host's memory and temporary files is removed.
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from rl.actors.births import mesh_of
+from rl.cluster.hosted_run import HostedRun, Refusal
 from rl.cluster.machine import free_memory, num_cores, versions
-from rl.cluster.spawn import kill_those_that_log_to
 from rl.errors import ConfigError
 from rl.host_protocol import (
     LONGEST_LINE,
-    MARK,
-    OWN_HOST,
+    HostUnreachable,
     address_of,
+    ask,
     greeting,
     line,
     parse_address,
     request_of,
+    unreachable,
 )
-from rl.owned_directory import SHARED_MEMORY, owned_directory, remove_unowned, temporary_base
-from rl.processes import LEASE, adopt_orphans, allow_many_files, kill_tree, on_interrupt, reap_orphans
+from rl.owned_directory import SHARED_MEMORY
+from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 
 SILENCE_SECONDS = 45.0
 """Without a word from a controller, its run is ended here."""
-MONARCH = ("-m", "rl.cluster.monarch_worker")
-"""The process that Monarch starts a run's from: prints its address, then waits."""
-_START_SECONDS = 60.0
 _GREETING_SECONDS = 10.0
-_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-_OF_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-class Refusal(Exception):
-    """Why a request is not granted: what comes after "host a:port"."""
+_CHUNK = 2**20
+_MOST_NOISE = 2**30
 
 
 class HostAgent:
@@ -56,7 +45,7 @@ class HostAgent:
     def __init__(self, host: str, port: int):
         self._host, self._port = host, port
         self.address = ""
-        self._runs: dict[str, _HostedRun] = {}  # by the run's id
+        self._runs: dict[str, HostedRun] = {}  # by the run's id
         self._gpus: list[dict[str, Any]] = []
         self._answering: set[asyncio.Future[None]] = set()
 
@@ -92,14 +81,20 @@ class HostAgent:
                 request = request_of(text, nonce)
             except PermissionError:
                 raise Refusal("refused the key; set RL_WORKER_KEY to the same on all hosts") from None
-            if request.get("do") == "look":
+            do = request.get("do")
+            if do == "look":
                 writer.write(line(self._look()))
-            elif request.get("do") == "file":
+            elif do == "file":
                 await self._send_file(request, writer)
-            elif request.get("do") == "lease":
+            elif do == "lease":
                 await self._lease(request, reader, writer)
+            elif do == "noise":
+                await _send_noise(int(request["count"]), writer)
+            elif do == "measure":
+                measured = await asyncio.to_thread(_measure, request["address"], int(request["count"]))
+                writer.write(line(measured))
             else:
-                raise Refusal(f"knows no request {request.get('do')!r}; use the same rl on all hosts")
+                raise Refusal(f"knows no request {do!r}; use the same rl on all hosts")
             await writer.drain()
         except Refusal as refusal:
             writer.write(line({"error": str(refusal)}))
@@ -146,7 +141,7 @@ class HostAgent:
     ) -> None:
         if before := self._runs.get(request["run"]):
             before.end()
-        run = self._runs[request["run"]] = _HostedRun(request, self._host, self.address)
+        run = self._runs[request["run"]] = HostedRun(request, self._host, self.address)
         try:
             await run.start_worker()
             writer.write(line({"worker": run.worker_address}))
@@ -162,138 +157,32 @@ class HostAgent:
                 del self._runs[request["run"]]
 
 
-class _HostedRun:
-    """A run's part on this host: a process of Monarch's with all that it starts, and two directories."""
-
-    def __init__(self, request: dict[str, Any], host: str, address: str):
-        self.shared, self._logs = Path(request["shared"]), Path(request["run_dir"]) / "logs"
-        self.worker_address = ""
-        self._host, self._lease = host, str(request["lease"])
-        self._kept = ExitStack()
-        self._worker: asyncio.subprocess.Process | None = None
-        self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
-        mark = Path(request["run_dir"]) / MARK
-        if not mark.is_file() or mark.read_text() != request["run"]:
-            raise Refusal(
-                f"does not see {mark.parent}; put the run's directory on a file system that all hosts share: "
-                f"--run_dir"
-            )
-        if not os.path.exists(request["python"]):
-            raise Refusal(f"has no {request['python']}; install in the same directory on all hosts")
-        base = self.shared.parent.parent
-        try:
-            remove_unowned(base)  # of a worker that was killed
-            if not self.shared.exists():  # two workers of one host share it
-                self._kept.enter_context(owned_directory(base, request["run_dir"], self.shared.name))
-            temporary = self._kept.enter_context(owned_directory(temporary_base(), "temporary files"))
-        except ConfigError as error:
-            self._kept.close()
-            raise Refusal(f"cannot be used: {error}") from None
-        self._environment = _environment(host) | {
-            "TMPDIR": str(temporary),
-            OWN_HOST: address,
-            LEASE: self._lease,
-        }
-        self._name = address.replace(":", "-").strip("[]")
-
-    async def start_worker(self) -> None:
-        """Raises Refusal."""
-        log = (self._logs / f"host-{self._name}.log").open("ab")
-        with log:
-            self._worker = await asyncio.create_subprocess_exec(
-                sys.executable, *MONARCH, self._host,
-                env=self._environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
-        assert self._worker.stdout is not None
-        text = b""
-        with suppress(TimeoutError):
-            text = await asyncio.wait_for(self._worker.stdout.readline(), _START_SECONDS)
-        self.worker_address = text.decode().strip()
-        if not self.worker_address:
-            raise Refusal(f"could not start Monarch; see {log.name}")
-
-    async def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        do = asked.get("do")
-        if do == "kill":
-            for pid in asked["pids"]:
-                if pid in {child.pid for child in self._descendants()}:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-        elif do == "end_log":
-            kill_those_that_log_to(Path(asked["log"]))
-        elif do == "release":
-            from rl.weight_sync.shared_memory import release_files
-
-            release_files(asked["paths"])
-        elif do == "worker" and (self._worker is None or self._worker.returncode is not None):
-            await self.start_worker()
-        elif do == "close":
-            self.end()
-            return {}
-        return {"processes": self._processes(), "worker": self.worker_address, "alive": self._alive()}
-
-    def _alive(self) -> bool:
-        return self._worker is not None and self._worker.returncode is None
-
-    def _processes(self) -> list[list[Any]]:
-        """[pid, mesh, status] of each that was started for a mesh."""
-        rows, known = [], self._meshes
-        self._meshes = {}
-        for child in self._children():
-            with suppress(psutil.Error, OSError):
-                birth = child.pid, child.create_time()
-                mesh = known.get(birth) or mesh_of(child)
-                if mesh:
-                    self._meshes[birth] = mesh
-                    rows.append([child.pid, mesh, child.status()])
-        return rows
-
-    def _children(self) -> Sequence[psutil.Process]:
-        if self._worker is None:
-            return ()
-        with suppress(psutil.Error):
-            return psutil.Process(self._worker.pid).children()
-        return ()
-
-    def _descendants(self) -> Sequence[psutil.Process]:
-        if self._worker is None:
-            return ()
-        with suppress(psutil.Error):
-            return psutil.Process(self._worker.pid).children(recursive=True)
-        return ()
-
-    def end(self) -> None:
-        """Kill all that the run has here, and remove its directories. May be called again."""
-        if self._worker is not None:
-            kill_tree(self._worker.pid)
-        for process in psutil.Process().children(recursive=True):  # orphans, where Monarch's was killed
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(LEASE) == self._lease:
-                    process.kill()
-        self._worker = None
-        self._kept.close()
+async def _send_noise(count: int, writer: asyncio.StreamWriter) -> None:
+    """So many bytes, at most a GiB."""
+    left = min(count, _MOST_NOISE)
+    writer.write(line({"size": left}))
+    while left > 0:
+        writer.write(bytes(min(left, _CHUNK)))
+        left -= _CHUNK
+        await writer.drain()
 
 
-def _environment(host: str) -> dict[str, str]:
-    """Of this process, without what a launcher of the worker itself set, and with the network's interface."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_LAUNCHERS and not name.startswith(_LAUNCHERS)
-    }
-    for name in _INTERFACES:
-        if environment.get(name) == "lo":
-            environment[name] = interface_of(host)
-    return environment
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has it. Raises Refusal."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
-            return name
-    raise Refusal(f"has no network interface with the address {address}; listen on one that it has")
+def _measure(address: str, count: int) -> dict[str, Any]:
+    """Seconds in which so many bytes come from another host's worker."""
+    try:
+        answer, connection = ask(address, {"do": "noise", "count": count}, _GREETING_SECONDS)
+        with connection:
+            began, received = time.perf_counter(), 0
+            buffer = bytearray(_CHUNK)
+            while received < answer["size"]:
+                if not (size := connection.recv_into(buffer)):
+                    raise ConnectionError("it closed the connection")
+                received += size
+        return {"seconds": time.perf_counter() - began, "size": received}
+    except HostUnreachable as error:
+        return {"unreachable": str(error)}
+    except OSError as error:
+        return {"unreachable": unreachable(address, error)}
 
 
 async def _look_at_gpus() -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from rl.host_protocol import HostUnreachable, address_of, ask, parse_address
 from rl.plan.cluster import GPU, Cluster, Host
 
 _SECONDS = 10.0
+_PROBE_BYTES, _PROBE_SECONDS = 2**27, 60.0
 _CLOCK_SECONDS = 30.0
 """By which a host's clock may differ: logs of several hosts are read side by side."""
 _LEAST_SHARED_GIB = 0.05
@@ -67,3 +68,16 @@ def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
             f"host {address} has {answer['shared_gib']:.2f} GiB of shared memory; mount a larger /dev/shm"
         )
     return problems
+
+
+def bandwidth(source: str, target: str) -> float | str:
+    """GB/s over one connection, as the target's worker measures it; or why there is none."""
+    try:
+        asked = {"do": "measure", "address": source, "count": _PROBE_BYTES}
+        answer, connection = ask(target, asked, _PROBE_SECONDS)
+        connection.close()
+    except HostUnreachable as error:
+        return str(error)
+    if "unreachable" in answer:
+        return f"from {target}: {answer['unreachable']}"
+    return float(answer["size"] / answer["seconds"] / 1e9)

@@ -7,7 +7,7 @@ import io
 import shlex
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
@@ -17,6 +17,7 @@ from rl.errors import ConfigError
 from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown, type_hints
 from rl.loss.kl import KL
 
+T = TypeVar("T")
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 
 # Of foreign names whose value means something else there: what to change in it.
@@ -44,15 +45,20 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
     """
     if {"-h", "--help"} & set(arguments):
         _show_help(config, prog)
-    flags, found = _flags(config, arguments)
-    changed = config
     with postpone_refusals():  # a flag alone may conflict with one that follows
-        for flag, *values in flags:
-            try:
-                changed = _with(changed, flag[2:].split("."), values)
-            except ConfigError as error:
-                found.append(str(error))
+        changed, found = settings_of(config, arguments)
         return expand_paths(_without_what_was_switched_off(config, changed)), found
+
+
+def settings_of(config: T, arguments: Sequence[str]) -> tuple[T, list[str]]:
+    """Any config, changed by flags, and one line for each that makes no sense."""
+    flags, found = _flags(config, arguments)
+    for flag, *values in flags:
+        try:
+            config = _with(config, flag[2:].split("."), values)
+        except ConfigError as error:
+            found.append(str(error))
+    return config, found
 
 
 def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str = "") -> Any:
@@ -82,7 +88,7 @@ def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:
         ) from None
 
 
-def _flags(config: RunConfig, arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Each known flag with its values, and what is wrong with the other arguments."""
     known, flags, found = setting_names(config), [], []
     groups: list[list[str]] = []
@@ -146,7 +152,7 @@ def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> Run
     return changed
 
 
-def _unknown(config: RunConfig, name: str, known: Sequence[str]) -> str:
+def _unknown(config: Any, name: str, known: Sequence[str]) -> str:
     """What to say of a name that is no setting: ours for it, or the nearest."""
     section, _, leaf = name.rpartition(".")
     if leaf == "temperature":

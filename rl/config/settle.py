@@ -39,7 +39,10 @@ def settle(config: RunConfig, command: Command = "train", cluster: Cluster | Non
 
 def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: bool = True) -> list[str]:
     """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
-    plan = plan_or_problems(config, "train", cluster, model_known)
+    try:
+        plan = plan_or_problems(config, "train", cluster, model_known)
+    except ConfigError as error:  # of hosts
+        return str(error).splitlines()
     return [] if isinstance(plan, Plan) else plan
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rl.actors.births import Births
 from rl.actors.remote import ProcessDied
-from rl.cluster import host_agent
+from rl.cluster import host_agent, hosted_run
 from rl.cluster.host_agent import HostAgent
 from rl.cluster.leases import Lease
 from rl.errors import RunError
@@ -44,7 +44,7 @@ def without_monarch(monkeypatch):
 
     monkeypatch.setattr(host_agent, "_look_at_gpus", no_gpus)
     monkeypatch.setattr(host_agent, "reap_orphans", for_ever)
-    monkeypatch.setattr(host_agent, "MONARCH", ("-c", MONARCH))
+    monkeypatch.setattr(hosted_run, "MONARCH", ("-c", MONARCH))
     monkeypatch.setenv("TEST_MESH", MESH)
 
 
@@ -436,14 +436,38 @@ def test_processes_find_the_network_of_their_hosts_address(monkeypatch):
         for each in addresses
         if each.family == socket.AF_INET and name == "lo"
     )
-    environment = host_agent._environment(address)
+    environment = hosted_run.environment_of(address)
     assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environment.keys()
-    with pytest.raises(host_agent.Refusal, match=r"has no network interface with the address 192.0.2.1"):
-        host_agent._environment("192.0.2.1")
+    with pytest.raises(hosted_run.Refusal, match=r"has no network interface with the address 192.0.2.1"):
+        hosted_run.environment_of("192.0.2.1")
 
 
 def test_no_worker_answers_at_an_address_without_one():
     with pytest.raises(HostUnreachable, match="start there: rl worker --listen 127.0.0.1:1"):
         ask("127.0.0.1:1", {"do": "look"}, 2)
     assert sys.executable
+
+
+def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsys):
+    from rl.cluster.hosts import look_at_hosts
+    from rl.doctor import doctor_of_hosts
+
+    async def main(*more):
+        look_at_hosts.cache_clear()
+        async with an_agent() as one, an_agent() as other:
+            text = ",".join([one.address, other.address, *more])
+            return await asyncio.to_thread(doctor_of_hosts, text), one.address, other.address
+
+    code, one, other = asyncio.run(main())
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and lines[-1] == "a run can use all of them"
+    for source, target in ((one, other), (other, one)):
+        (line,) = [line for line in lines if line.startswith(f"{source} to {target}: ")]
+        assert 0.01 < float(line.split()[3]) < 1000 and line.endswith("GB/s over one connection")
+    code, one, other = asyncio.run(main("127.0.0.1:1"))
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 1 and lines[-1] == "a run cannot use all of them"
+    problems = [line for line in lines if line.startswith("problem: ")]
+    assert sum("host 127.0.0.1:1 does not answer" in line for line in problems) == len(problems) == 3
+    look_at_hosts.cache_clear()

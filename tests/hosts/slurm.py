@@ -96,11 +96,14 @@ def _wait(holds) -> None:
 
 def main() -> None:
     install()
-    with hosts(2) as made, tempfile.TemporaryDirectory(prefix="rl-slurm-", dir="/var/tmp") as directory:
-        with slurm(made, Path(directory)) as environment:
-            code = subprocess.run(sys.argv[1:], env=environment, check=False).returncode
-            if code:
-                print(*(path.read_text()[-3000:] for path in Path(directory).glob("*.log")), sep="\n---\n")
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-slurm-", dir="/var/tmp") as directory,
+        hosts(2) as made,
+        slurm(made, Path(directory)) as environment,
+    ):
+        code = subprocess.run(sys.argv[1:], env=environment, check=False).returncode
+        if code:
+            print(*(path.read_text()[-3000:] for path in Path(directory).glob("*.log")), sep="\n---\n")
     sys.exit(code)
 
 

@@ -1,0 +1,202 @@
+"""Jobs: `rl train` on hosts that a scheduler gives, by a script for Slurm or a manifest for Kubernetes.
+
+Neither holds a variable's value but its own: Slurm hands on the environment in which it is submitted, and
+Kubernetes reads a Secret by its name.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.bounds import NonNegativeInt, PositiveInt
+from rl.errors import ConfigError, RunError
+
+_SUBMIT_SECONDS = 60.0
+_TERMINATED = 128 + 15  # what `rl train` ends with where a signal had it save a checkpoint and end
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """An allocation of Slurm's, with a process of `rl train` on each node."""
+
+    nodes: PositiveInt = 1
+    """Hosts of the run."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs of each; 0 asks for none."""
+    cpus_per_node: NonNegativeInt = 0
+    """Cores of each; 0 takes whole nodes."""
+    partition: str = ""
+    account: str = ""
+    time: str = ""
+    """The longest it may run, as 12:00:00; empty: the partition's."""
+    signal_seconds: PositiveInt = 120
+    """So long before its end the run is told to save a checkpoint; then the job is queued again."""
+    setup: tuple[str, ...] = ()
+    """Lines of the script that come before, as "module load cuda"."""
+    options: tuple[str, ...] = ()
+    """More options of sbatch, without their dashes, as qos=high."""
+
+    def script(self, name: str, command: Sequence[str], run_dir: Path) -> str:
+        """command: what runs on each node."""
+        options = {
+            "job-name": f"rl-{name}",
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": self.gpus_per_node or "",
+            "cpus-per-task": self.cpus_per_node or "",
+            "partition": self.partition,
+            "account": self.account,
+            "time": self.time,
+            "signal": f"TERM@{self.signal_seconds}",
+            "output": f"{run_dir}/slurm-%j.log",
+            "open-mode": "append",
+        }
+        lines = [f"#SBATCH --{option}={value}" for option, value in options.items() if value]
+        lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] * (not self.cpus_per_node))]
+        lines += [f"#SBATCH --{option}" for option in self.options]
+        cores = f" --cpus-per-task={self.cpus_per_node}" if self.cpus_per_node else ""
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                *lines,
+                "",
+                f"cd {shlex.quote(str(Path.cwd()))}",
+                *self.setup,
+                "# Told to end, the run saves a checkpoint; it goes on from there when its turn comes again.",
+                f"srun --mpi=none --cpu-bind=none{cores} {shlex.join(command)}",
+                "code=$?",
+                f'if [ "$code" -eq {_TERMINATED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+                'exit "$code"',
+                "",
+            ]
+        )
+
+    def submit(self, file: Path) -> str:
+        """What Slurm answers. Raises RunError."""
+        return _run("sbatch", str(file))
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """An Indexed Job, with a pod of `rl train` on each host, and a Service by which they meet."""
+
+    nodes: PositiveInt = 1
+    """Hosts of the run."""
+    image: str = ""
+    """In which rl is installed."""
+    namespace: str = "default"
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs of each pod."""
+    cpus_per_node: NonNegativeInt = 0
+    """Cores of each pod; 0 asks for none."""
+    memory_gib: NonNegativeInt = 0
+    """Memory of each pod; 0 asks for none."""
+    shared_memory_gib: PositiveInt = 16
+    """Of /dev/shm, through which weights go: three versions of them."""
+    claim: str = ""
+    """A PersistentVolumeClaim that all pods may write to, for the run's directory."""
+    mount: str = "/runs"
+    """Where it is mounted."""
+    secret: str = ""
+    """A Secret whose keys become variables of the processes, as HF_TOKEN."""
+    restarts: NonNegativeInt = 10
+    """How often the job is started again after a pod was lost; it goes on from the newest checkpoint."""
+
+    def manifest(self, name: str, command: Sequence[str]) -> str:
+        """JSON, which kubectl takes as YAML. Raises ConfigError where something is missing."""
+        if missing := [setting for setting in ("image", "claim") if not getattr(self, setting)]:
+            raise ConfigError("\n".join(f"--kubernetes.{setting} is missing; give it" for setting in missing))
+        service, metadata = f"rl-{name}".replace("_", "-").lower(), {"namespace": self.namespace}
+        resources = {
+            name: str(value)
+            for name, value in {
+                "nvidia.com/gpu": self.gpus_per_node,
+                "cpu": self.cpus_per_node,
+                "memory": f"{self.memory_gib}Gi" if self.memory_gib else 0,
+            }.items()
+            if value
+        }
+        rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+        container = {
+            "name": "rl",
+            "image": self.image,
+            "command": list(command),
+            "env": [
+                {"name": "RANK", "valueFrom": rank},
+                {"name": "WORLD_SIZE", "value": str(self.nodes)},
+                {"name": "MASTER_ADDR", "value": f"{service}-0.{service}"},
+                {"name": "MASTER_PORT", "value": str(_PORT)},
+            ],
+            "envFrom": [{"secretRef": {"name": self.secret}}] if self.secret else [],
+            "resources": {"limits": resources, "requests": resources},
+            "volumeMounts": [
+                {"name": "shared-memory", "mountPath": "/dev/shm"},
+                {"name": "runs", "mountPath": self.mount},
+            ],
+        }
+        size = f"{self.shared_memory_gib}Gi"
+        pod = {
+            "subdomain": service,
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 120,
+            "containers": [container],
+            "volumes": [
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
+                {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
+            ],
+        }  # fmt: skip
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": service, **metadata},
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": self.nodes,
+                "parallelism": self.nodes,
+                "backoffLimit": self.restarts * self.nodes,
+                "template": {"metadata": {"labels": {"rl-run": service}}, "spec": pod},
+            },
+        }
+        headless = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": service, **metadata},
+            "spec": {"clusterIP": "None", "selector": {"rl-run": service}, "publishNotReadyAddresses": True},
+        }
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": [headless, job]}, indent=1) + "\n"
+
+    def submit(self, file: Path) -> str:
+        """What kubectl answers. Raises RunError."""
+        return _run("kubectl", "apply", "-f", str(file))
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """How a run is submitted."""
+
+    slurm: SlurmJob = SlurmJob()
+    kubernetes: KubernetesJob = KubernetesJob()
+
+
+def command_of(source: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
+    """What runs on each host: it begins, or goes on."""
+    words = [sys.executable, "-m", "rl", "train", source, *arguments]
+    return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_SUBMIT_SECONDS
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise RunError(f"{command[0]} is not here; submit {command[-1]} where it is") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        what = (getattr(error, "stderr", "") or str(error)).strip()
+        raise RunError(f"{command[0]} failed: {what}; what it was given is {command[-1]}") from error
+    return done.stdout.strip()

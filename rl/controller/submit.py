@@ -1,0 +1,118 @@
+"""`rl train RECIPE --launcher slurm | kubernetes`: hand the run to a scheduler, on hosts that it chooses."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.cluster.jobs import JobConfig, command_of
+from rl.cluster.machine import look_at_host
+from rl.config.flags import override, settings_of
+from rl.config.recipes import load_recipe, source_of
+from rl.config.run import RunConfig
+from rl.config.settle import plan_or_problems
+from rl.controller.plan import describe, write_plan
+from rl.errors import ConfigError
+from rl.fields import check_fields
+from rl.plan.cluster import Cluster, parse_cluster
+from rl.plan.types import Plan
+
+LAUNCHERS = ("slurm", "kubernetes")
+_OF_JOBS = tuple(f"--{name}." for name in LAUNCHERS)
+_NOT_OF_JOBS = {
+    "--hosts": "the scheduler chooses hosts",
+    "--resume": "a job goes on from the newest checkpoint in its run_dir",
+}
+
+
+def is_submitted(arguments: Sequence[str]) -> bool:
+    """Whether the words of `rl train` name a launcher, or settings of one."""
+    return any(word.partition("=")[0] == "--launcher" or word.startswith(_OF_JOBS) for word in arguments)
+
+
+def submit(recipe_name: str, arguments: Sequence[str]) -> int:
+    """Write the script or manifest into the run's directory, and submit it.
+
+    With --dry_run it is written, with plan.json, and nothing is started. Raises ConfigError with every
+    problem, RunError where the scheduler refuses.
+    """
+    launcher, of_job, cluster, is_dry, rest = _split(arguments)
+    recipe, config = load_recipe(recipe_name)
+    config, problems = check_fields(config)
+    config, misread = override(config, rest, prog=f"rl train {recipe_name}")
+    jobs, wrong = settings_of(JobConfig(), of_job)
+    jobs, bounds = check_fields(jobs)
+    problems += [*misread, *check_fields(config)[1], *wrong, *bounds]
+    for word in of_job:
+        if word.startswith("--") and not word.startswith(f"--{launcher}."):
+            problems.append(f"{word} has no effect with --launcher {launcher}; leave it out")
+    flags = {word.partition("=")[0]: word for word in rest if word.startswith("--")}
+    problems += [
+        f"{flag} has no effect here: {why}; leave it out"
+        for flag, why in _NOT_OF_JOBS.items()
+        if flag in flags
+    ]
+    if cluster and not is_dry:
+        problems.append("--cluster has no effect without --dry_run; leave it out")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    command = command_of(source_of(recipe_name), _without(rest, "--run_dir"), run_dir)
+    if launcher == "slurm":
+        file, text = run_dir / "slurm.sh", jobs.slurm.script(recipe, command, run_dir)
+        nodes = jobs.slurm.nodes
+    else:
+        file, text = run_dir / "kubernetes.json", jobs.kubernetes.manifest(recipe, command)
+        nodes = jobs.kubernetes.nodes
+    made = _plan_of(config, cluster, nodes) if is_dry else None
+    if isinstance(made, list):
+        raise ConfigError("\n".join(made))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    if made is not None:
+        write_plan(run_dir, made)
+        print("\n".join(describe(recipe, made)))
+        print(f"{file} and plan.json beside it are written; nothing was started")
+        return 0
+    print(getattr(jobs, launcher).submit(file))
+    print(f"run directory: {run_dir}; what was submitted: {file}")
+    return 0
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[str]]:
+    """(launcher, words of the job, --cluster, --dry_run, the others). Raises ConfigError."""
+    groups: list[list[str]] = []
+    for word in arguments:
+        if word.startswith("--") or not groups:
+            name, equals, value = word.partition("=")
+            groups.append([name, *([value] if equals else [])])
+        else:
+            groups[-1].append(word)
+    launchers = [group for group in groups if group[0] == "--launcher"]
+    if len(launchers) != 1 or launchers[0][1:] not in [[name] for name in LAUNCHERS]:
+        raise ConfigError(f"write --launcher {' or --launcher '.join(LAUNCHERS)}, once")
+    clusters = [group for group in groups if group[0] == "--cluster"]
+    if clusters and (len(clusters) > 1 or len(clusters[0]) != 2):
+        raise ConfigError("write --cluster once, with a value, as --cluster '2 x 8xH100-80'")
+    dry = [group for group in groups if group[0] == "--dry_run"]
+    taken = [*launchers, *clusters, *dry]
+    of_job = [word for group in groups if group[0].startswith(_OF_JOBS) for word in group]
+    rest = [
+        word for group in groups if group not in taken and not group[0].startswith(_OF_JOBS) for word in group
+    ]
+    return launchers[0][1], of_job, clusters[0][1] if clusters else "", bool(dry), rest
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """Without the flag and its one value."""
+    kept = list(words)
+    if flag in kept:
+        at = kept.index(flag)
+        del kept[at : at + 2]
+    return kept
+
+
+def _plan_of(config: RunConfig, cluster: str, nodes: int) -> Plan | list[str]:
+    """For hosts as --cluster says, or for as many as this one."""
+    here = look_at_host()
+    hosts = parse_cluster(cluster, here) if cluster else Cluster((here,) * nodes)
+    return plan_or_problems(config, "train", hosts)

@@ -1,0 +1,168 @@
+"""`rl train --launcher`: the script or manifest that is written, and what is refused before it is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.cli import _dispatch
+from rl.controller.submit import is_submitted
+from rl.errors import ConfigError, RunError
+
+
+@pytest.fixture(autouse=True)
+def a_scheduler(tmp_path, monkeypatch):
+    """sbatch and kubectl that note what they are given."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "kubectl"):
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "{name} $@" | tee {tmp_path}/called\n')
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    return tmp_path
+
+
+def submit(tmp_path, *words):
+    assert _dispatch(["train", "quickstart", *words, "--run_dir", str(tmp_path / "run")]) == 0
+
+
+SLURM = ("--launcher", "slurm", "--slurm.nodes", "2")
+KUBERNETES = ("--launcher=kubernetes", "--kubernetes.image", "rl:1", "--kubernetes.claim", "runs")
+
+
+def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
+    submit(
+        tmp_path, "--steps", "7", *SLURM, "--slurm.gpus_per_node", "8", "--slurm.partition=gpu", "--slurm.account", "me",
+        "--slurm.time", "12:00:00", "--slurm.signal_seconds", "60", "--slurm.setup", "module load cuda", "source it",
+        "--slurm.options", "qos=high", "--seed=3",
+    )  # fmt: skip
+    script = tmp_path / "run" / "slurm.sh"
+    lines = script.read_text().splitlines()
+    options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
+    assert options == {
+        "job-name=rl-quickstart", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "partition=gpu", "account=me",
+        "time=12:00:00", "signal=TERM@60", f"output={tmp_path}/run/slurm-%j.log", "open-mode=append", "requeue",
+        "exclusive", "qos=high",
+    }  # fmt: skip
+    (srun,) = [line for line in lines if line.startswith("srun ")]
+    run = f"train quickstart --steps 7 --seed 3 --run_dir {tmp_path}/run --resume latest"
+    assert srun == f"srun --mpi=none --cpu-bind=none {sys.executable} -m rl {run}"
+    assert lines.index("module load cuda") + 1 == lines.index("source it") < lines.index(srun)
+    assert f"cd {Path.cwd()}" in lines
+    assert (tmp_path / "called").read_text() == f"sbatch {script}\n"
+    assert subprocess.run(["bash", "-n", script], check=True, capture_output=True).stderr == b""
+    assert "a secret" not in script.read_text()
+
+
+def test_nodes_that_are_shared_are_asked_for_by_cores(tmp_path):
+    submit(tmp_path, *SLURM, "--slurm.cpus_per_node", "16")
+    text = (tmp_path / "run" / "slurm.sh").read_text()
+    assert (
+        "#SBATCH --cpus-per-task=16" in text
+        and "--exclusive" not in text
+        and "srun --mpi=none --cpu-bind=none --cpus-per-task=16 " in text
+    )
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(143, True), (0, False), (1, False), (130, False)])
+def test_a_job_that_was_told_to_end_is_queued_again(tmp_path, code, requeued):
+    submit(tmp_path, *SLURM)
+    for name, body in {"srun": f"exit {code}", "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {**os.environ, "SLURM_JOB_ID": "17"}
+    done = subprocess.run(["bash", tmp_path / "run" / "slurm.sh"], env=environment, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+
+
+def test_a_manifest_for_kubernetes(tmp_path):
+    submit(tmp_path, *KUBERNETES, "--kubernetes.nodes", "3", "--kubernetes.gpus_per_node", "8", "--kubernetes.secret", "tokens",
+           "--kubernetes.memory_gib", "64", "--kubernetes.namespace", "team")  # fmt: skip
+    file = tmp_path / "run" / "kubernetes.json"
+    service, job = json.loads(file.read_text())["items"]
+    assert (service["kind"], job["kind"]) == ("Service", "Job") and service["spec"]["clusterIP"] == "None"
+    assert {item["metadata"]["namespace"] for item in (service, job)} == {"team"}
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables == {
+        "RANK": None,
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "rl-quickstart-0.rl-quickstart",
+        "MASTER_PORT": "29500",
+    }
+    assert (
+        pod["subdomain"] == service["metadata"]["name"]
+        and service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
+    )
+    assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+    assert (
+        container["resources"]["limits"]
+        == {"nvidia.com/gpu": "8", "memory": "64Gi"}
+        == container["resources"]["requests"]
+    )
+    assert container["command"][-4:] == ["--run_dir", str(tmp_path / "run"), "--resume", "latest"]
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/runs"}
+    assert (
+        tmp_path / "called"
+    ).read_text() == f"kubectl apply -f {file}\n" and "a secret" not in file.read_text()
+
+
+def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, capsys):
+    submit(tmp_path, *SLURM, "--dry_run", "--cluster", "2 x 8xH100-80")
+    assert not (tmp_path / "called").exists()
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert len(plan["cluster"]["hosts"]) == 2 and (tmp_path / "run" / "slurm.sh").exists()
+    assert "nothing was started" in capsys.readouterr().out
+    submit(tmp_path, *SLURM, "--dry_run")  # hosts as this one
+    assert len(json.loads((tmp_path / "run" / "plan.json").read_text())["cluster"]["hosts"]) == 2
+
+
+REFUSED = {
+    ("--launcher", "pbs"): ["write --launcher slurm or --launcher kubernetes, once"],
+    ("--launcher",): ["write --launcher slurm or"],
+    ("--slurm.nodes", "2"): ["write --launcher slurm or"],
+    (*SLURM, "--launcher", "slurm"): ["once"],
+    ("--launcher", "slurm", "--slurm.nodez", "2"): ["unknown setting --slurm.nodez; did you mean --slurm.nodes?"],
+    ("--launcher", "slurm", "--slurm.nodes", "0"): ["slurm.nodes=0 must be at least 1"],
+    ("--launcher", "slurm", "--slurm.nodes", "two"): ["--slurm.nodes two must be a whole number"],
+    (*SLURM, "--kubernetes.nodes", "2"): ["--kubernetes.nodes has no effect with --launcher slurm; leave it out"],
+    (*SLURM, "--hosts", "a:1"): ["--hosts has no effect here: the scheduler chooses hosts; leave it out"],
+    (*SLURM, "--resume", "latest"): ["--resume has no effect here: a job goes on from the newest checkpoint"],
+    (*SLURM, "--cluster", "8xH100-80"): ["--cluster has no effect without --dry_run; leave it out"],
+    (*SLURM, "--stepz", "2"): ["unknown setting --stepz"],
+    (*SLURM, "--steps", "0", "--sloth", "1"): ["steps=0 must be at least 1", "unknown setting --sloth"],
+    ("--launcher", "kubernetes"): ["--kubernetes.image is missing; give it", "--kubernetes.claim is missing; give it"],
+    (*SLURM, "--dry_run", "--cluster", "1xH100-80", "--placement", "alone"): ["2 processes (trainer 1 + generator 1) need a GPU each"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_what_cannot_be_submitted_is_told_before_anything_is_written(tmp_path, words):
+    with pytest.raises(ConfigError) as error:
+        submit(tmp_path, *words)
+    assert all(line in str(error.value) for line in REFUSED[words]), str(error.value)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "called").exists()
+
+
+def test_a_scheduler_that_is_not_here_or_refuses(tmp_path, monkeypatch):
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
+    with pytest.raises(RunError, match=r"sbatch failed: no such partition; what it was given is .*slurm.sh"):
+        submit(tmp_path, *SLURM)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match=r"sbatch is not here; submit .*slurm.sh where it is"):
+        submit(tmp_path, *SLURM)
+
+
+def test_which_words_are_a_jobs():
+    assert not is_submitted(["--steps", "2"]) and not is_submitted(["--slurmy", "2"])
+    assert is_submitted(["--launcher=slurm"]) and is_submitted(["--kubernetes.nodes", "2"])

@@ -1,0 +1,218 @@
+"""Whole runs over hosts that share nothing but files and a network. They need root, as namespaces do."""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.namespaces import hosts
+from tests.hosts.runs import MORTAL, OVER_BOTH, RL, TWO_RANKS, addresses, left_on, numbers, train, two_hosts
+from tests.hosts.slurm import install, slurm
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")
+
+
+@pytest.fixture
+def directory():
+    """One that all hosts see: each has its own /tmp."""
+    with tempfile.TemporaryDirectory(prefix="rl-hosts-", dir="/var/tmp") as path:
+        yield Path(path)
+
+
+def test_hosts_share_neither_memory_nor_processes_nor_names():
+    with hosts(2) as (one, other):
+        for host in (one, other):
+            host.output("touch", f"/dev/shm/{host.name}", f"/tmp/{host.name}")
+        for host in (one, other):
+            assert host.output("ls", "/dev/shm", "/tmp").split().count(host.name) == 2
+            assert host.output("hostname").strip() == host.name and not host.processes()
+            assert len(host.output("ls", "/dev/shm").split()) == 1
+        assert one.name != other.name and not Path("/dev/shm", one.name).exists()
+    assert one.name not in subprocess.run(["ip", "link"], check=True, capture_output=True, text=True).stdout
+
+
+def test_a_run_over_two_hosts(directory):
+    """A trainer whose ranks are on both, a generator on each, rewards on the second."""
+    run_dir = directory / "run"
+    with two_hosts(directory) as made:
+        output = train(made, MORTAL, *OVER_BOTH, "--steps", 2, "--run_dir", run_dir)
+        assert [left_on(host) for host in made] == [[], []]
+    assert "held-out accuracy after 2 steps" in output
+    plan = json.loads((run_dir / "plan.json").read_text())
+    by_name = {r["name"]: [p["host"] for p in r["processes"]] for r in plan["replicas"]}
+    assert by_name == {
+        "trainer": [0, 1], "generator-0": [0], "generator-1": [1], "reward-0": [1], "reward-1": [1]
+    }  # fmt: skip
+    steps = [line for line in numbers(run_dir) if "loss" in line]
+    # holds: measured, 3e-7 in float32
+    assert len(steps) == 2 and all(line["logprob_diff/mean"] < 1e-5 for line in steps), steps
+    sampled = {json.loads(line)["policy_version"][0] for line in (run_dir / "rollouts.jsonl").open()}
+    assert max(sampled) >= 1  # with weights that the trainer had changed
+    assert not (run_dir / ".hosts").exists()
+
+
+@pytest.fixture(scope="module")
+def on_one_host(tmp_path_factory):
+    """The numbers of the same run on this host."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    words = [*RL, "train", MORTAL, *TWO_RANKS, "--run_dir", str(run_dir)]
+    subprocess.run(words, check=True, capture_output=True, timeout=240)
+    return numbers(run_dir)
+
+
+def check_same(got, expected):
+    """To 1e-5, with the same accuracy."""
+    assert [line.keys() for line in got] == [line.keys() for line in expected]
+    for mine, other in zip(got, expected, strict=True):
+        # holds: the requirement
+        assert mine == pytest.approx(other, abs=1e-5, rel=1e-5), mine["step"]
+        assert mine.get("eval/accuracy") == other.get("eval/accuracy")
+
+
+@pytest.mark.slow
+def test_a_host_list_gives_the_numbers_of_one_host(directory, on_one_host):
+    with two_hosts(directory) as made:
+        train(made, MORTAL, *OVER_BOTH, "--run_dir", directory / "run")
+    check_same(numbers(directory / "run"), on_one_host)
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_numbers_of_one_host(directory, on_one_host):
+    torchrun = str(Path(RL[0]).parent / "torchrun")
+    with hosts(2) as made:
+        place = [
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            "--master-addr",
+            made[0].address,
+            "--master-port",
+            "29501",
+        ]
+        words = ["-m", "rl", "train", MORTAL, *OVER_BOTH, "--run_dir", str(directory / "run")]
+        started = [
+            host.start(
+                torchrun,
+                *place,
+                "--node-rank",
+                str(i),
+                *words,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for i, host in enumerate(made)
+        ]
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], outputs
+        # torchrun's own directories aside
+        assert [[path for path in left_on(host) if "torchelastic" not in path] for host in made] == [[], []]
+    check_same(numbers(directory / "run"), on_one_host)
+
+
+@pytest.fixture
+def a_slurm(directory):
+    install()
+    with hosts(2) as made, slurm(made, directory / "slurm") as environment:
+        yield made, environment
+
+
+@pytest.mark.slow
+def test_srun_gives_the_numbers_of_one_host(a_slurm, directory, on_one_host):
+    made, environment = a_slurm
+    words = ["srun", "--mpi=none", "-N2", "--ntasks-per-node=1", *RL, "train", MORTAL, *OVER_BOTH]
+    done = subprocess.run(
+        [*words, "--run_dir", directory / "run"], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [left_on_a_node(host) for host in made] == [[], []]
+    check_same(numbers(directory / "run"), on_one_host)
+
+
+def left_on_a_node(host):
+    return [words for words in left_on(host) if "slurm" not in words]
+
+
+@pytest.mark.slow
+def test_a_job_of_slurms_that_is_told_to_end_goes_on_when_its_turn_comes_again(
+    a_slurm, directory, on_one_host
+):
+    """As at the end of its time: a signal, a checkpoint, the queue, and the same numbers."""
+    _, environment = a_slurm
+    words = [*RL, "train", MORTAL, *OVER_BOTH, "--save_every", "1000", "--run_dir", str(directory / "run")]
+    job = ["--launcher", "slurm", "--slurm.nodes", "2", "--slurm.cpus_per_node", "1", "--slurm.time", "30"]
+    made = subprocess.run(
+        [*words, *job], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert made.returncode == 0 and "Submitted batch job 1" in made.stdout, made.stderr
+
+    def state():
+        words = ["scontrol", "show", "job", "1", "-o"]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+
+    wait_for(lambda: steps_of(directory / "run") >= 4, directory / "run")
+    subprocess.run(["scancel", "--signal=TERM", "1"], env=environment, check=True)
+    wait_for(lambda: "Restarts=1" in state(), directory / "run")
+    assert "TERM@" in (directory / "run" / "slurm.sh").read_text()
+    # Slurm holds a job that was queued again for two minutes; an operator would wait.
+    subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], env=environment, check=False)
+    wait_for(lambda: "JobState=COMPLETED" in state(), directory / "run")
+    output = (directory / "run" / "slurm-1.log").read_text()
+    assert "held-out accuracy after 12 steps" in output
+    check_same(numbers(directory / "run"), on_one_host)
+
+
+def steps_of(run_dir):
+    try:
+        return max((line["step"] for line in numbers(run_dir) if "loss" in line), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def wait_for(holds, run_dir, seconds=400):
+    import time
+
+    end = time.monotonic() + seconds
+    while not holds():
+        logs = [path.read_text()[-2000:] for path in run_dir.glob("slurm-*.log")]
+        assert time.monotonic() < end, logs
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
+    """What is only seen on real hosts: a closed port, a directory that is not shared, no shared memory."""
+    with two_hosts(directory, unshared=[Path("/srv")]) as made:
+        closed = made[1].worker_address.replace(":7000", ":7001")
+        cases = {
+            f"host {closed} does not answer": ("--hosts", f"{made[0].worker_address},{closed}"),
+            "does not see /srv/run; put the run's directory on a file system that all hosts share": (
+                "--hosts", addresses(made), "--run_dir", "/srv/run"),
+        }  # fmt: skip
+        for words, flags in cases.items():
+            process = made[0].start(
+                *RL, "train", MORTAL, *flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            output, _ = process.communicate(timeout=120)
+            (line,) = [line for line in output.splitlines() if line.startswith("rl: error:")]
+            assert process.returncode in (1, 2) and words in line, output
+        made[1].output("umount", "/dev/shm")
+        made[1].output("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "/dev/shm")
+        process = made[0].start(
+            *RL,
+            "plan",
+            MORTAL,
+            "--hosts",
+            addresses(made),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        output, _ = process.communicate(timeout=120)
+        assert (
+            process.returncode == 2
+            and f"host {made[1].worker_address} has 0.00 GiB of shared memory" in output
+        )
