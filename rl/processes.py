@@ -177,6 +177,10 @@ LEASE = "RL_LEASE"
 """In the environment of processes on a host that a run has by a lease."""
 
 
+PARENT = "RL_PARENT"
+"""In the environment of processes that Monarch starts elsewhere: the number of the process that does."""
+
+
 class OtherHost(Protocol):
     """Who knows the processes of this run on a host that is not this one, by its name."""
 

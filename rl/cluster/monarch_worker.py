@@ -1,11 +1,12 @@
 """The process that Monarch starts a run's processes from, on a host that is not the controller's."""
 
+import os
 import socket
 import sys
 import threading
 import time
 
-from rl.processes import Reaper, adopt_orphans, allow_many_files, end_with_parent
+from rl.processes import PARENT, Reaper, adopt_orphans, allow_many_files, end_with_parent
 
 TIMEOUTS = {"message_delivery_timeout": "1h", "channel_reconnect_timeout": "1h"}
 """A link that is cut for a minute and heals loses nothing: messages wait. Deaths are seen by other means."""
@@ -22,6 +23,7 @@ def main() -> None:
     from monarch.job import new_service_proc_id
 
     (host,) = sys.argv[1:]
+    os.environ[PARENT] = str(os.getpid())
     configure(**TIMEOUTS)
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]

@@ -13,6 +13,7 @@ import psutil
 from torch.distributed import TCPStore
 
 from rl.cluster.environment import kernel_cache
+from rl.processes import PARENT
 
 GROUP_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Of processes that join a group: each connects to the launcher's store, and none opens its own."""
@@ -59,6 +60,7 @@ def spawn_procs(
 
 def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[], None]:
     """What each new process runs first. path: where it finds modules: where this process does."""
+    controller = os.getpid()
 
     def prepare() -> None:
         import os
@@ -71,6 +73,8 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
 
         sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
         end_with_parent()
+        if os.getppid() != int(os.environ.get(PARENT, controller)):
+            os._exit(1)  # the parent ended before this process asked to end with it
         with suppress(PermissionError):  # it leads a session already
             os.setsid()  # Ctrl-C is for the controller, which needs this process to save a checkpoint
         name = f"{log}-{current_rank().rank}.log" if with_rank else f"{log}.log"

@@ -5,6 +5,7 @@ import os
 import resource
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -14,10 +15,10 @@ from torch.distributed.rendezvous import rendezvous
 from configs.quickstart import quickstart
 from rl.cluster.launch import _Start
 from rl.cluster.launchers import ThisHost
-from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, join_group
+from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, _prepare_process, join_group
 from rl.config.settle import settle
 from rl.observability.timeline import Timeline
-from rl.processes import allow_many_files
+from rl.processes import PARENT, allow_many_files
 from tests.plans import AMPLE
 
 
@@ -42,6 +43,23 @@ def test_as_many_files_may_be_open_as_the_system_allows(few_descriptors):
     allow_many_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard
+
+
+@pytest.mark.parametrize("started_by", ["this process", "one that is gone"])
+def test_a_process_whose_parent_is_gone_before_it_has_begun_ends(tmp_path, monkeypatch, started_by):
+    monkeypatch.setattr("monarch.actor.current_rank", lambda: SimpleNamespace(rank=0))
+    if started_by == "one that is gone":
+        monkeypatch.setenv(PARENT, "4194305")
+    prepare = _prepare_process(str(tmp_path / "log"), True, [])
+    child = os.fork()
+    if not child:
+        try:
+            prepare()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (started_by == "one that is gone")
+    assert (tmp_path / "log-0.log").exists() == (started_by == "this process")
 
 
 def listening():

@@ -165,6 +165,38 @@ def test_a_job_of_slurms_that_is_told_to_end_goes_on_when_its_turn_comes_again(
     check_same(numbers(directory / "run"), on_one_host)
 
 
+@pytest.mark.slow
+def test_the_pods_of_a_manifest_give_the_numbers_of_one_host(directory, on_one_host):
+    """What a kubelet would start: each pod's command, with its variables, its index and the Service's names."""
+    program = directory / "kubectl"
+    program.write_text("#!/bin/sh\necho applied\n")
+    program.chmod(0o755)
+    run_dir = directory / "run"
+    words = [*RL, "train", MORTAL, *OVER_BOTH, "--run_dir", str(run_dir), "--launcher", "kubernetes",
+             "--kubernetes.nodes", "2", "--kubernetes.image", "rl", "--kubernetes.claim", "runs"]  # fmt: skip
+    environment = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}"}
+    subprocess.run(words, env=environment, check=True, capture_output=True, timeout=60)
+    _, job = json.loads((run_dir / "kubernetes.json").read_text())["items"]
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    with hosts(spec["parallelism"]) as made:
+        names = directory / "names"
+        names.write_text("".join(
+            f"{host.address} {job['metadata']['name']}-{i}.{pod['subdomain']}\n" for i, host in enumerate(made)
+        ))  # fmt: skip
+        started = []
+        for index, host in enumerate(made):
+            host.output("mount", "--bind", str(names), "/etc/hosts")
+            variables = {each["name"]: each.get("value", str(index)) for each in container["env"]}
+            how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started.append(host.start(*container["command"], env=variables, **how))
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], outputs
+        assert [left_on(host) for host in made] == [[], []]
+    check_same(numbers(run_dir), on_one_host)
+
+
 def steps_of(run_dir):
     try:
         return max((line["step"] for line in numbers(run_dir) if "loss" in line), default=0)
