@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -140,26 +141,39 @@ def _addresses(store: Any, group: Group) -> list[str]:
 
 @contextmanager
 def _own_worker(group: Group) -> Iterator[str]:
-    """Its address. It ends with this process, however that ends."""
-    command = [sys.executable, "-m", "rl", "worker", "--listen", f"{_own_address(group)}:0"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=end_with_parent,
-    )  # fmt: skip
-    assert process.stdout is not None
+    """Its address. One that dies is started again there; it ends with this process, however that ends."""
+    worker, over = _start_worker(f"{_own_address(group)}:0"), threading.Event()
+    assert worker.stdout is not None
+    address = worker.stdout.readline().strip().rpartition(" ")[2]
+    if not address:
+        raise RunError("this host's rl worker did not start; see what is above")
+
+    def keep() -> None:
+        nonlocal worker
+        while worker.wait() is not None and not over.wait(_LOOK_SECONDS):
+            worker = _start_worker(address)
+
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
     try:
-        line = process.stdout.readline()
-        address = line.strip().rpartition(" ")[2]
-        if not address:
-            raise RunError("this host's rl worker did not start; see what is above")
         yield address
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        over.set()
+        worker.terminate()
+        keeper.join(_STOP_SECONDS)
+        worker.kill()
+
+
+def _start_worker(address: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "rl", "worker", "--listen", address]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
 
 
 def _own_address(group: Group) -> str:

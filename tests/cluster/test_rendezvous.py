@@ -2,7 +2,11 @@
 
 import multiprocessing
 import os
+import queue
 import socket
+import subprocess
+import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -55,40 +59,53 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def rank(number, port, answers, code, dies):
-    @contextmanager
-    def own_worker(group):
-        yield f"10.0.0.{group.rank + 1}:7000"
+@contextmanager
+def own_worker(group):
+    yield f"10.0.0.{group.rank + 1}:7000"
 
-    rendezvous._own_worker = own_worker
-    rendezvous._LOOK_SECONDS = 0.1
-    rendezvous._START_SECONDS = 20.0
+
+def rank(group, answers, code, dies):
+    rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, 5.0
 
     def train(hosts):
-        answers.put((number, hosts))
-        time.sleep(0.5)
+        answers.put((group.rank, hosts))
         if dies:
+            time.sleep(1.0)
             os._exit(9)
         if code == "error":
             raise RunError("it failed")
         return code
 
     try:
-        answers.put((number, run_as_group(Group(number, 3, "127.0.0.1", port), train)))
+        answers.put((group.rank, run_as_group(group, train)))
     except RunError as error:
-        answers.put((number, str(error)))
+        answers.put((group.rank, str(error)))
 
 
-def together(code=0, dies=False, ranks=(0, 1, 2)):
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """Ranks are threads, which may not handle signals."""
+    for name in ("_own_worker", "_LOOK_SECONDS", "_START_SECONDS"):
+        monkeypatch.setattr(rendezvous, name, getattr(rendezvous, name))
+    monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
+
+
+def together(code=0, ranks=(0, 1, 2)):
     """Rank -> what it said, in order."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    answers = context.Queue()
-    processes = [context.Process(target=rank, args=(i, port, answers, code, dies)) for i in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert not process.is_alive()
+    port, answers = free_port(), queue.Queue()
+    threads = [
+        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", port), answers, code, False))
+        for i in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return by_rank(answers)
+
+
+def by_rank(answers):
     said = {}
     while not answers.empty():
         number, answer = answers.get()
@@ -109,13 +126,58 @@ def test_where_the_first_fails_all_do():
 
 
 def test_where_the_first_is_killed_the_others_end():
-    said = together(dies=True)
-    assert said[0] == [HOSTS]
-    assert all(
-        "the first host is gone; start the run again with --resume latest" in said[i][0] for i in (1, 2)
-    )
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    answers = context.Queue()
+    processes = [
+        context.Process(target=rank, args=(Group(i, 2, "127.0.0.1", port), answers, 0, True)) for i in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert not process.is_alive()
+    said = by_rank(answers)
+    assert said[0] == ["10.0.0.1:7000,10.0.0.2:7000"]
+    assert "the first host is gone; start the run again with --resume latest" in said[1][0]
 
 
-def test_a_host_that_never_comes_is_named(monkeypatch):
+def test_a_host_that_never_comes_is_named():
     said = together(ranks=(0, 1))
-    assert "2 of 3 hosts are there after 20 s, and rank 2 is not" in said[0][0]
+    assert "2 of 3 hosts are there after 5 s, and rank 2 is not" in said[0][0] and said[1] == [1]
+
+
+def test_a_worker_that_dies_is_started_again_at_its_address(monkeypatch):
+    asked, started = [], []
+
+    def start(address):
+        asked.append(address)
+        script = "import time; print('rl worker: listening on 10.0.0.9:77', flush=True); time.sleep(600)"
+        started.append(subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    monkeypatch.setattr(rendezvous, "_start_worker", start)
+    monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", 0.05)
+    with rendezvous._own_worker(Group(1, 2, "127.0.0.1", 1)) as address:
+        assert address == "10.0.0.9:77"
+        for life in (1, 2):
+            started[-1].kill()
+            end = time.monotonic() + 20
+            while len(started) == life:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+    assert asked == ["127.0.0.1:0", address, address]
+    assert all(process.wait(10) is not None for process in started)
+    for process in started:
+        process.stdout.close()
+
+
+def test_a_worker_that_does_not_start_ends_the_run(monkeypatch):
+    failed = subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(rendezvous, "_start_worker", lambda address: failed)
+    with (
+        pytest.raises(RunError, match="this host's rl worker did not start"),
+        rendezvous._own_worker(Group(1, 2, "127.0.0.1", 1)),
+    ):
+        pass
+    failed.wait()
+    failed.stdout.close()

@@ -248,3 +248,75 @@ def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
             process.returncode == 2
             and f"host {made[1].worker_address} has 0.00 GiB of shared memory" in output
         )
+
+
+AGENT = """
+from dataclasses import dataclass, replace
+from configs.calculator import calculator
+from rl.config import JudgeConfig
+from rl.envs.calculator import Calculator
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.judge import Judge
+
+
+@dataclass(frozen=True)
+class Asking(AgentEnv):
+    max_new_tokens: int = 20
+    num_eval: int = 8
+    max_memory_gib: float = 4.0
+    judge: Judge = Judge(max_tokens=4)
+
+    def generate(self, seed):
+        return Calculator().generate(seed)
+
+    def agent(self, episode, base_url, api_key):
+        import openai, socket
+
+        episode.notes["host"], episode.notes["policy"] = socket.gethostname(), base_url
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": episode.problem.question}]
+        client.chat.completions.create(model="any", messages=messages)
+
+    def reward_episode(self, episode):
+        episode.notes["judge"] = self.judge.complete([{"role": "user", "content": "1+1"}])
+        return float(len(episode.response) % 2)
+
+    def chat_demonstration(self, problem, seed):
+        return [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+def asking():
+    judge = JudgeConfig(model=calculator().model, max_tokens=100, kv_cache_gib=0.0625)
+    return replace(calculator(), env=Asking(), judge=judge, reward=replace(calculator().reward, limit_seconds=20.0))
+"""
+
+
+@pytest.mark.slow
+def test_agents_and_their_judge_on_the_second_host(directory):
+    """They reach the policy and the judge at the controller's address, which no other network has."""
+    recipe, run_dir = directory / "mine.py", directory / "run"
+    recipe.write_text(AGENT)
+    flags = (
+        "--steps",
+        2,
+        "--warmup.steps",
+        20,
+        "--prompts_per_step",
+        4,
+        "--judge.hosts",
+        1,
+        "--reward.hosts",
+        1,
+    )
+    with two_hosts(directory) as made:
+        train(made, f"{recipe}:asking", *flags, "--generator.hosts", 0, "--run_dir", run_dir)
+        assert [left_on(host) for host in made] == [[], []]
+    steps = [line for line in numbers(run_dir) if "loss" in line]
+    assert len(steps) == 2 and all(line["reward/errors"] == 0 for line in steps), steps
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert {r["name"]: r["processes"][0]["host"] for r in plan["replicas"] if r["role"] in ("judge", "reward")} == {
+        "judge-0": 1, "reward-0": 1
+    }  # fmt: skip
+    notes = [json.loads(line)["notes"] for line in (run_dir / "rollouts.jsonl").open()]
+    assert {note["host"] for note in notes} == {made[1].name}
+    assert all(note["policy"].startswith(f"http://{made[0].address}:") and "judge" in note for note in notes)
