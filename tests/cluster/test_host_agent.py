@@ -464,7 +464,7 @@ def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsy
     assert code == 0 and lines[-1] == "a run can use all of them"
     for source, target in ((one, other), (other, one)):
         (line,) = [line for line in lines if line.startswith(f"{source} to {target}: ")]
-        assert 0.01 < float(line.split()[3]) < 1000 and line.endswith("GB/s over one connection")
+        assert float(line.split()[3]) > 0 and line.endswith("GB/s over one connection")
     code, one, other = asyncio.run(main("127.0.0.1:1"))
     lines = capsys.readouterr().out.splitlines()
     assert code == 1 and lines[-1] == "a run cannot use all of them"

@@ -1,6 +1,7 @@
 """Processes that torchrun, srun or a Kubernetes Job starts: which is the controller, and how the others end."""
 
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import queue
 import socket
@@ -137,6 +138,8 @@ def test_where_the_first_is_killed_the_others_end():
         process.join(60)
         assert not process.is_alive()
     said = by_rank(answers)
+    answers.close()
+    multiprocessing.resource_tracker._resource_tracker._stop()  # a process, which other tests would see
     assert said[0] == ["10.0.0.1:7000,10.0.0.2:7000"]
     assert "the first host is gone; start the run again with --resume latest" in said[1][0]
 

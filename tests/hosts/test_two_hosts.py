@@ -47,7 +47,7 @@ def test_a_run_over_two_hosts(directory):
         "trainer": [0, 1], "generator-0": [0], "generator-1": [1], "reward-0": [1], "reward-1": [1]
     }  # fmt: skip
     steps = [line for line in numbers(run_dir) if "loss" in line]
-    # holds: measured, 3e-7 in float32
+    # holds: meaning, weights of another version differ by 3e-2; rounding makes 3e-7
     assert len(steps) == 2 and all(line["logprob_diff/mean"] < 1e-5 for line in steps), steps
     sampled = {json.loads(line)["policy_version"][0] for line in (run_dir / "rollouts.jsonl").open()}
     assert max(sampled) >= 1  # with weights that the trainer had changed
@@ -67,7 +67,7 @@ def check_same(got, expected):
     """To 1e-5, with the same accuracy."""
     assert [line.keys() for line in got] == [line.keys() for line in expected]
     for mine, other in zip(got, expected, strict=True):
-        # holds: the requirement
+        # holds: meaning, the same computation elsewhere: rounding alone differs, if anything
         assert mine == pytest.approx(other, abs=1e-5, rel=1e-5), mine["step"]
         assert mine.get("eval/accuracy") == other.get("eval/accuracy")
 

@@ -4,6 +4,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from rl.batching import pack, supervised_sample
 from rl.loss.cross_entropy import CrossEntropy
@@ -93,7 +94,8 @@ def test_two_ranks_are_one_generator(versions):
         )
         two = ask(directory, config, transport, PROMPT, loads)
         left = [path for path in SHARED_MEMORY.iterdir() if shared.name in path.name]
-        assert len(left) == 2  # vLLM's own, which is noted in the directory, and goes with it
+        # vLLM's own, which is noted in the directory, and goes with it. Its build for older CPUs has none.
+        assert len(left) == (2 if torch.cpu._is_avx512_supported() else 0)
     assert not any(path.exists() for path in left)
     assert len({tuple(one[label][0]) for label in one}) > 1
     for version in range(3):
