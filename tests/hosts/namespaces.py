@@ -97,6 +97,7 @@ def hosts(count: int, unshared: Sequence[Path] = ()) -> Iterator[list[Host]]:
                 "netns",
                 str(host.pid),
             )
+            stack.callback(_ip, "link", "del", f"{name}-out")  # by itself it goes some time after the host
             _ip("link", "set", f"{name}-out", "master", bridge, "up")
             for words in (["link", "set", "lo", "up"], ["addr", "add", f"{host.address}/24", "dev", f"{name}-in"],
                           ["link", "set", f"{name}-in", "up"]):  # fmt: skip
