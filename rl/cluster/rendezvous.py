@@ -98,7 +98,7 @@ def run_as_group(group: Group, train: Callable[[str], int]) -> int:
     with _own_worker(group) as address:
         store.set(f"host-{group.rank}", address)
         if group.rank:
-            return _wait_for_end(store)
+            return _wait_for_end(store, group)
         try:
             code = train(",".join(_addresses(store, group)))
         except BaseException:
@@ -185,7 +185,7 @@ def _own_address(group: Group) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _wait_for_end(store: Any) -> int:
+def _wait_for_end(store: Any, group: Group) -> int:
     """Signals are the first host's business: it saves a checkpoint, for which this host is needed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
@@ -193,7 +193,9 @@ def _wait_for_end(store: Any) -> int:
     while True:
         try:
             if store.check([_OVER]):
-                return int(store.get(_OVER))
+                code = int(store.get(_OVER))
+                store.set(f"ended-{group.rank}", "")
+                return code
             answered = time.monotonic()
         except Exception as error:
             if (
@@ -206,7 +208,8 @@ def _wait_for_end(store: Any) -> int:
 
 
 def _end_of_all(store: Any, group: Group, code: int) -> None:
-    """Where the store is in this process, others read it before it goes."""
+    """The store may be in this process: it stays until all have read it, or some are gone."""
     with suppress(Exception):
         store.set(_OVER, str(code))
-        time.sleep(2 * _LOOK_SECONDS)
+        others = [f"ended-{rank}" for rank in range(1, group.size)]
+        store.wait(others, timedelta(seconds=_STOP_SECONDS))

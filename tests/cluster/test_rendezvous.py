@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 
@@ -67,6 +68,7 @@ def own_worker(group):
 
 def rank(group, answers, code, dies):
     rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, 5.0
+    rendezvous._STOP_SECONDS = 5.0
 
     def train(hosts):
         answers.put((group.rank, hosts))
@@ -83,20 +85,44 @@ def rank(group, answers, code, dies):
         answers.put((group.rank, str(error)))
 
 
+class FakeStore:
+    """torch's, within one process."""
+
+    def __init__(self):
+        self._values, self._changed = {}, threading.Condition()
+
+    def set(self, key, value):
+        with self._changed:
+            self._values[key] = str(value).encode()
+            self._changed.notify_all()
+
+    def check(self, keys):
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys, timeout):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise TimeoutError
+
+    def get(self, key):
+        self.wait([key], timedelta(seconds=rendezvous._START_SECONDS))
+        return self._values[key]
+
+
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """Ranks are threads, which may not handle signals."""
-    for name in ("_own_worker", "_LOOK_SECONDS", "_START_SECONDS"):
+    for name in ("_own_worker", "_store", "_LOOK_SECONDS", "_START_SECONDS", "_STOP_SECONDS"):
         monkeypatch.setattr(rendezvous, name, getattr(rendezvous, name))
     monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
 
 
 def together(code=0, ranks=(0, 1, 2)):
     """Rank -> what it said, in order."""
-    port, answers = free_port(), queue.Queue()
+    answers, store = queue.Queue(), FakeStore()
+    rendezvous._store = lambda group: store
     threads = [
-        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", port), answers, code, False))
-        for i in ranks
+        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", 1), answers, code, False)) for i in ranks
     ]
     for thread in threads:
         thread.start()
