@@ -28,8 +28,7 @@ _FIRST_LINE = "a directory of rl, removed by the next run once nobody locks this
 # An address of a Unix socket has 107 bytes; the longest name under the directory is a UUID.
 _LONGEST = 107 - len("/") - 36
 # It removes its directory, and what is noted beside it, when the owner is gone, which closes the pipe. The
-# owner's processes end at the same time, and may still write. One that was starting may make the directory
-# again, empty, in the first minute. From then on only an empty one is removed: another run may have the name.
+# owner's processes end at the same time, and may still write.
 _JANITOR = """
 while read -r line; do :; done
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
@@ -39,12 +38,6 @@ for attempt in 1 2 3 4 5 6 7 8 9 10; do
   sleep 0.2
 done
 rmdir -- "${0%/*}" 2>/dev/null
-attempt=0
-while [ "$attempt" -lt 60 ]; do
-  sleep 1
-  rmdir -- "$0" 2>/dev/null && rmdir -- "${0%/*}" 2>/dev/null
-  attempt=$((attempt + 1))
-done
 """
 
 

@@ -124,24 +124,10 @@ def test_every_directory_whose_lock_is_free_is_removed_and_no_other(tmp_path):
 
 
 def test_an_empty_directory_that_a_late_process_made_again_goes_with_the_next_run(tmp_path):
-    """Also where the janitor is gone that would look for a minute."""
+    """A process of a killed run may make its directory for temporary files again after the janitor's last look."""
     (tmp_path / ROOT / "4194305-0123abcd").mkdir(parents=True)
     with owned_directory(tmp_path, "run") as path:
         assert set(path.parent.iterdir()) == {path}
-
-
-def test_the_janitor_looks_again_for_what_a_late_process_of_a_killed_run_makes(tmp_path):
-    """A process that was starting when the run was killed may make its TMPDIR again, empty."""
-    process, path = hold(tmp_path)
-    end(process)
-    assert wait_for(lambda: not path.exists())
-    time.sleep(0.5)
-    path.mkdir(parents=True)
-    assert wait_for(lambda: not path.exists() and not path.parent.exists())
-    path.mkdir(parents=True)
-    (path / "another run's").touch()
-    time.sleep(2.5)  # of a run with the same name, which has more than one look
-    assert (path / "another run's").exists()
 
 
 def test_a_directory_that_another_run_takes_for_empty_is_made_again(tmp_path, monkeypatch):

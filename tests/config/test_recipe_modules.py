@@ -1,6 +1,7 @@
 """What a recipe imports from its own directory: it reaches other processes, and each recipe gets its own."""
 
 import importlib
+import os
 import pickle
 import sys
 from importlib.machinery import PathFinder
@@ -16,6 +17,7 @@ from rl.config.codec import write_config
 from rl.config.recipe_modules import files_of_recipe, modules_of, split_name
 from rl.config.recipes import load_recipe, source_of
 from rl.envs.verifier import Verifier
+from rl.processes import PARENT
 from rl.types import Problem, Rollout, StopReason
 
 RECIPE = """
@@ -185,6 +187,7 @@ def test_what_a_reward_function_imports_when_it_is_called_is_there(tmp_path):
 
 def test_a_process_of_a_run_finds_modules_where_the_controller_does(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.processes.end_with_parent", lambda: None)
+    monkeypatch.setenv(PARENT, str(os.getppid()))
     monkeypatch.setattr("os.setsid", lambda: None)
     monkeypatch.setattr("os.dup2", lambda *_: None)
     ours = ["of this process", *sys.path]

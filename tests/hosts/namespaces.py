@@ -19,6 +19,8 @@ import psutil
 from rl.host_protocol import ask
 
 PORT = 7000
+TMPDIR = "/dev/shm/tmp"
+"""Of each host: in what no other has."""
 _START_SECONDS = 60.0
 
 
@@ -43,7 +45,7 @@ class Host:
         return [*inside, "env", "-C", os.getcwd(), "taskset", "-c", str(self.core), *words]
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **how) -> subprocess.Popen:
-        environment = {**os.environ, "TMPDIR": "/tmp", **(env or {})}
+        environment = {**os.environ, "TMPDIR": TMPDIR, **(env or {})}
         return subprocess.Popen(self.command(*words), env=environment, start_new_session=True, **how)
 
     def output(self, *words: str) -> str:
@@ -72,7 +74,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def hosts(count: int, unshared: Sequence[Path] = ()) -> Iterator[list[Host]]:
-    """They see the machine's files, but for /tmp and /dev/shm. unshared: directories that are each host's own."""
+    """They see the machine's files, but for /dev/shm. unshared: directories that are each host's own."""
     number = os.getpid() % 200 + 20
     bridge, subnet = f"rl{number}", f"10.77.{number}"
     with ExitStack() as stack:
@@ -107,8 +109,8 @@ def hosts(count: int, unshared: Sequence[Path] = ()) -> Iterator[list[Host]]:
 
 
 def _start_host(name: str, number: int, address: str, unshared: Sequence[Path]) -> Host:
-    own = "; ".join(f"mount -t tmpfs tmpfs {path}" for path in ["/dev/shm", "/tmp", *map(str, unshared)])
-    script = f"hostname {name}; {own}; echo ready; exec sleep infinity"
+    own = "; ".join(f"mount -t tmpfs tmpfs {path}" for path in ["/dev/shm", *map(str, unshared)])
+    script = f"hostname {name}; {own}; mkdir {TMPDIR}; echo ready; exec sleep infinity"
     process = subprocess.Popen(
         ["unshare", "--net", "--mount", "--pid", "--fork", "--uts", "--ipc", "--kill-child", "--mount-proc",
          "sh", "-c", script],

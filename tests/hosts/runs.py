@@ -52,6 +52,6 @@ def numbers(run_dir: Path) -> list[dict[str, float]]:
 
 def left_on(host: Host) -> list[str]:
     """What a run has left there: files in shared memory and for temporary files, and processes but its worker."""
-    files = host.output("find", "/dev/shm", "/tmp", "-path", "*rl-0*").split()
+    files = host.output("find", "/dev/shm", "-path", "*rl-0*").split()
     commands = [" ".join(process.cmdline()) for process in host.processes()]
     return files + [words for words in commands if words and " rl worker " not in words]
