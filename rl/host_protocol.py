@@ -49,6 +49,17 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def written(host: str, port: int) -> str:
+    """host:port, as `parse_address` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(address: str, backlog: int = 128) -> socket.socket:
+    """On a free port of this address alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
+
+
 def address_of(host: str) -> str:
     """The IP address of a name, for others to connect to. Raises ConfigError."""
     try:

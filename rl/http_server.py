@@ -6,16 +6,11 @@ from collections.abc import Iterator
 
 import uvicorn
 
-
-def listen(address: str) -> socket.socket:
-    """On a free port of this address alone."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=2048)
+from rl.host_protocol import written
 
 
 def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{written(*listener.getsockname()[:2])}"
 
 
 class Server(uvicorn.Server):

@@ -25,7 +25,7 @@ _STOP_SECONDS = 2.0
 _REAP_SECONDS = 2.0
 _MARK = 2**62 + int.from_bytes(b"rl")
 _MAX_ROUNDS = 100  # for what starts processes as it is being ended
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_with_parent() -> None:
@@ -153,7 +153,7 @@ def on_interrupt(handle: Callable[[int], None]) -> None:
 
     A signal that is ignored stays ignored: `nohup`, and a shell's `&`, start a process so.
     """
-    for number in _INTERRUPTS:
+    for number in INTERRUPTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, handle, number)
 

@@ -55,8 +55,9 @@ class Births:
 
     def _one_that_is_gone(self) -> ProcessInfo | None:
         if len(self._born) < self._num_procs:
-            here = [child for child in psutil.Process().children() if mesh_of(child) == self._mesh]
-            born = [ProcessInfo(child.pid, own_host(), "") for child in here]
+            known = {process.pid for process in self._born if process.host == own_host()}
+            children = (child for child in psutil.Process().children() if child.pid not in known)
+            born = [ProcessInfo(c.pid, own_host(), "") for c in children if mesh_of(c) == self._mesh]
             for host in OTHER_HOSTS.values():
                 born += host.born(self._mesh)
             self._born += [process for process in born if process not in self._born]

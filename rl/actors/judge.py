@@ -21,7 +21,8 @@ from rl.actors.remote import ProcessDied
 from rl.actors.replica import Pool, Replica
 from rl.envs.judge import OWN_KEY, OWN_URL
 from rl.errors import ConfigError, RunError, one_line
-from rl.http_server import Server, listen, url_of
+from rl.host_protocol import listen
+from rl.http_server import Server, url_of
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, choice, refusal
 from rl.types import Completion, SamplingParams
@@ -90,7 +91,7 @@ class JudgeServer:
         self.pool = pool
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._listener = listen(address)
+        self._listener = listen(address, backlog=2048)
         self._key = secrets.token_urlsafe(16)
 
     @property

@@ -28,6 +28,7 @@ from rl.host_protocol import (
     parse_address,
     request_of,
     unreachable,
+    written,
 )
 from rl.owned_directory import SHARED_MEMORY
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
@@ -54,7 +55,7 @@ class HostAgent:
         self._gpus = await _look_at_gpus()
         server = await asyncio.start_server(self._accept, self._host, self._port, limit=LONGEST_LINE)
         port = server.sockets[0].getsockname()[1]
-        self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        self.address = written(self._host, port)
         print(f"rl worker: listening on {self.address}", flush=True)
         try:
             async with server:
@@ -114,7 +115,6 @@ class HostAgent:
             "gpus": self._gpus,
             "versions": versions(),
             "time": time.time(),
-            "num_runs": len(self._runs),
         }
 
     async def _send_file(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -224,12 +224,12 @@ def worker(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _cancel(task: "asyncio.Future[None]") -> None:
-    task.cancel()
-
-
 async def _serve(agent: HostAgent) -> None:
     serving = asyncio.ensure_future(agent.serve())
-    on_interrupt(lambda number: _cancel(serving))
+
+    def end(number: int) -> None:
+        serving.cancel()
+
+    on_interrupt(end)
     with suppress(asyncio.CancelledError):
         await serving

@@ -86,28 +86,29 @@ class HostedRun:
         do = asked.get("do")
         if do == "kill":
             for pid in asked["pids"]:
-                if pid in {child.pid for child in self._descendants()}:
+                if pid in {child.pid for child in self._started(recursive=True)}:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         elif do == "end_log":
             kill_those_that_log_to(Path(asked["log"]))
         elif do == "release":
             release_files(asked["paths"])
-        elif do == "worker" and (self._worker is None or self._worker.returncode is not None):
+        elif do == "worker" and not self._is_alive:
             await self.start_worker()
         elif do == "close":
             self.end()
             return {}
-        return {"processes": self._processes(), "worker": self.worker_address, "alive": self._alive()}
+        return {"processes": self._processes(), "worker": self.worker_address}
 
-    def _alive(self) -> bool:
+    @property
+    def _is_alive(self) -> bool:
         return self._worker is not None and self._worker.returncode is None
 
     def _processes(self) -> list[list[Any]]:
         """[pid, mesh, status] of each that was started for a mesh."""
         rows, known = [], self._meshes
         self._meshes = {}
-        for child in self._children():
+        for child in self._started(recursive=False):
             with suppress(psutil.Error, OSError):
                 birth = child.pid, child.create_time()
                 mesh = known.get(birth) or mesh_of(child)
@@ -116,18 +117,12 @@ class HostedRun:
                     rows.append([child.pid, mesh, child.status()])
         return rows
 
-    def _children(self) -> Sequence[psutil.Process]:
+    def _started(self, recursive: bool) -> Sequence[psutil.Process]:
+        """By Monarch's process; recursive: also what those have started."""
         if self._worker is None:
             return ()
         with suppress(psutil.Error):
-            return psutil.Process(self._worker.pid).children()
-        return ()
-
-    def _descendants(self) -> Sequence[psutil.Process]:
-        if self._worker is None:
-            return ()
-        with suppress(psutil.Error):
-            return psutil.Process(self._worker.pid).children(recursive=True)
+            return psutil.Process(self._worker.pid).children(recursive=recursive)
         return ()
 
     def end(self) -> None:

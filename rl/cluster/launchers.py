@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
 from rl.cluster.spawn import kill_those_that_log_to
-from rl.host_protocol import MARK
+from rl.host_protocol import MARK, written
 from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within
 
@@ -110,7 +110,7 @@ class Hosts:
         from monarch.config import configure
 
         configure(**TIMEOUTS)
-        enable_transport(f"tcp://{f'[{self.address}]' if ':' in self.address else self.address}:0")
+        enable_transport(f"tcp://{written(self.address, 0)}")
 
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
         from monarch.actor import attach_to_workers

@@ -1,7 +1,6 @@
 """Lease: a run's hold on another host, by the connection to its `rl worker`."""
 
 import asyncio
-import json
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from rl.host_protocol import (
     HostRefuses,
     HostUnreachable,
     checked,
+    line,
     parse_address,
     signed,
     unreachable,
@@ -108,7 +108,7 @@ class Lease:
                 raise HostUnreachable(unreachable(self.address, ConnectionError("it was lost")))
             try:
                 async with within(SILENCE_SECONDS):
-                    self._writer.write(json.dumps(request).encode() + b"\n")
+                    self._writer.write(line(request))
                     answer = checked(self.address, await self._reader.readline())
             except (OSError, ValueError, TimeoutError) as error:
                 self._lose()

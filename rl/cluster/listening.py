@@ -1,7 +1,6 @@
 """What the processes of running servers and runs listen on, by the sockets that they have open."""
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from rl.actors.births import mesh_of
+from rl.host_protocol import written
 
 _SHOWN = 60  # characters of a command
 
@@ -45,12 +45,7 @@ def _controllers() -> set[int]:
 def _listener(name: str, process: psutil.Process) -> Listener:
     listening = (c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
     unix = {c.laddr for c in process.net_connections("unix") if c.laddr.startswith("@")}
-    return Listener(name, process.pid, tuple(sorted(set(_written(listening)))), len(unix))
-
-
-def _written(addresses: Iterator[tuple[str, int]]) -> Iterator[str]:
-    for host, port in addresses:
-        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Listener(name, process.pid, tuple(sorted({written(*place) for place in listening})), len(unix))
 
 
 def _command(process: psutil.Process) -> str:

@@ -1,11 +1,11 @@
 """The process that Monarch starts a run's processes from, on a host that is not the controller's."""
 
 import os
-import socket
 import sys
 import threading
 import time
 
+from rl.host_protocol import listen, written
 from rl.processes import PARENT, Reaper, adopt_orphans, allow_many_files, end_with_parent
 
 TIMEOUTS = {"message_delivery_timeout": "1h", "channel_reconnect_timeout": "1h"}
@@ -25,11 +25,10 @@ def main() -> None:
     (host,) = sys.argv[1:]
     os.environ[PARENT] = str(os.getpid())
     configure(**TIMEOUTS)
-    with socket.create_server((host, 0)) as listener:
-        port = listener.getsockname()[1]
-    written = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with listen(host) as listener:
+        place = written(host, listener.getsockname()[1])
     # A fresh port and a fresh identity: a controller that knew an earlier one keeps its closed link to it.
-    address = f"{new_service_proc_id()}@tcp://{written}"
+    address = f"{new_service_proc_id()}@tcp://{place}"
     threading.Thread(target=_reap, daemon=True).start()
     print(address, flush=True)
     run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -19,8 +19,8 @@ from datetime import timedelta
 from typing import Any
 
 from rl.errors import ConfigError, RunError
-from rl.host_protocol import address_of
-from rl.processes import end_with_parent
+from rl.host_protocol import address_of, written
+from rl.processes import INTERRUPTS, end_with_parent
 
 _START_SECONDS = 300.0
 _LOOK_SECONDS = 1.0
@@ -142,7 +142,7 @@ def _addresses(store: Any, group: Group) -> list[str]:
 @contextmanager
 def _own_worker(group: Group) -> Iterator[str]:
     """Its address. One that dies is started again there; it ends with this process, however that ends."""
-    worker, over = _start_worker(f"{_own_address(group)}:0"), threading.Event()
+    worker, over = _start_worker(written(_own_address(group), 0)), threading.Event()
     assert worker.stdout is not None
     address = worker.stdout.readline().strip().rpartition(" ")[2]
     if not address:
@@ -181,13 +181,12 @@ def _own_address(group: Group) -> str:
     first = address_of(group.address)
     with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((first, group.port))
-        address = str(way.getsockname()[0])
-    return f"[{address}]" if ":" in address else address
+        return str(way.getsockname()[0])
 
 
 def _wait_for_end(store: Any, group: Group) -> int:
     """Signals are the first host's business: it saves a checkpoint, for which this host is needed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in INTERRUPTS:
         signal.signal(number, lambda *_: None)
     answered = time.monotonic()
     while True:

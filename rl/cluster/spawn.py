@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ import psutil
 from torch.distributed import TCPStore
 
 from rl.cluster.environment import kernel_cache
+from rl.host_protocol import listen
 from rl.processes import PARENT
 
 GROUP_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -94,8 +94,7 @@ async def join_group(procs: Procs, address: str) -> TCPStore:
     """
     from monarch.spmd import setup_torch_elastic_env_async
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as listener:
+    with listen(address) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

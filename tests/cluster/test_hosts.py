@@ -16,7 +16,7 @@ from rl.errors import ConfigError
 from rl.host_protocol import HostRefuses, HostUnreachable
 
 GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
-GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": [], "num_runs": 0}
+GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": []}
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
 
 

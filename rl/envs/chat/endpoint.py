@@ -21,7 +21,8 @@ from starlette.routing import Route
 from rl.envs.chat.requests import Refused, TurnRequest, read_request
 from rl.envs.chat.session import ChatSession, NoTurnsLeft, TooLong, Turn, Unwritable
 from rl.errors import RunError
-from rl.http_server import Server, listen, url_of
+from rl.host_protocol import listen
+from rl.http_server import Server, url_of
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice, event, refusal
 from rl.types import Message
@@ -56,7 +57,7 @@ class AgentEndpoint:
 
     async def enter(self, session: ChatSession) -> tuple[str, str]:
         if self._server is None:
-            listener = listen(self._address)
+            listener = listen(self._address, backlog=2048)
             self._url = f"{url_of(listener)}/v1"
             self._server = Server(
                 uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_keep_alive=600)
