@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import cloudpickle
 
@@ -190,11 +191,22 @@ def _serve() -> None:
         problem, response, stop = receive(requests)
         try:
             score = score_of(env.reward(problem, response, stop))
+        except SystemExit as error:
+            _exit_now(error.code)
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
             failure = failure_of(error)
             score = Score(0.0, str(failure), cause=failure.cause)
         send(answers, score)
+
+
+def _exit_now(code: object) -> NoReturn:
+    """As Python exits, but at once: its own way waits for threads, and a slow machine takes seconds for it."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else code is not None)
 
 
 if __name__ == "__main__":
