@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.actors.generator import GeneratorProcesses
 from rl.actors.remote import ProcessDied
-from rl.actors.replica import Replica, State
+from rl.actors.replica import Replica, State, Visitor
 from rl.actors.turns import Turns
 from rl.errors import RunError
 from rl.models.generator.wave import Wave
@@ -104,9 +104,10 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         updates: Updates,
         changed: Signal,
         turns: Turns | None = None,
+        host: Visitor | None = None,
     ):
         """turns: None: it may always be on its devices."""
-        super().__init__(name, self._spawn_in_turn, max_restarts, changed)
+        super().__init__(name, self._spawn_in_turn, max_restarts, changed, host)
         self._spawn_now = spawn
         self._turns = turns
         self.version: PolicyVersion | None = None

@@ -25,6 +25,7 @@ class State(StrEnum):
     SERVING = "serving"  # they take work
     SUSPENDED = "suspended"  # they are not on their devices, or not even spawned: it is not their turn
     DRAINING = "draining"  # they finish what they have, and take no more for now
+    ABSENT = "absent"  # their host has not joined the run, or has left it
     DEAD = "dead"  # they died more often than allowed
 
 
@@ -40,13 +41,33 @@ class Member(Protocol):
         ...
 
 
+class Visitor(Protocol):
+    """A host that joins a run and leaves it."""
+
+    @property
+    def is_there(self) -> bool: ...
+
+    async def arrival(self) -> None:
+        """Returns once it is there."""
+        ...
+
+
 M = TypeVar("M", bound=Member)
 
 
 class Replica(Generic[M]):
     """Invariants: it gets work only while it is SERVING; work it holds when it dies raises ProcessDied."""
 
-    def __init__(self, name: str, spawn: Callable[[], Awaitable[M]], max_restarts: int, changed: Signal):
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[], Awaitable[M]],
+        max_restarts: int,
+        changed: Signal,
+        host: Visitor | None = None,
+    ):
+        """host: of its processes, where it may leave; nothing that happens there ends the run. None: it is
+        always there."""
         self.name = name
         self.state = State.STARTING
         self.load = 0  # work in flight
@@ -54,6 +75,7 @@ class Replica(Generic[M]):
         self._spawn = spawn
         self._max_restarts = max_restarts
         self._changed = changed
+        self._host = host
         self.has_lived = False
         self._has_served = False
         self._early_deaths = EarlyDeaths()
@@ -64,23 +86,31 @@ class Replica(Generic[M]):
         """Until cancelled, or dead for good. Raises RunError where the processes do not start, twice, or die
         in the same way again and again before they serve."""
         while True:
+            if self._host is not None and not self._host.is_there:
+                self._enter(State.ABSENT)
+                self.num_restarts = 0
+                await self._host.arrival()
             self._enter(State.STARTING)
+            may_end_run = not self.has_lived and self._host is None
             try:
                 member = await self._spawn()
             except ProcessDied as error:
                 # A process may be killed at any moment. One that never starts is the machine's or the
                 # config's.
-                if not self.has_lived and (self.num_restarts or isinstance(error, ProcessSilent)):
+                if may_end_run and (self.num_restarts or isinstance(error, ProcessSilent)):
                     raise RunError(f"{error}; it did not even start") from error
                 death = error
             except RunError as error:
-                if not self.has_lived:
+                if may_end_run:
                     raise
                 death = ProcessDied(str(error))  # it has run before, so what keeps it from starting may pass
             else:
                 self.has_lived = True
                 death = await self._live(member)
-            if not self._has_served:
+            if self._host is not None and not self._host.is_there:
+                _log.warning("%s; it waits for a host to join", death)
+                continue
+            if not self._has_served and self._host is None:
                 self._early_deaths.count(death)
             if self.num_restarts == self._max_restarts:
                 _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)
@@ -172,7 +202,9 @@ class Pool(Generic[R]):
 
     async def started(self) -> None:
         """Every replica's processes have answered for the first time."""
-        await self.changed.wait_for(lambda: all(r.has_lived or r.num_restarts for r in self.replicas))
+        await self.changed.wait_for(
+            lambda: all(r.has_lived or r.num_restarts or r.state is State.ABSENT for r in self.replicas)
+        )
 
     async def ask(
         self,
@@ -227,7 +259,7 @@ class Pool(Generic[R]):
     @property
     def num_alive(self) -> int:
         """Those that serve, or will again."""
-        return sum(replica.state != State.DEAD for replica in self.replicas)
+        return sum(replica.state not in (State.DEAD, State.ABSENT) for replica in self.replicas)
 
     @property
     def num_serving(self) -> int:

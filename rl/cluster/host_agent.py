@@ -32,10 +32,12 @@ from rl.host_protocol import (
 )
 from rl.owned_directory import SHARED_MEMORY
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
+from rl.waiting import beside
 
 SILENCE_SECONDS = 45.0
 """Without a word from a controller, its run is ended here."""
 _GREETING_SECONDS = 10.0
+_JOIN_SECONDS = 3.0
 _CHUNK = 2**20
 _MOST_NOISE = 2**30
 
@@ -43,12 +45,15 @@ _MOST_NOISE = 2**30
 class HostAgent:
     """Serves from `serve` on. `address`: host:port as others reach it."""
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str, port: int, join: str = ""):
+        """join: the address of a worker whose runs this host would join."""
         self._host, self._port = host, port
         self.address = ""
         self._runs: dict[str, HostedRun] = {}  # by the run's id
         self._gpus: list[dict[str, Any]] = []
         self._answering: set[asyncio.Future[None]] = set()
+        self._join = join
+        self._told: dict[str, float] = {}  # a host that would join -> when it last said so
 
     async def serve(self) -> None:
         """Until cancelled; then no process of a run is left."""
@@ -58,7 +63,7 @@ class HostAgent:
         self.address = written(self._host, port)
         print(f"rl worker: listening on {self.address}", flush=True)
         try:
-            async with server:
+            async with server, beside(*([self._ask_to_join()] if self._join else [])):
                 await reap_orphans()
         finally:
             for task in self._answering:
@@ -89,6 +94,9 @@ class HostAgent:
                 await self._send_file(request, writer)
             elif do == "lease":
                 await self._lease(request, reader, writer)
+            elif do == "join":
+                self._told[str(request["address"])] = time.monotonic()
+                writer.write(line({}))
             elif do == "noise":
                 await _send_noise(int(request["count"]), writer)
             elif do == "measure":
@@ -105,6 +113,26 @@ class HostAgent:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
+
+    async def _ask_to_join(self) -> None:
+        """Again and again: the run that it joins may be started later, or again."""
+        was_heard = True
+        while True:
+            try:
+                request = {"do": "join", "address": self.address}
+                _, connection = await asyncio.to_thread(ask, self._join, request, _GREETING_SECONDS)
+                connection.close()
+                was_heard = True
+            except HostUnreachable as error:
+                if was_heard:
+                    print(f"rl worker: {error}; it is asked again", flush=True)
+                was_heard = False
+            await asyncio.sleep(_JOIN_SECONDS)
+
+    def _joining(self) -> list[str]:
+        """Hosts that would join, and have said so lately."""
+        now = time.monotonic()
+        return [address for address, told in self._told.items() if now - told < 3 * _JOIN_SECONDS]
 
     def _look(self) -> dict[str, Any]:
         shared = os.statvfs(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
@@ -147,7 +175,7 @@ class HostAgent:
             writer.write(line({"worker": run.worker_address}))
             while text := await asyncio.wait_for(reader.readline(), SILENCE_SECONDS):
                 asked = json.loads(text)
-                writer.write(line(await run.answer(asked)))
+                writer.write(line({**await run.answer(asked), "joined": self._joining()}))
                 await writer.drain()
                 if asked.get("do") == "close":
                     break
@@ -203,25 +231,36 @@ async def _look_at_gpus() -> list[dict[str, Any]]:
 
 def worker(arguments: Sequence[str]) -> int:
     """The command. Raises ConfigError."""
-    if len(arguments) == 1 and arguments[0].startswith("--listen="):
-        arguments = ("--listen", arguments[0].partition("=")[2])
-    if len(arguments) != 2 or arguments[0] != "--listen":
-        raise ConfigError("write rl worker --listen ADDRESS:PORT, as rl worker --listen 10.0.0.2:7000")
-    host, port = parse_address(arguments[1])
+    listen, join = _flags(arguments)
+    host, port = parse_address(listen)
     address = address_of(host)
     if address in ("0.0.0.0", "::"):
         raise ConfigError(
-            f"--listen {arguments[1]}: who reaches it can run programs here; give the address of one network"
+            f"--listen {listen}: who reaches it can run programs here; give the address of one network"
         )
+    if join:
+        address_of(parse_address(join)[0])
     adopt_orphans()
     allow_many_files()
     try:
-        asyncio.run(_serve(HostAgent(address, port)))
+        asyncio.run(_serve(HostAgent(address, port, join)))
     except OSError as error:
         raise ConfigError(
-            f"--listen {arguments[1]}: {error.strerror or error}; give a free port of an address of this host"
+            f"--listen {listen}: {error.strerror or error}; give a free port of an address of this host"
         ) from error
     return 0
+
+
+def _flags(arguments: Sequence[str]) -> tuple[str, str]:
+    """The values of --listen and --join. Raises ConfigError."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    values = dict(zip(words[::2], words[1::2], strict=False))
+    if len(words) != 2 * len(values) or "--listen" not in values or values.keys() - {"--listen", "--join"}:
+        raise ConfigError(
+            "write rl worker --listen ADDRESS:PORT, as rl worker --listen 10.0.0.2:7000; with --join "
+            "ADDRESS:PORT, of a run's first host, this one joins the run"
+        )
+    return values["--listen"], values.get("--join", "")
 
 
 async def _serve(agent: HostAgent) -> None:

@@ -38,18 +38,45 @@ def look_at_hosts(text: str) -> Cluster:
     hosts, problems = [], []
     for address in host_addresses(text):
         try:
-            began = time.time()
-            answer, connection = ask(address, {"do": "look"}, _SECONDS)
-            connection.close()
-        except HostUnreachable as error:
+            hosts.append(look_at(address))
+        except ConfigError as error:
             problems.append(str(error))
-            continue
-        problems += _problems(address, answer, (began + time.time()) / 2)
-        gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
-        hosts.append(Host(answer["num_cores"], answer["free_gib"], gpus, address))
     if problems:
         raise ConfigError("\n".join(problems))
     return Cluster(tuple(hosts))
+
+
+def look_at(address: str) -> Host:
+    """As it is now. Raises ConfigError, with a line for each problem."""
+    began = time.time()
+    try:
+        answer, connection = ask(address, {"do": "look"}, _SECONDS)
+    except HostUnreachable as error:
+        raise ConfigError(str(error)) from error
+    connection.close()
+    if problems := _problems(address, answer, (began + time.time()) / 2):
+        raise ConfigError("\n".join(problems))
+    gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
+    return Host(answer["num_cores"], answer["free_gib"], gpus, address)
+
+
+def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:
+    """Of a host that joins. needed_gib: of its own memory, for the processes that it gets.
+
+    Raises ConfigError.
+    """
+    gpus, of_plan = ([(gpu.name, gpu.gib) for gpu in each.gpus] for each in (host, planned))
+    differences = [
+        (host.num_cores < planned.num_cores, f"{host.num_cores} cores", f"{planned.num_cores}"),
+        (gpus[: len(of_plan)] != of_plan, f"{len(gpus)} GPUs ({host})", f"{planned}"),
+        (host.free_gib < needed_gib, f"{host.free_gib:.1f} GiB free", f"{needed_gib:.1f}"),
+    ]
+    for is_short, there, wanted in differences:
+        if is_short:
+            raise ConfigError(
+                f"host {host.address} cannot join: it has {there}, and the plan {wanted}; join with a host "
+                f"as the last of --hosts"
+            )
 
 
 def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:

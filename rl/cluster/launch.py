@@ -98,8 +98,7 @@ async def launch(
 
 def launcher_of(plan: Plan) -> Launcher:
     """By whether its hosts have addresses."""
-    addresses = [host.address for host in plan.cluster.hosts]
-    return Hosts(addresses, plan.deadlines.start) if all(addresses) else ThisHost()
+    return Hosts(plan) if any(host.address for host in plan.cluster.hosts) else ThisHost(plan.cluster)
 
 
 class _Start:
@@ -127,8 +126,8 @@ class _Start:
         self._env = env
         self._timeline = timeline
         self._launcher = launcher
-        logs, cluster = run_dir / "logs", plan.cluster
-        self._spawner = Spawner(launcher, cluster, models, logs, shared, plan.deadlines, timeline)
+        logs = run_dir / "logs"
+        self._spawner = Spawner(launcher, models, logs, shared, plan.deadlines, timeline)
 
     async def actors(self) -> Actors:
         """Generators and reward workers are started by who runs their pools; `ready` starts the engines."""
@@ -209,7 +208,8 @@ class _Start:
             spawn = self._spawner.generator(replica, transport)
             in_flight = spec_of(replica, GeneratorSpec).updates == "in_flight"
             restarts, turns = replica.max_restarts, self._turns
-            return GeneratorReplica(replica.name, spawn, restarts, in_flight, updates, changed, turns)
+            host = self._launcher.visitor(replica.processes[0].host)
+            return GeneratorReplica(replica.name, spawn, restarts, in_flight, updates, changed, turns, host)
 
         return GeneratorPool("generator", make, len(replicas), policy, store)
 

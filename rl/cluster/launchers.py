@@ -7,10 +7,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl.actors.replica import Visitor
+from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
 from rl.cluster.spawn import kill_those_that_log_to
 from rl.host_protocol import MARK, written
+from rl.plan.cluster import Cluster, Host
+from rl.plan.types import Plan
 from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within
 
@@ -49,12 +53,23 @@ class Launcher(Protocol):
         """Release these files of published weights on all other hosts."""
         ...
 
+    def host(self, number: int) -> Host:
+        """One of the plan's hosts, as it is."""
+        ...
+
+    def visitor(self, number: int) -> Visitor | None:
+        """None: that host is always there."""
+        ...
+
 
 class ThisHost:
     """All of them here."""
 
     address = _LOOPBACK
     run = ""
+
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
 
     @asynccontextmanager
     async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
@@ -72,6 +87,12 @@ class ThisHost:
     async def release(self, paths: Sequence[str]) -> None:
         pass
 
+    def host(self, number: int) -> Host:
+        return self._cluster.hosts[number]
+
+    def visitor(self, number: int) -> Visitor | None:
+        return None
+
 
 class Hosts:
     """On hosts with an `rl worker`, of which each lends a process of Monarch's for the run.
@@ -79,30 +100,48 @@ class Hosts:
     Each attach makes a mesh of its own: when a host dies, Monarch's other meshes go on.
     """
 
-    def __init__(self, addresses: Sequence[str], patience: float):
-        """patience: seconds to wait for a host that does not answer."""
+    def __init__(self, plan: Plan):
         self.address, self.run = "", uuid.uuid4().hex
-        self._addresses, self._patience = addresses, patience
-        self._leases: list[Lease] = []
+        self._hosts, self._patience = plan.cluster.hosts, plan.deadlines.start
+        slots = {number: _slot(number, plan) for number, host in enumerate(self._hosts) if host.may_join}
+        self._joining = Joining(slots, self._lease)
+        self._leases: list[Lease] = []  # of the hosts that are always there: the first
 
     @asynccontextmanager
     async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
-        run_dir = run_dir.resolve()
-        self._leases = [
-            Lease(address, self.run, run_dir, shared, self._patience) for address in self._addresses
-        ]
+        self._run_dir, self._shared = run_dir, shared = run_dir.resolve(), shared
+        self._leases = [self._lease(host.address) for host in self._hosts if not host.may_join]
         (run_dir / MARK).write_text(self.run)
         try:
             await together(lease.connect() for lease in self._leases)
             self.address = self._leases[0].own_address
             self._use_network()
             OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
-            async with beside(*(lease.run() for lease in self._leases)):
+            async with beside(*(lease.run() for lease in self._leases), self._joining.run(self._leases)):
                 yield
         finally:
             OTHER_HOSTS.clear()
             await asyncio.shield(self._close())
             (run_dir / MARK).unlink(missing_ok=True)
+
+    def _lease(self, address: str) -> Lease:
+        return Lease(address, self.run, self._run_dir, self._shared, self._patience)
+
+    def _lease_of(self, host: int) -> Lease:
+        """Raises ProcessDied where it has left."""
+        slots = self._joining.slots
+        return slots[host].lease if host in slots else self._leases[host]
+
+    @property
+    def _held(self) -> list[Lease]:
+        return [*self._leases, *self._joining.leases]
+
+    def host(self, number: int) -> Host:
+        slot = self._joining.slots.get(number)
+        return slot.host if slot else self._hosts[number]
+
+    def visitor(self, number: int) -> Visitor | None:
+        return self._joining.slots.get(number)
 
     def _use_network(self) -> None:
         """Before Monarch does anything else."""
@@ -115,19 +154,26 @@ class Hosts:
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
         from monarch.actor import attach_to_workers
 
-        leases = [self._leases[host] for host in dict.fromkeys(hosts)]
+        leases = [self._lease_of(host) for host in dict.fromkeys(hosts)]
         workers = await asyncio.gather(*(lease.worker() for lease in leases))
         mesh = attach_to_workers(ca="trust_all_connections", workers=workers)
         await mesh.initialized
         return mesh
 
     async def end_log(self, log: Path, hosts: Sequence[int]) -> None:
-        await asyncio.gather(*(self._leases[host].end_log(log) for host in {*hosts}))
+        await asyncio.gather(*(self._lease_of(host).end_log(log) for host in {*hosts}))
 
     async def release(self, paths: Sequence[str]) -> None:
-        await asyncio.gather(*(lease.release(paths) for lease in self._leases))
+        await asyncio.gather(*(lease.release(paths) for lease in self._held))
 
     async def _close(self) -> None:
         with suppress(TimeoutError):
             async with within(_CLOSE_SECONDS):
-                await together(lease.close() for lease in self._leases)
+                await together(lease.close() for lease in self._held)
+
+
+def _slot(number: int, plan: Plan) -> Slot:
+    there = [replica for replica in plan.replicas if replica.processes[0].host == number]
+    host = plan.cluster.hosts[number]
+    needed = sum(process.peak for replica in there for process in replica.processes) / 2**30
+    return Slot(host, 0.0 if host.gpus else needed, ", ".join(replica.name for replica in there))

@@ -56,6 +56,12 @@ class Lease:
         self._worker = ""
         self._processes: dict[int, tuple[str, str]] = {}  # pid -> (mesh, status)
         self._seen: set[int] = set()
+        self.joined: Sequence[str] = ()
+        """Hosts that would join this run, as that host was told."""
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self._id)
 
     async def connect(self) -> None:
         """Raises HostUnreachable."""
@@ -77,10 +83,18 @@ class Lease:
     async def run(self) -> None:
         """Keep it, until cancelled."""
         while True:
-            if self._id:
-                with suppress(HostUnreachable):
-                    await self._ask({"do": "ping"})
+            await self.ping()
             await asyncio.sleep(_PING_SECONDS)
+
+    async def run_until_lost(self) -> None:
+        while self.is_held:
+            await self.ping()
+            await asyncio.sleep(_PING_SECONDS)
+
+    async def ping(self) -> None:
+        if self.is_held:
+            with suppress(HostUnreachable):
+                await self._ask({"do": "ping"})
 
     async def worker(self) -> str:
         """Where Monarch starts processes on that host. Waits for a host that is lost; raises ProcessDied."""
@@ -114,7 +128,7 @@ class Lease:
                 self._lose()
                 raise HostUnreachable(unreachable(self.address, error)) from error
         if "processes" in answer:
-            self._worker = answer["worker"]
+            self._worker, self.joined = answer["worker"], answer["joined"]
             self._processes = {pid: (mesh, status) for pid, mesh, status in answer["processes"]}
             self._seen |= self._processes.keys()
 

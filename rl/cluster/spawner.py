@@ -19,7 +19,6 @@ from rl.envs.chat.env import ChatEnv
 from rl.interfaces import Transport
 from rl.models.generator.environment import generator_environment
 from rl.observability.timeline import Timeline
-from rl.plan.cluster import Cluster
 from rl.plan.types import EngineSpec, GeneratorSpec, Replica, WorkerSpec
 from rl.waiting import Deadlines
 
@@ -33,7 +32,6 @@ class Spawner:
     def __init__(
         self,
         launcher: Launcher,
-        cluster: Cluster,
         models: Mapping[str, Path],
         logs: Path,
         shared: Path,
@@ -42,7 +40,6 @@ class Spawner:
     ):
         """models: the directory of each model that a plan names. shared: owned, in shared memory."""
         self._launcher = launcher
-        self._cluster = cluster
         self._models = models
         self._logs = logs
         self._shared = shared
@@ -137,7 +134,7 @@ class Spawner:
 
     def _shown(self, host: int, gpus: Sequence[int]) -> str | None:
         """CUDA_VISIBLE_DEVICES of a process; None on a host without GPUs."""
-        there = self._cluster.hosts[host].gpus
+        there = self._launcher.host(host).gpus
         return ",".join(there[gpu].visible for gpu in gpus) if there else None
 
 

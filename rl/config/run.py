@@ -147,6 +147,9 @@ class RunConfig:
     hosts: str = ""
     """The run's hosts, as 10.0.0.1:7000,10.0.0.2:7000, each with an `rl worker` that listens there. Empty:
     this host alone."""
+    joining_hosts: NonNegativeInt = 0
+    """How many more hosts may join the run, and leave it again, at any time: `rl worker --join`. They have
+    the numbers after those of `hosts`, and what the last of those has. Only generators are there."""
     placement: Sharing = "auto"
     """GPUs of the processes of trainer, generators, critic, reference and judge. alone: one for each.
     side_by_side: dealt out in turn, so that roles share them. by_turns: who does not work in a phase leaves

@@ -52,13 +52,23 @@ def plan_or_problems(
     """No problem is told of a model that cannot be read, and there is no plan either."""
     demand = demand_of(config, command)
     facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
-    plan = resolve(demand, facts, cluster or cluster_of(config))
+    hosts = (cluster or cluster_of(config)).with_joining(config.joining_hosts)
+    plan = resolve(demand, facts, hosts)
     return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
 
 
 def cluster_of(config: RunConfig) -> Cluster:
-    """What the run's hosts have. Raises ConfigError where one does not answer, or cannot be used."""
-    return look_at_hosts(config.hosts) if config.hosts else Cluster((look_at_host(),))
+    """What the run's hosts have, but for those that may join.
+
+    Raises ConfigError where one does not answer, or cannot be used.
+    """
+    if config.hosts:
+        return look_at_hosts(config.hosts)
+    if config.joining_hosts:
+        raise ConfigError(
+            f"joining_hosts={config.joining_hosts} has no effect without --hosts; name those that are there"
+        )
+    return Cluster((look_at_host(),))
 
 
 def check_models_read(config: RunConfig, command: Command) -> None:

@@ -201,7 +201,7 @@ def _serve() -> None:
 
 
 def _exit_now(code: object) -> NoReturn:
-    """As Python exits, but at once: its own way waits for threads, and a slow machine takes seconds for it."""
+    """As Python exits, but at once: its own way waits for threads, and takes seconds on a slow machine."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     sys.stdout.flush()

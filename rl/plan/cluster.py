@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.errors import ConfigError
 
@@ -35,18 +35,21 @@ class GPU:
 class Host:
     """One host, as far as a run may use it. `free_gib`: of its own memory, not the GPUs'.
 
-    address: host:port at which its `rl worker` listens; empty: the host of the controller.
+    address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
+    not there when the run starts; its address is known once it is.
     """
 
     num_cores: int
     free_gib: float
     gpus: tuple[GPU, ...] = ()
     address: str = ""
+    may_join: bool = False
 
     def __str__(self) -> str:
+        later = " that may join" if self.may_join else ""
         if not self.gpus:
-            return f"{self.num_cores} cores with {self.free_gib:.0f} GiB free"
-        return f"{len(self.gpus)} x {self.gpus[0].name} of {self.gpus[0].gib:.1f} GiB"
+            return f"{self.num_cores} cores with {self.free_gib:.0f} GiB free{later}"
+        return f"{len(self.gpus)} x {self.gpus[0].name} of {self.gpus[0].gib:.1f} GiB{later}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ class Cluster:
     """The hosts of a run. The first has the controller."""
 
     hosts: tuple[Host, ...]
+
+    def with_joining(self, count: int) -> "Cluster":
+        """And so many hosts that may join, each taken to be as the last."""
+        gpus = tuple(replace(gpu, visible=str(number)) for number, gpu in enumerate(self.hosts[-1].gpus))
+        joining = replace(self.hosts[-1], gpus=gpus, address="", may_join=True)
+        return Cluster((*self.hosts, *(joining,) * count))
 
     @property
     def devices(self) -> tuple[tuple[int, int], ...]:

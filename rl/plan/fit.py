@@ -77,8 +77,9 @@ def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cl
 
 def host_name(host: int, cluster: Cluster) -> str:
     """For people."""
-    address = cluster.hosts[host].address
-    return f"host {host} ({address})" if address else f"host {host}"
+    of_host = cluster.hosts[host]
+    what = of_host.address or ("may join" if of_host.may_join else "")
+    return f"host {host} ({what})" if what else f"host {host}"
 
 
 def _when(demand: Demand, phase: Phase) -> str:

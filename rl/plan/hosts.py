@@ -13,14 +13,20 @@ def allowed_hosts(
 ) -> dict[RoleName, Hosts]:
     """By role, in the order in which they are filled. An unknown number is a problem, and left out."""
     allowed, everywhere = dict[RoleName, Hosts](), tuple(range(len(cluster.hosts)))
+    joining = tuple(host for host in everywhere if cluster.hosts[host].may_join)
+    present = everywhere[: len(everywhere) - len(joining)]
     for role in roles:
         asked = demand.hosts.get(role, ())
         setting = demand.name(f"{role}.hosts")
         for problem in _wrong(asked, cluster):
             notes.problem("places", f"{setting} {problem}; {_known(cluster)}")
+        for host in sorted({*asked} & {*joining}) if role != "generator" else ():
+            what = "which may join later; name another: only generators may be there"
+            notes.problem("places", f"{setting} names host {host}, {what}")
         allowed[role] = tuple(host for host in dict.fromkeys(asked) if host in everywhere)
         if not allowed[role]:
-            allowed[role] = _default(role, everywhere, has_gpus=bool(cluster.gpus))
+            allowed[role] = _default(role, present, has_gpus=bool(cluster.gpus))
+            allowed[role] += joining if role == "generator" else ()
         if len(everywhere) > 1:
             why = "asked for" if asked else _why(role, has_gpus=bool(cluster.gpus))
             notes.settle(setting, _written(asked) or "auto", _written(allowed[role]), why)
@@ -65,7 +71,33 @@ def spread(num_procs: int, hosts: Hosts) -> Mapping[int, int]:
     return {rank: hosts[min(rank // each, len(hosts) - 1)] for rank in range(num_procs)}
 
 
-def check_even(role: RoleName, of_ranks: Sequence[int], demand: Demand, notes: Notes) -> None:
+def check_hosts(
+    of_replicas: Sequence[tuple[RoleName, Sequence[int]]], demand: Demand, cluster: Cluster, notes: Notes
+) -> None:
+    """of_replicas: each one's role, and each of its processes' host."""
+    for role, hosts in of_replicas:
+        if role in ENGINE_ROLES:
+            _check_even(role, hosts, demand, notes)
+    joining = {number for number, host in enumerate(cluster.hosts) if host.may_join}
+    if not joining:
+        return
+    on = {host for role, hosts in of_replicas if role == "generator" for host in hosts}
+    count, hosts_of = f"joining_hosts={len(joining)}", demand.name("generator.hosts")
+    if demand.sharing == "by_turns":
+        notes.problem("places", f"{count} has no effect with placement=by_turns; leave out one of them")
+    elif unused := sorted(joining - on):
+        notes.problem(
+            "places",
+            f"{count}: no generator is on host {unused[0]}; raise {demand.name('generator.num_replicas')}, "
+            f"or name it with --{hosts_of}",
+        )
+    elif not on - joining:
+        notes.problem(
+            "places", f"{count}: every generator is on a host that may join; --{hosts_of} has to name another"
+        )
+
+
+def _check_even(role: RoleName, of_ranks: Sequence[int], demand: Demand, notes: Notes) -> None:
     """Monarch starts a mesh with as many processes on each of its hosts. of_ranks: each rank's host."""
     counts = {host: of_ranks.count(host) for host in dict.fromkeys(of_ranks)}
     if len({*counts.values()}) > 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
 from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
-from rl.plan.hosts import allowed_hosts, check_even, spread
+from rl.plan.hosts import allowed_hosts, check_hosts, spread
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
@@ -116,7 +116,7 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     if not cluster.gpus:
         if demand.sharing == "by_turns":
             notes.settle(demand.name("placement"), demand.sharing, demand.sharing, "asked for")
-        return _even(Places(started, _on_cpus(started, allowed), False), demand, notes)
+        return _checked(Places(started, _on_cpus(started, allowed), False), demand, cluster, notes)
     alone = _deal(started, cluster, allowed, in_turn=False) if demand.sharing in ("auto", "alone") else None
     shared = alone is None
     _settle_sharing(on_devices, demand, shared, cluster, notes)
@@ -124,15 +124,14 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
         return None
     places = alone or _deal(started, cluster, allowed, in_turn=True)
     assert places is not None, "each role fits the GPUs"
-    return _even(Places(started, places, shared), demand, notes)
+    return _checked(Places(started, places, shared), demand, cluster, notes)
 
 
-def _even(places: Places, demand: Demand, notes: Notes) -> Places | None:
-    """None where a host would have more ranks of an engine than another."""
+def _checked(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
+    """None where a host has too many or too few processes of a role."""
     before = len(notes.problems)
-    for member in places.started:
-        if member.role in ENGINE_ROLES:
-            check_even(member.role, [place.host for place in places.by_name[member.name]], demand, notes)
+    hosts = {name: [place.host for place in of_name] for name, of_name in places.by_name.items()}
+    check_hosts([(member.role, hosts[member.name]) for member in places.started], demand, cluster, notes)
     return places if len(notes.problems) == before else None
 
 

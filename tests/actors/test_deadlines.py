@@ -211,7 +211,9 @@ def test_a_version_that_cannot_be_freed_ends_the_run_at_the_deadline_of_publishi
     plan, models = settle(config, cluster=AMPLE), {"model": tmp_path}
 
     async def main():
-        actors = await _Start(plan, models, tmp_path, tmp_path, config.env, Timeline(), ThisHost()).actors()
+        actors = await _Start(
+            plan, models, tmp_path, tmp_path, config.env, Timeline(), ThisHost(plan.cluster)
+        ).actors()
 
         async def write(version):
             return Manifest(version, ())

@@ -41,7 +41,8 @@ class Process:
 class World:
     """A pool of replicas whose processes are numbered as they are spawned."""
 
-    def __init__(self, num_replicas=2, max_restarts=3, fails_at_start=(), death=ProcessDied):
+    def __init__(self, num_replicas=2, max_restarts=3, fails_at_start=(), death=ProcessDied, visitor=None):
+        """visitor: the last one's host."""
         self.processes, self.changed, self.fails_at_start = [], Signal(), fails_at_start
 
         async def spawn():
@@ -52,7 +53,8 @@ class World:
                 raise death(f"process {process.number} died in start")
             return process
 
-        replicas = [Replica(f"r{i}", spawn, max_restarts, self.changed) for i in range(num_replicas)]
+        hosts = [*[None] * (num_replicas - 1), visitor]
+        replicas = [Replica(f"r{i}", spawn, max_restarts, self.changed, host) for i, host in enumerate(hosts)]
         self.pool = Pool("worker", replicas, self.changed)
 
     def ask(self, wait=False):
@@ -265,5 +267,73 @@ def test_an_error_of_our_own_beside_the_work_ends_the_run_with_its_words(monkeyp
             await asyncio.wait_for(world.pool.run(), 1)
         assert [str(error) for error in raised.value.exceptions] == ["a bug of ours"]
         assert [process.killed for process in world.processes] == [True]
+
+    asyncio.run(main())
+
+
+class Guest:
+    """A host that is there from `come` to `go`."""
+
+    def __init__(self):
+        self.is_there, self._changed = False, Signal()
+
+    def come(self):
+        self.is_there = True
+        self._changed.notify()
+
+    def go(self):
+        self.is_there = False
+
+    async def arrival(self):
+        await self._changed.wait_for(lambda: self.is_there)
+
+
+def test_one_on_a_host_that_joins_serves_while_it_is_there_and_is_never_given_up():
+    async def main():
+        guest = Guest()
+        world = World(2, max_restarts=1, visitor=guest)
+        async with beside(world.pool.run()):
+            await asyncio.wait_for(world.pool.started(), 1)  # it does not wait for the guest
+            await world.serving(1)
+            _, visiting = world.pool.replicas
+            assert visiting.state is State.ABSENT and world.pool.num_alive == 1
+            for _ in range(3):  # more often than it may be restarted
+                guest.come()
+                await world.serving(2)
+                guest.go()
+                world.processes[-1].dead = True
+                await world.serving(1)
+                await asyncio.sleep(0.01)
+                assert visiting.state is State.ABSENT and world.pool.num_alive == 1
+                assert await world.ask() == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("death", [ProcessDied, ProcessSilent, RunError])
+def test_nothing_that_happens_on_a_host_that_joins_ends_the_run(death):
+    """Processes that die as they start, again and again: that replica is given up, and the others go on."""
+
+    async def main():
+        guest = Guest()
+        world = World(2, max_restarts=2, fails_at_start=range(1, 99), visitor=guest, death=death)
+        async with beside(world.pool.run()):
+            await world.serving(1)
+            guest.come()
+            given_up = world.changed.wait_for(lambda: world.pool.replicas[1].state is State.DEAD)
+            await asyncio.wait_for(given_up, 1)
+            assert len(world.processes) == 4 and await world.ask() == 0
+
+    asyncio.run(main())
+
+
+def test_the_run_ends_where_only_hosts_that_have_not_joined_are_left():
+    async def main():
+        world = World(2, max_restarts=0, visitor=Guest())
+        async with beside(world.pool.run()):
+            await world.serving(1)
+            world.processes[0].dead = True
+            with pytest.raises(ProcessDied, match="every worker has died for good"):
+                await asyncio.wait_for(world.pool.until_dead(), 1)
 
     asyncio.run(main())

@@ -8,6 +8,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from rl.models.generator.commands import Progress
+from rl.plan.types import Plan
 from rl.processes import ProcessInfo
 
 ELSEWHERE = "a host that is not here"  # so nobody looks for these processes, or kills them
@@ -25,9 +26,10 @@ class Spawned:
 
 
 class FakeLauncher:
-    """deaths: how often each mesh's processes die before they answer."""
+    """On the hosts of a plan. deaths: how often each mesh's processes die before they answer."""
 
-    def __init__(self, deaths: int = 0):
+    def __init__(self, plan: Plan, deaths: int = 0):
+        self._hosts = plan.cluster.hosts
         self.spawned: list[Spawned] = []
         self.closed = False
         self._deaths = deaths
@@ -47,6 +49,12 @@ class FakeLauncher:
 
     async def release(self, paths):
         pass
+
+    def host(self, number):
+        return self._hosts[number]
+
+    def visitor(self, number):
+        return None
 
     def _spawn(self, hosts, name, per_host, bootstrap_command, **_):
         assert per_host == {"procs": hosts.count(hosts[0])} and hosts == tuple(sorted(hosts))

@@ -65,7 +65,7 @@ def started(plan: Plan, models, tmp_path, launcher: FakeLauncher) -> FakeLaunche
 @pytest.mark.parametrize("name", RUNS)
 def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
     plan = without_torchstore(RUNS[name]())
-    launcher = started(plan, models, tmp_path, FakeLauncher())
+    launcher = started(plan, models, tmp_path, FakeLauncher(plan))
     by_name = {spawned.name: spawned for spawned in launcher.spawned}
     assert sorted(spawned.name for spawned in launcher.spawned) == sorted(r.name for r in plan.replicas)
     for replica in plan.replicas:
@@ -94,7 +94,7 @@ def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
 def test_each_replica_may_die_as_it_starts(name, models, tmp_path):
     """Each is started again, in the same place; engines together."""
     plan = without_torchstore(RUNS[name]())
-    launcher = started(plan, models, tmp_path, FakeLauncher(deaths=1))
+    launcher = started(plan, models, tmp_path, FakeLauncher(plan, deaths=1))
     for replica in plan.replicas:
         starts = [spawned for spawned in launcher.spawned if spawned.name == replica.name]
         assert len(starts) >= 2 and len({start.hosts for start in starts}) == 1, replica.name
@@ -107,4 +107,5 @@ def test_each_replica_may_die_as_it_starts(name, models, tmp_path):
 
 def test_a_replica_that_dies_at_each_start_ends_the_run(models, tmp_path):
     with pytest.raises(RunError, match="generator-0 died in start .*it did not even start"):
-        started(small(), models, tmp_path, FakeLauncher(deaths=10))
+        plan = small()
+        started(plan, models, tmp_path, FakeLauncher(plan, deaths=10))

@@ -49,8 +49,8 @@ def without_monarch(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def an_agent(port=0):
-    agent = HostAgent("127.0.0.1", port)
+async def an_agent(port=0, join=""):
+    agent = HostAgent("127.0.0.1", port, join)
     serving = asyncio.create_task(agent.serve())
     try:
         while not agent.address:

@@ -35,7 +35,7 @@ def test_ports_are_taken_as_they_are_used(tmp_path, few_descriptors, num_restart
     config = quickstart()
     plan = settle(replace(config, trainer=replace(config.trainer, max_restarts=num_restarts)), cluster=AMPLE)
     before = psutil.Process().num_fds()
-    _Start(plan, {"model": tmp_path}, tmp_path, tmp_path, config.env, Timeline(), ThisHost())
+    _Start(plan, {"model": tmp_path}, tmp_path, tmp_path, config.env, Timeline(), ThisHost(plan.cluster))
     assert psutil.Process().num_fds() == before
 
 

@@ -247,6 +247,7 @@ OF_THE_MODEL = [
 # Held by other tests: those of what the setting is for, those that need processes, and the config's own checks.
 ELSEWHERE = {
     "hosts": "tests/cluster/test_hosts.py::test_a_run_is_planned_on_the_hosts_that_it_names",
+    "joining_hosts": "tests/plan/test_hosts.py::test_generators_alone_are_on_hosts_that_may_join",
     "max_offpolicy_steps": "tests/integration/test_async.py::test_an_asynchronous_run_keeps_its_bound_and_measures_one_version",
     "trace": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
     "model.alphabet": "tests/config/test_bad_input.py::test_a_model_that_cannot_read_the_task",

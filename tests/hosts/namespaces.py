@@ -131,12 +131,15 @@ def _end(host: Host) -> None:
 
 
 @contextmanager
-def worker(host: Host, log: Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen]:
-    """An `rl worker` there, once it answers."""
+def worker(
+    host: Host, log: Path, env: Mapping[str, str] | None = None, join: Host | None = None
+) -> Iterator[subprocess.Popen]:
+    """An `rl worker` there, once it answers. join: the host whose runs it joins."""
+    flags = ["--join", join.worker_address] if join else []
     with log.open("ab") as file:
         process = host.start(
-            sys.executable, "-m", "rl", "worker", "--listen", host.worker_address, env=env, stdout=file,
-            stderr=file, stdin=subprocess.DEVNULL,
+            sys.executable, "-m", "rl", "worker", "--listen", host.worker_address, *flags, env=env,
+            stdout=file, stderr=file, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     try:
         wait_for_worker(host)

@@ -32,10 +32,15 @@ def addresses(made: Sequence[Host]) -> str:
     return ",".join(host.worker_address for host in made)
 
 
+def start(made: Sequence[Host], *arguments: object) -> subprocess.Popen:
+    """A run whose controller is on the first host. Its output is to be read."""
+    words = [*RL, "train", *map(str, arguments), "--hosts", addresses(made)]
+    return made[0].start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def train(made: Sequence[Host], *arguments: object, seconds: float = 240) -> str:
     """Its controller is on the first host. What it printed."""
-    words = [*RL, "train", *map(str, arguments), "--hosts", addresses(made)]
-    process = made[0].start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(made, *arguments)
     try:
         output, _ = process.communicate(timeout=seconds)
     finally:

@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.namespaces import hosts
-from tests.hosts.runs import MORTAL, OVER_BOTH, RL, TWO_RANKS, addresses, left_on, numbers, train, two_hosts
+from tests.hosts.namespaces import hosts, worker
+from tests.hosts.runs import (
+    MORTAL,
+    OVER_BOTH,
+    RL,
+    TWO_RANKS,
+    addresses,
+    left_on,
+    numbers,
+    start,
+    train,
+    two_hosts,
+)
 from tests.hosts.slurm import install, slurm
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")
@@ -194,6 +205,47 @@ def test_the_pods_of_a_manifest_give_the_numbers_of_one_host(directory, on_one_h
         assert [process.returncode for process in started] == [0, 0], outputs
         assert [left_on(host) for host in made] == [[], []]
     check_same(numbers(run_dir), on_one_host)
+
+
+@pytest.mark.slow
+def test_a_host_joins_a_run_and_leaves_it(directory):
+    """Its generator serves while it is there. What is sampled where changes nothing."""
+    flags = (
+        "--steps",
+        120,
+        "--trainer.num_threads",
+        1,
+        "--generator.num_threads",
+        1,
+        "--generator.num_replicas",
+        2,
+    )
+    subprocess.run(
+        [*RL, "train", MORTAL, *map(str, flags), "--run_dir", directory / "one"], check=True, timeout=300
+    )
+    run_dir = directory / "run"
+    with hosts(2) as made, worker(made[0], directory / "worker-0.log"):
+        joining = ("--joining_hosts", 1, "--generator.hosts", 0, 1)
+        process = start(made[:1], MORTAL, *flags, *joining, "--run_dir", run_dir)
+        wait_for(lambda: steps_of(run_dir) >= 5, run_dir)
+        with worker(made[1], directory / "worker-1.log", join=made[0]):
+            wait_for(lambda: serving(run_dir)[-1] == 2, run_dir)
+            joined_at = steps_of(run_dir)
+            wait_for(lambda: steps_of(run_dir) >= joined_at + 5, run_dir)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output[-4000:]
+        assert [left_on(host) for host in made] == [[], []]
+    assert f"host {made[1].worker_address} has joined the run; generator-1 starts there" in output
+    assert f"host {made[1].worker_address} has left the run" in output
+    counts = serving(run_dir)
+    assert counts[:5] == [1] * 5 and counts.count(2) >= 4 and counts[-1] == 1
+    check_same(numbers(run_dir), numbers(directory / "one"))
+
+
+def serving(run_dir):
+    """Generators at each step."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["generators/serving"] for line in lines if "generators/serving" in line]
 
 
 def steps_of(run_dir):

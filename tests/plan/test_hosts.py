@@ -92,7 +92,40 @@ def test_threads_are_of_the_hosts_own_cores():
     assert [process.threads for process in plan.of("trainer")[0].processes] == [2, 8]
 
 
+def joined_by(settings, count):
+    return replace(settings, joining_hosts=count)
+
+
+def test_generators_alone_are_on_hosts_that_may_join():
+    two = Cluster(CPUS.hosts[:2])
+    found = places(joined_by(config(shard=2, replicas=3, workers=3), 2), two)
+    assert found == {"trainer": on(0, 0), "generator": on(1, 2, 3), "reward": on(1, 1, 1)}
+    one = Cluster(CPUS.hosts[:1])
+    assert places(joined_by(config(replicas=2), 1), one)["generator"] == on(0, 1)
+    assert places(joined_by(config(replicas=4, generator=(0, 1, 2)), 2), one)["generator"] == on(0, 1, 2, 0)
+    with_gpus = places(joined_by(config(shard=4, replicas=6), 1), Cluster(GPUS.hosts[:2]))
+    assert with_gpus["generator"] == [*[(1, gpu) for gpu in range(4)], (2, 0), (2, 1)]
+    plan = plan_or_problems(joined_by(config(replicas=2), 1), "train", two)
+    assert [line for line in show("quickstart", plan) if line.startswith("host 2 (may join): ")]
+
+
 REFUSED = {
+    "hosts that join without use": (
+        joined_by(config(replicas=2), 2), CPUS,
+        "joining_hosts=2: no generator is on host 3; raise generator.num_replicas, or name it with --generator.hosts",
+    ),
+    "generators on hosts that join alone": (
+        joined_by(config(generator=(3,)), 1), CPUS,
+        "joining_hosts=1: every generator is on a host that may join; --generator.hosts has to name another",
+    ),
+    "a trainer on a host that joins": (
+        joined_by(config(replicas=4, trainer=(3,)), 1), CPUS,
+        "trainer.hosts names host 3, which may join later; name another: only generators may be there",
+    ),
+    "hosts that join, and turns": (
+        replace(joined_by(config(replicas=4), 1), placement="by_turns"), CPUS,
+        "joining_hosts=1 has no effect with placement=by_turns; leave out one of them",
+    ),
     "a host that is not there": (config(trainer=(3,)), CPUS, "trainer.hosts names host 3; the 3 hosts are 0 to 2"),
     "on one host": (config(trainer=(1,)), Cluster(CPUS.hosts[:1]), "trainer.hosts names host 1; the only host is 0"),
     "twice": (config(reward=(1, 1)), CPUS, "reward.hosts names a host twice; the 3 hosts are 0 to 2"),

@@ -1,0 +1,97 @@
+"""Joining: hosts that come to a run while it goes on, and leave it again."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from rl.actors.remote import ProcessDied
+from rl.cluster.hosts import check_as_planned, look_at
+from rl.cluster.leases import Lease
+from rl.errors import ConfigError
+from rl.host_protocol import HostUnreachable
+from rl.plan.cluster import Host
+from rl.processes import OTHER_HOSTS
+from rl.waiting import Signal
+
+_LOOK_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+class Slot:
+    """A host of the plan that may join: one after the other may take it. A Visitor (rl/actors/replica.py)."""
+
+    def __init__(self, planned: Host, needed_gib: float, who: str):
+        """needed_gib: of a host's own memory. who: starts there, for people."""
+        self.planned, self.needed_gib, self.who = planned, needed_gib, who
+        self.host = planned
+        self._lease: Lease | None = None
+        self._changed = Signal()
+
+    @property
+    def is_there(self) -> bool:
+        return self._lease is not None and self._lease.is_held
+
+    async def arrival(self) -> None:
+        await self._changed.wait_for(lambda: self.is_there)
+
+    @property
+    def lease(self) -> Lease:
+        """Raises ProcessDied while no host is there."""
+        if self._lease is None or not self._lease.is_held:
+            raise ProcessDied("its host has left the run")
+        return self._lease
+
+    async def keep(self, lease: Lease, host: Host) -> None:
+        """Until that host is lost."""
+        self._lease, self.host = lease, host
+        OTHER_HOSTS[host.address] = lease  # to its end: who asks for a process there learns that it is gone
+        _log.warning("host %s has joined the run; %s starts there", host.address, self.who)
+        self._changed.notify()
+        try:
+            await lease.run_until_lost()
+            _log.warning("host %s has left the run", host.address)
+        finally:
+            self._lease = None
+
+
+class Joining:
+    """Gives hosts that ask for it to the slots that are free."""
+
+    def __init__(self, slots: Mapping[int, Slot], make_lease: Callable[[str], Lease]):
+        """slots: by the host's number in the plan."""
+        self.slots = slots
+        self._make_lease = make_lease
+        self._refused: dict[str, str] = {}  # address -> why, as it was last told
+
+    async def run(self, leases: Sequence[Lease]) -> None:
+        """Until cancelled. leases: of the hosts that are always there, which are asked who would join."""
+        if not self.slots:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                taken = {lease.address for lease in leases}
+                taken |= {slot.host.address for slot in self.slots.values() if slot.is_there}
+                for address in dict.fromkeys(address for lease in leases for address in lease.joined):
+                    free = next((slot for slot in self.slots.values() if not slot.is_there), None)
+                    if address not in taken and free is not None:
+                        await self._admit(address, free, tasks)
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _admit(self, address: str, slot: Slot, tasks: asyncio.TaskGroup) -> None:
+        try:
+            host = await asyncio.to_thread(look_at, address)
+            check_as_planned(host, slot.planned, slot.needed_gib)
+            lease = self._make_lease(address)
+            await lease.connect()
+        except (ConfigError, HostUnreachable) as error:
+            if self._refused.get(address) != str(error):
+                _log.warning("%s", error)
+            self._refused[address] = str(error)
+            return
+        self._refused.pop(address, None)
+        tasks.create_task(slot.keep(lease, host))
+        await slot.arrival()
+
+    @property
+    def leases(self) -> list[Lease]:
+        return [slot.lease for slot in self.slots.values() if slot.is_there]

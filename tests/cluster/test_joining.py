@@ -1,0 +1,150 @@
+"""Hosts that join a run and leave it: with real workers and connections, and made-up processes of Monarch's."""
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+import socket
+
+import pytest
+
+from rl.actors.remote import ProcessDied
+from rl.cluster import host_agent
+from rl.cluster.host_agent import _flags
+from rl.cluster.joining import Joining, Slot
+from rl.errors import ConfigError
+from rl.plan.cluster import GPU, Host
+from rl.processes import OTHER_HOSTS, is_gone
+from tests.cluster.test_host_agent import MESH, a_lease, an_agent, until, without_monarch  # noqa: F401
+
+PLANNED = Host(1, 0.0, may_join=True)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(host_agent, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("rl.cluster.joining._LOOK_SECONDS", 0.05)
+
+
+@contextlib.asynccontextmanager
+async def a_run(tmp_path, *planned):
+    """(its first host's worker, its slots)."""
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    async with an_agent() as first:
+        lease = a_lease(first.address, tmp_path)
+        await lease.connect()
+        slots = {1 + i: Slot(host, 0.0, f"generator-{i}") for i, host in enumerate(planned)}
+        joining = Joining(slots, lambda address: a_lease(address, tmp_path))
+        keeping = [asyncio.create_task(part) for part in (lease.run(), joining.run([lease]))]
+        try:
+            yield first, slots
+        finally:
+            for task in keeping:
+                task.cancel()
+            for held in [lease, *joining.leases]:
+                await held.close()
+            OTHER_HOSTS.clear()
+
+
+@contextlib.asynccontextmanager
+async def joins(first):
+    async with an_agent(join=first.address) as agent:
+        yield agent
+
+
+def test_a_host_joins_leaves_and_another_takes_its_place(tmp_path):
+    async def main():
+        async with a_run(tmp_path, PLANNED) as (first, slots):
+            slot = slots[1]
+            assert not slot.is_there
+            with pytest.raises(ProcessDied, match="has left the run"):
+                _ = slot.lease
+            waiting = asyncio.create_task(slot.arrival())
+            async with joins(first) as agent:
+                await asyncio.wait_for(waiting, 20)
+                assert slot.is_there and slot.host.address == agent.address
+                await until(lambda: len(slot.lease.born(MESH)) == 2)
+                old = slot.lease.born(MESH)
+                assert not any(map(is_gone, old))
+            await until(lambda: not slot.is_there)
+            assert all(map(is_gone, old))
+            async with joins(first) as other:
+                await asyncio.wait_for(slot.arrival(), 20)
+                assert slot.host.address == other.address != agent.address
+                assert all(map(is_gone, old))
+
+    asyncio.run(main())
+
+
+def test_more_hosts_than_slots_wait_for_one_to_leave(tmp_path):
+    async def main():
+        async with a_run(tmp_path, PLANNED) as (first, slots), joins(first) as one:
+            await asyncio.wait_for(slots[1].arrival(), 20)
+            async with joins(first) as other:
+                await asyncio.sleep(1.0)
+                assert slots[1].host.address == one.address
+                slots[1].lease._writer.close()  # the link is lost
+                await until(lambda: not slots[1].is_there)
+                await asyncio.wait_for(slots[1].arrival(), 20)
+                assert slots[1].host.address in (one.address, other.address)
+
+    asyncio.run(main())
+
+
+SMALL = {
+    "cores": (dataclasses.replace(PLANNED, num_cores=10_000), 0.0, "it has .* cores, and the plan 10000"),
+    "GPUs": (dataclasses.replace(PLANNED, gpus=(GPU("H100", 79.0, (9, 0)),)), 0.0, "it has 0 GPUs .*1 x H100"),
+    "memory": (PLANNED, 1e6, "it has .* GiB free, and the plan 1000000.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_path, caplog):
+    planned, needed, words = SMALL[case]
+
+    async def main():
+        async with a_run(tmp_path, planned) as (first, slots):
+            slots[1].needed_gib = needed
+            async with joins(first) as agent:
+                await until(lambda: caplog.messages)
+                await asyncio.sleep(0.5)
+                assert not slots[1].is_there
+                return agent.address
+
+    address = asyncio.run(main())
+    (message,) = caplog.messages
+    assert message.startswith(f"host {address} cannot join: ") and "join with a host as the last" in message
+    assert re.search(words, message)
+
+
+def test_who_asks_for_a_run_that_is_not_there_asks_again(tmp_path, capsys, unused_port):
+    async def main():
+        async with an_agent(join=f"127.0.0.1:{unused_port}") as agent:
+            await asyncio.sleep(0.7)
+            async with an_agent(unused_port) as first:
+                await until(lambda: first._joining() == [agent.address])
+            await asyncio.sleep(1.0)
+            assert first._joining() == []  # it has not said so lately
+
+    asyncio.run(main())
+    assert capsys.readouterr().out.count("it is asked again") <= 2
+
+
+@pytest.fixture
+def unused_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_the_flags_of_a_worker():
+    assert _flags(["--listen", "10.0.0.1:7000"]) == ("10.0.0.1:7000", "")
+    assert _flags(["--join=a:1", "--listen=b:2"]) == ("b:2", "a:1")
+    for wrong in (
+        [],
+        ["--listen"],
+        ["--join", "a:1"],
+        ["--listen", "a:1", "--listen", "a:1"],
+        ["--liste", "a:1"],
+    ):
+        with pytest.raises(ConfigError, match="write rl worker --listen ADDRESS:PORT"):
+            _flags(wrong)
