@@ -17,6 +17,7 @@ from typing import Any
 
 from rl.cluster.hosted_run import HostedRun, Refusal
 from rl.cluster.machine import free_memory, num_cores, versions
+from rl.cluster.unshared import receive_file
 from rl.errors import ConfigError
 from rl.host_protocol import (
     LONGEST_LINE,
@@ -92,6 +93,16 @@ class HostAgent:
                 writer.write(line(self._look()))
             elif do == "file":
                 await self._send_file(request, writer)
+            elif do == "put":
+                if request["run"] not in self._runs:
+                    raise Refusal("knows no such run")
+                await receive_file(
+                    Path(request["path"]),
+                    int(request["size"]),
+                    reader,
+                    writer,
+                    lambda: request["run"] in self._runs,
+                )
             elif do == "lease":
                 await self._lease(request, reader, writer)
             elif do == "join":
@@ -172,7 +183,7 @@ class HostAgent:
         run = self._runs[request["run"]] = HostedRun(request, self._host, self.address)
         try:
             await run.start_worker()
-            writer.write(line({"worker": run.worker_address}))
+            writer.write(line({"worker": run.worker_address, "sees_directory": run.sees_directory}))
             while text := await asyncio.wait_for(reader.readline(), SILENCE_SECONDS):
                 asked = json.loads(text)
                 writer.write(line({**await run.answer(asked), "joined": self._joining()}))

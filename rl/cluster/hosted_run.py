@@ -13,6 +13,7 @@ import psutil
 
 from rl.actors.births import mesh_of
 from rl.cluster.spawn import kill_those_that_log_to
+from rl.cluster.unshared import OwnDirectory
 from rl.errors import ConfigError
 from rl.host_protocol import MARK, OWN_HOST
 from rl.owned_directory import owned_directory, remove_unowned, temporary_base
@@ -35,17 +36,19 @@ class HostedRun:
     """A run's part on this host: a process of Monarch's with all that it starts, and two directories."""
 
     def __init__(self, request: dict[str, Any], host: str, address: str):
-        self.shared, self._logs = Path(request["shared"]), Path(request["run_dir"]) / "logs"
+        self.shared, directory = Path(request["shared"]), Path(request["run_dir"])
+        self._logs = directory / "logs"
         self.worker_address = ""
         self._host, self._lease = host, str(request["lease"])
         self._kept = ExitStack()
         self._worker: asyncio.subprocess.Process | None = None
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
-        mark = Path(request["run_dir"]) / MARK
-        if not mark.is_file() or mark.read_text() != request["run"]:
+        mark = directory / MARK
+        self.sees_directory = mark.is_file() and mark.read_text() == request["run"]
+        if not self.sees_directory and (engines := request["engines"]):
             raise Refusal(
-                f"does not see {mark.parent}; put the run's directory on a file system that all hosts share: "
-                f"--run_dir"
+                f"does not see {directory}, where {engines} has its checkpoints; put the run's directory on "
+                f"a file system that all hosts share: --run_dir; or name other hosts: --{engines}.hosts"
             )
         if not os.path.exists(request["python"]):
             raise Refusal(f"has no {request['python']}; install in the same directory on all hosts")
@@ -55,9 +58,18 @@ class HostedRun:
             if not self.shared.exists():  # two workers of one host share it
                 self._kept.enter_context(owned_directory(base, request["run_dir"], self.shared.name))
             temporary = self._kept.enter_context(owned_directory(temporary_base(), "temporary files"))
+            self._own = None if self.sees_directory else OwnDirectory(directory)
         except ConfigError as error:
             self._kept.close()
             raise Refusal(f"cannot be used: {error}") from None
+        except OSError as error:
+            self._kept.close()
+            raise Refusal(
+                f"does not see the run's directory, and cannot make its own ({error}); give a --run_dir that "
+                f"is free on all hosts, or one that they share"
+            ) from None
+        if self._own is not None:
+            self._kept.callback(self._own.remove)
         self._environment = environment_of(host) | {
             "TMPDIR": str(temporary),
             OWN_HOST: address,
@@ -96,9 +108,12 @@ class HostedRun:
         elif do == "worker" and not self._is_alive:
             await self.start_worker()
         elif do == "close":
-            self.end()
-            return {}
-        return {"processes": self._processes(), "worker": self.worker_address}
+            self._kill()
+            return {"logs": self._news()}
+        return {"processes": self._processes(), "worker": self.worker_address, "logs": self._news()}
+
+    def _news(self) -> list[list[str]]:
+        return self._own.news() if self._own is not None else []
 
     @property
     def _is_alive(self) -> bool:
@@ -127,6 +142,10 @@ class HostedRun:
 
     def end(self) -> None:
         """Kill all that the run has here, and remove its directories. May be called again."""
+        self._kill()
+        self._kept.close()
+
+    def _kill(self) -> None:
         if self._worker is not None:
             kill_tree(self._worker.pid)
         for process in psutil.Process().children(recursive=True):  # orphans, where Monarch's was killed
@@ -134,7 +153,6 @@ class HostedRun:
                 if process.environ().get(LEASE) == self._lease:
                     process.kill()
         self._worker = None
-        self._kept.close()
 
 
 def environment_of(host: str) -> dict[str, str]:

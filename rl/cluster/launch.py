@@ -76,7 +76,7 @@ async def launch(
         others = {child.pid for child in psutil.Process().children(recursive=True)}
         launcher = launcher or launcher_of(plan)
         start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher)
-        async with launcher.open(run_dir, shared):
+        async with launcher.open(run_dir, shared, [*models.values()]):
             try:
                 actors = await start.actors()
                 judge = [start.judge.run()] if start.judge else []

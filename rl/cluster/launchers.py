@@ -14,6 +14,7 @@ from rl.cluster.monarch_worker import TIMEOUTS
 from rl.cluster.spawn import kill_those_that_log_to
 from rl.host_protocol import MARK, written
 from rl.plan.cluster import Cluster, Host
+from rl.plan.demand import ENGINE_ROLES
 from rl.plan.types import Plan
 from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within
@@ -30,10 +31,11 @@ class Launcher(Protocol):
     run: str
     """What other hosts call the run; empty where there are none."""
 
-    def open(self, run_dir: Path, shared: Path) -> AbstractAsyncContextManager[None]:
+    def open(self, run_dir: Path, shared: Path, models: Sequence[Path]) -> AbstractAsyncContextManager[None]:
         """While it is, processes may be spawned. After it, none is left on another host.
 
-        shared: the directory in shared memory that each host's processes find.
+        shared: the directory in shared memory that each host's processes find. models: directories that they
+        read.
         """
         ...
 
@@ -72,7 +74,7 @@ class ThisHost:
         self._cluster = cluster
 
     @asynccontextmanager
-    async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
+    async def open(self, run_dir: Path, shared: Path, models: Sequence[Path]) -> AsyncIterator[None]:
         yield
 
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
@@ -105,12 +107,19 @@ class Hosts:
         self._hosts, self._patience = plan.cluster.hosts, plan.deadlines.start
         slots = {number: _slot(number, plan) for number, host in enumerate(self._hosts) if host.may_join}
         self._joining = Joining(slots, self._lease)
+        engines = [replica for role in ENGINE_ROLES for replica in plan.of(role)]
+        self._engines = {process.host: replica.role for replica in engines for process in replica.processes}
         self._leases: list[Lease] = []  # of the hosts that are always there: the first
 
     @asynccontextmanager
-    async def open(self, run_dir: Path, shared: Path) -> AsyncIterator[None]:
-        self._run_dir, self._shared = run_dir, shared = run_dir.resolve(), shared
-        self._leases = [self._lease(host.address) for host in self._hosts if not host.may_join]
+    async def open(self, run_dir: Path, shared: Path, models: Sequence[Path]) -> AsyncIterator[None]:
+        run_dir = run_dir.resolve()
+        self._of_run = run_dir, shared, self._patience, [*dict.fromkeys(models)]
+        self._leases = [
+            self._lease(host.address, self._engines.get(number, ""))
+            for number, host in enumerate(self._hosts)
+            if not host.may_join
+        ]
         (run_dir / MARK).write_text(self.run)
         try:
             await together(lease.connect() for lease in self._leases)
@@ -124,8 +133,8 @@ class Hosts:
             await asyncio.shield(self._close())
             (run_dir / MARK).unlink(missing_ok=True)
 
-    def _lease(self, address: str) -> Lease:
-        return Lease(address, self.run, self._run_dir, self._shared, self._patience)
+    def _lease(self, address: str, engines: str = "") -> Lease:
+        return Lease(address, self.run, *self._of_run, engines)
 
     def _lease_of(self, host: int) -> Lease:
         """Raises ProcessDied where it has left."""

@@ -1,6 +1,8 @@
 """Lease: a run's hold on another host, by the connection to its `rl worker`."""
 
 import asyncio
+import base64
+import logging
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
@@ -12,6 +14,7 @@ import psutil
 
 from rl.actors.remote import ProcessDied
 from rl.cluster.host_agent import SILENCE_SECONDS
+from rl.cluster.unshared import send_files
 from rl.host_protocol import (
     LONGEST_LINE,
     HostRefuses,
@@ -30,6 +33,7 @@ _CONNECT_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
 _TELL_SECONDS = 5.0
 _START_SECONDS = 90.0  # until Monarch's process is there
+_log = logging.getLogger(__name__)
 
 
 class Lease:
@@ -39,14 +43,25 @@ class Lease:
     host is lost, or comes back, all those of before are gone: its worker has ended them.
     """
 
-    def __init__(self, address: str, run: str, run_dir: Path, shared: Path, patience: float):
-        """patience: seconds to wait for a host that does not answer."""
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        run_dir: Path,
+        shared: Path,
+        patience: float,
+        models: Sequence[Path] = (),
+        engines: str = "",
+    ):
+        """patience: seconds to wait for a host that does not answer. models: directories that its processes
+        read. engines: a role that is there and has checkpoints, if one is."""
         self.address = address
         self.own_address = ""  # of this process, as that host reaches it
         self._request = {
             "do": "lease", "run": run, "run_dir": str(run_dir), "shared": str(shared),
-            "python": sys.executable,
+            "python": sys.executable, "engines": engines,
         }  # fmt: skip
+        self._logs, self._models = run_dir / "logs", models
         self._patience = patience
         self._id = ""  # of the connection; empty while there is none
         self._reader: asyncio.StreamReader
@@ -79,6 +94,25 @@ class Lease:
         self._reader, self._writer, self._id = reader, writer, lease
         self._worker, self._processes, self._seen = answer["worker"], {}, set()
         self.own_address = writer.get_extra_info("sockname")[0]
+        if not answer["sees_directory"]:
+            await self._send_models()
+
+    async def _send_models(self) -> None:
+        """Beside them the lease is kept, also where they take minutes."""
+        sending = asyncio.ensure_future(asyncio.to_thread(self._send_all))
+        while not sending.done():
+            await self.ping()
+            await asyncio.sleep(_PING_SECONDS)
+        try:
+            sent = sending.result()
+        except HostUnreachable:
+            self._lose()
+            raise
+        what = f"{sent / 1e9:.1f} GB of models were sent there, and its logs come here"
+        _log.warning("host %s does not see %s: %s", self.address, self._logs.parent, what)
+
+    def _send_all(self) -> int:
+        return sum(send_files(self.address, self._request["run"], model) for model in self._models)
 
     async def run(self) -> None:
         """Keep it, until cancelled."""
@@ -127,6 +161,9 @@ class Lease:
             except (OSError, ValueError, TimeoutError) as error:
                 self._lose()
                 raise HostUnreachable(unreachable(self.address, error)) from error
+        for name, text in answer.get("logs", ()):
+            with suppress(OSError), (self._logs / Path(name).name).open("ab") as file:
+                file.write(base64.b64decode(text))
         if "processes" in answer:
             self._worker, self.joined = answer["worker"], answer["joined"]
             self._processes = {pid: (mesh, status) for pid, mesh, status in answer["processes"]}

@@ -37,7 +37,7 @@ class FakeLauncher:
     address, run = "127.0.0.1", ""
 
     @asynccontextmanager
-    async def open(self, run_dir, shared):
+    async def open(self, run_dir, shared, models):
         yield
         self.closed = True
 

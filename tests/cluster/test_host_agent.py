@@ -63,10 +63,10 @@ async def an_agent(port=0, join=""):
             await serving
 
 
-def a_lease(address, tmp_path, run="run", patience=5.0):
+def a_lease(address, tmp_path, run="run", patience=5.0, **how):
     (tmp_path / "logs").mkdir(exist_ok=True)
     (tmp_path / MARK).write_text("run")
-    return Lease(address, run, tmp_path, shared(tmp_path), patience)
+    return Lease(address, run, tmp_path, shared(tmp_path), patience, **how)
 
 
 def shared(tmp_path):
@@ -240,7 +240,7 @@ def test_who_asks_may_be_cancelled_and_the_lease_holds(tmp_path):
 
 REFUSED = {
     "the directory is not shared": (
-        dict(run="another"),
+        dict(run="another", engines="trainer"),
         "does not see .*; put the run's directory on a file system",
     ),
     "python is elsewhere": (

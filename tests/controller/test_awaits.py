@@ -36,6 +36,8 @@ OTHERS = {
     "cluster/hosted_run.py": "real processes: tests/cluster/test_host_agent.py",
     "cluster/launch.py": "real processes: tests/chaos, tests/integration",
     "cluster/launchers.py": "real processes: tests/hosts",
+    "cluster/joining.py": "real connections: tests/cluster/test_joining.py",
+    "cluster/unshared.py": "real connections: tests/cluster/test_unshared.py",
     "cluster/leases.py": "real connections: tests/cluster/test_host_agent.py",
     "cluster/spawn.py": "real processes: tests/chaos, tests/integration",
     "cluster/spawner.py": "real processes: tests/chaos, tests/integration",
