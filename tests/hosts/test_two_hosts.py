@@ -207,23 +207,39 @@ def test_the_pods_of_a_manifest_give_the_numbers_of_one_host(directory, on_one_h
     check_same(numbers(run_dir), on_one_host)
 
 
+ONE_THREAD = ("--trainer.num_threads", 1, "--generator.num_threads", 1, "--generator.num_replicas", 2)
+
+
+def alone(run_dir, *flags):
+    """The numbers of a run on this host, with a trainer of one rank."""
+    words = [*RL, "train", MORTAL, *map(str, (*ONE_THREAD, *flags, "--run_dir", run_dir))]
+    subprocess.run(words, check=True, capture_output=True, timeout=300)
+    return numbers(run_dir)
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_on_one_host_alone(directory):
+    """Generators and rewards on a host that does not see it: models go there, logs come back, nothing is left."""
+    expected = alone(directory / "one")
+    with two_hosts(directory, unshared=[Path("/srv")]) as made:
+        output = train(made, MORTAL, *ONE_THREAD, "--reward.num_procs", 2, "--run_dir", "/srv/run")
+        assert (
+            f"host {made[1].worker_address} does not see /srv/run: 0.0 GB of models were sent there" in output
+        )
+        made[0].output("cp", "-r", "/srv/run", str(directory / "run"))
+        assert [left_on(host) for host in made] == [[], []]
+        assert made[1].output("ls", "-A", "/srv") == ""
+    check_same(numbers(directory / "run"), expected)
+    for name in ("generator-0", "generator-1", "reward-0", "reward-1"):
+        assert (directory / "run" / "logs" / f"{name}.log").exists()
+    assert "vllm" in (directory / "run" / "logs" / "generator-1.log").read_text().lower()
+
+
 @pytest.mark.slow
 def test_a_host_joins_a_run_and_leaves_it(directory):
     """Its generator serves while it is there. What is sampled where changes nothing."""
-    flags = (
-        "--steps",
-        120,
-        "--trainer.num_threads",
-        1,
-        "--generator.num_threads",
-        1,
-        "--generator.num_replicas",
-        2,
-    )
-    subprocess.run(
-        [*RL, "train", MORTAL, *map(str, flags), "--run_dir", directory / "one"], check=True, timeout=300
-    )
-    run_dir = directory / "run"
+    flags, run_dir = (*ONE_THREAD, "--steps", 120), directory / "run"
+    expected = alone(directory / "one", "--steps", 120)
     with hosts(2) as made, worker(made[0], directory / "worker-0.log"):
         joining = ("--joining_hosts", 1, "--generator.hosts", 0, 1)
         process = start(made[:1], MORTAL, *flags, *joining, "--run_dir", run_dir)
@@ -239,7 +255,7 @@ def test_a_host_joins_a_run_and_leaves_it(directory):
     assert f"host {made[1].worker_address} has left the run" in output
     counts = serving(run_dir)
     assert counts[:5] == [1] * 5 and counts.count(2) >= 4 and counts[-1] == 1
-    check_same(numbers(run_dir), numbers(directory / "one"))
+    check_same(numbers(run_dir), expected)
 
 
 def serving(run_dir):
