@@ -42,8 +42,7 @@ class EngineHandle:
     ):
         """spawn: makes new processes; returns their mesh and the actors in it."""
         self.name = name
-        self.config = config
-        self._spawn = spawn
+        self.place(spawn, config)
         self.mesh: Any = None  # while its processes live
         self._actors: Any = None
         self._deadlines = deadlines
@@ -53,6 +52,10 @@ class EngineHandle:
         self._met_deadline: set[str] = set()  # methods; others may have been given too little time
         self.is_there: bool | None = True  # on its devices; None: it was on its way, and nobody waited
         self._turn = asyncio.Lock()  # every rank gets the calls in the same order, whoever makes them
+
+    def place(self, spawn: Callable[[], Awaitable[tuple[Any, Any]]], config: EngineConfig) -> None:
+        """How it is started from now on. It has no processes."""
+        self.config, self._spawn = config, spawn
 
     async def _every(self, method: str, *args: Any, kind: str = "train") -> list[Any]:
         """Call every rank with the same arguments; returns their answers, in the order of ranks."""

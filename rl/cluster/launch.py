@@ -1,7 +1,8 @@
 """Launch: start every process of a run and wait until each is ready; on the way out, end them all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,14 @@ from rl.cluster.spawn import kill_children
 from rl.cluster.spawner import Spawner, spec_of
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
+from rl.errors import RunError
 from rl.interfaces import Transport
+from rl.models.engine_config import EngineConfig
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.owned_directory import SHARED_MEMORY, owned_directory, temporary_files
+from rl.plan.demand import ENGINE_ROLES
+from rl.plan.fit import host_name
 from rl.plan.types import EngineSpec, GeneratorSpec, Plan
 from rl.plan.types import Replica as ReplicaPlan
 from rl.processes import adopt_orphans, allow_many_files, freeze_heap, reap_orphans
@@ -41,6 +46,7 @@ from rl.weight_sync.shared_memory import SharedMemory
 from rl.weight_sync.store import WeightStore
 
 _STOP_SECONDS = 4.0
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -51,11 +57,13 @@ async def launch(
     env: Env | None = None,
     timeline: Timeline | None = None,
     launcher: Launcher | None = None,
+    engines_without: Callable[[Collection[int]], tuple[ReplicaPlan, ...] | str] | None = None,
 ) -> AsyncIterator[Actors]:
     """The running actors. Whatever happens within, no process and no shared memory is left behind.
 
     models: the directory of each model that the plan names. env: what reward workers score by. launcher:
-    where processes are spawned; None: on the plan's hosts.
+    where processes are spawned; None: on the plan's hosts. engines_without: engines as they are without lost
+    hosts, or why they cannot go on; None: they wait for every host.
     """
     import monarch.actor
 
@@ -75,7 +83,7 @@ async def launch(
     with temporary_files(), owned_directory(SHARED_MEMORY, str(run_dir)) as shared:
         others = {child.pid for child in psutil.Process().children(recursive=True)}
         launcher = launcher or launcher_of(plan)
-        start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher)
+        start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher, engines_without)
         async with launcher.open(run_dir, shared, [*models.values()]):
             try:
                 actors = await start.actors()
@@ -113,6 +121,7 @@ class _Start:
         env: Env | None,
         timeline: Timeline,
         launcher: Launcher,
+        engines_without: Callable[[Collection[int]], tuple[ReplicaPlan, ...] | str] | None = None,
     ):
         # What is to be ended. Generators and reward workers are ended by their replicas.
         self.meshes: list[Any] = []
@@ -126,6 +135,9 @@ class _Start:
         self._env = env
         self._timeline = timeline
         self._launcher = launcher
+        self._engines_without = engines_without
+        self._planned_engines = tuple(r for r in plan.replicas if r.role in ENGINE_ROLES)
+        self._engine_hosts = _hosts_of(self._planned_engines)
         logs = run_dir / "logs"
         self._spawner = Spawner(launcher, models, logs, shared, plan.deadlines, timeline)
 
@@ -136,17 +148,18 @@ class _Start:
         store = WeightStore(partial(self._release, Caller(plan.transport), transport))
         (of_trainer,) = plan.of("trainer")
         spec = spec_of(of_trainer, EngineSpec)
-        spawn = self._spawner.engine(of_trainer, PolicyTrainer, transport)
-        trainer = TrainerHandle("trainer", spawn, spec.config, deadlines, self._timeline)
-        critic = next(map(self._engine, plan.of("critic")), None)
+        trainer = TrainerHandle(*self._way(of_trainer, transport), deadlines, self._timeline)
+        critic = next((self._engine(each, transport) for each in plan.of("critic")), None)
         self.engines = [trainer, *([critic] if critic else [])]
         adapters = {adapter.name: adapter for adapter in spec.adapters}
         reference: Reference | None = ReferenceAdapter(trainer) if REFERENCE in adapters else None
-        for engine in map(self._engine, plan.of("reference")):
+        for each in plan.of("reference"):
+            engine = self._engine(each, transport)
             reference = ReferenceMesh(engine, trainer, self._run_dir / "reference")
             self.engines.append(engine)
 
         async def start_engines() -> None:
+            await self._place_engines(transport)
             await together(self._start_engine(engine) for engine in self.engines)
             for adapter in adapters.values():
                 await trainer.add_adapter(adapter.name, adapter.lora, adapter.seed)
@@ -189,10 +202,35 @@ class _Start:
         await store.call(transport.release(manifest), "release", deadline)
         await self._launcher.release(keys(manifest))
 
-    def _engine(self, replica: ReplicaPlan) -> EngineHandle:
+    def _engine(self, replica: ReplicaPlan, transport: Transport) -> EngineHandle:
         """Of a critic or reference."""
-        spawn, config = self._spawner.engine(replica, EngineActor), spec_of(replica, EngineSpec).config
-        return EngineHandle(replica.name, spawn, config, self._plan.deadlines, self._timeline)
+        return EngineHandle(*self._way(replica, transport), self._plan.deadlines, self._timeline)
+
+    def _way(self, replica: ReplicaPlan, transport: Transport) -> tuple[str, Any, EngineConfig]:
+        """An engine's name, and how it is started."""
+        actor, others = (PolicyTrainer, [transport]) if replica.role == "trainer" else (EngineActor, [])
+        spawn = self._spawner.engine(replica, actor, *others)
+        return replica.name, spawn, spec_of(replica, EngineSpec).config
+
+    async def _place_engines(self, transport: Transport) -> None:
+        """On all of their hosts; or, where some are lost, as the plan has it without those."""
+        if self._engines_without is None:
+            return
+        cluster, replicas = self._plan.cluster, self._planned_engines
+        present = [number for number, host in enumerate(cluster.hosts) if not host.may_join]
+        lost = await self._launcher.lost(self._engine_hosts, present)
+        if lost & {*_hosts_of(replicas)}:
+            left = self._engines_without(lost)
+            names = ", ".join(host_name(host, cluster) for host in sorted(lost))
+            if isinstance(left, str):
+                raise RunError(f"{names} does not answer, and {left}")
+            replicas = left
+            _log.warning("%s does not answer; engines go on without it", names)
+        self._engine_hosts = _hosts_of(replicas)
+        by_name = {replica.name: replica for replica in replicas}
+        for engine in self.engines:
+            _, spawn, config = self._way(by_name[engine.name], transport)
+            engine.place(spawn, config)
 
     async def _start_engine(self, engine: EngineHandle) -> None:
         try:
@@ -231,6 +269,10 @@ class _Start:
             replicas.append(Replica(r.name, self._spawner.reward(r, env, judge), r.max_restarts, changed))
         most = env.max_episodes if isinstance(env, ChatEnv) else 0
         return RewardPool("reward worker", replicas, changed, most)
+
+
+def _hosts_of(replicas: Sequence[ReplicaPlan]) -> frozenset[int]:
+    return frozenset(process.host for replica in replicas for process in replica.processes)
 
 
 async def _stop(meshes: list[Any]) -> None:

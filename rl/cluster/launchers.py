@@ -2,11 +2,12 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl.actors.remote import ProcessDied
 from rl.actors.replica import Visitor
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
@@ -55,6 +56,10 @@ class Launcher(Protocol):
         """Release these files of published weights on all other hosts."""
         ...
 
+    async def lost(self, hosts: Collection[int], others: Collection[int] = ()) -> frozenset[int]:
+        """Those that do not answer, after `deadlines.start`; of the others, those that do not answer now."""
+        ...
+
     def host(self, number: int) -> Host:
         """One of the plan's hosts, as it is."""
         ...
@@ -88,6 +93,9 @@ class ThisHost:
 
     async def release(self, paths: Sequence[str]) -> None:
         pass
+
+    async def lost(self, hosts: Collection[int], others: Collection[int] = ()) -> frozenset[int]:
+        return frozenset()
 
     def host(self, number: int) -> Host:
         return self._cluster.hosts[number]
@@ -144,6 +152,18 @@ class Hosts:
     @property
     def _held(self) -> list[Lease]:
         return [*self._leases, *self._joining.leases]
+
+    async def lost(self, hosts: Collection[int], others: Collection[int] = ()) -> frozenset[int]:
+        async def is_lost(host: int) -> bool:
+            try:
+                await self._lease_of(host).worker(None if host in hosts else 0.0)
+            except ProcessDied:
+                return True
+            return False
+
+        asked = [*dict.fromkeys([*hosts, *others])]
+        answers = await asyncio.gather(*map(is_lost, asked))
+        return frozenset(host for host, lost in zip(asked, answers, strict=True) if lost)
 
     def host(self, number: int) -> Host:
         slot = self._joining.slots.get(number)

@@ -130,8 +130,12 @@ class Lease:
             with suppress(HostUnreachable):
                 await self._ask({"do": "ping"})
 
-    async def worker(self) -> str:
-        """Where Monarch starts processes on that host. Waits for a host that is lost; raises ProcessDied."""
+    async def worker(self, patience: float | None = None) -> str:
+        """Where Monarch starts processes on that host. Waits for a host that is lost; raises ProcessDied.
+
+        patience: seconds to wait for it; None: as long as the lease is told.
+        """
+        patience = self._patience if patience is None else patience
         async with self._connecting:
             began = asyncio.get_running_loop().time()
             while True:
@@ -141,7 +145,7 @@ class Lease:
                     await self._ask({"do": "worker"})
                     return self._worker
                 except HostUnreachable as error:
-                    is_over = asyncio.get_running_loop().time() - began > self._patience
+                    is_over = asyncio.get_running_loop().time() - began > patience
                     if is_over or isinstance(error, HostRefuses):
                         raise ProcessDied(str(error)) from error
                 await asyncio.sleep(_AGAIN_SECONDS)

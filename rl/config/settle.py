@@ -13,8 +13,8 @@ from rl.models.hf import max_positions
 from rl.models.sources import ModelSource
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName
-from rl.plan.resolve import resolve
-from rl.plan.types import Plan
+from rl.plan.fallback import resolve_with_fallbacks, without
+from rl.plan.types import Plan, Replica
 
 Command = Literal["train", "eval", "replay"]
 NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
@@ -53,8 +53,14 @@ def plan_or_problems(
     demand = demand_of(config, command)
     facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
     hosts = (cluster or cluster_of(config)).with_joining(config.joining_hosts)
-    plan = resolve(demand, facts, hosts)
+    plan = resolve_with_fallbacks(demand, facts, hosts)
     return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
+
+
+def engines_without(config: RunConfig, plan: Plan, lost: Collection[int]) -> tuple[Replica, ...] | str:
+    """Trainer, critic and reference as they are without these hosts; or why they cannot go on."""
+    demand = demand_of(config, "train")
+    return without(plan, demand, facts_of(config, demand), lost)
 
 
 def cluster_of(config: RunConfig) -> Cluster:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rl.cluster.launch import launch
@@ -17,7 +18,7 @@ from rl.config.rehearsal import rehearse
 from rl.config.replay_rules import what_a_replay_needs
 from rl.config.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
 from rl.config.run import RunConfig
-from rl.config.settle import model_dirs, settle
+from rl.config.settle import engines_without, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.plan import write_plan
@@ -151,12 +152,14 @@ async def run_recipe(
         num_rollouts=config.record_rollouts,
         write_seconds=config.deadlines.checkpoint,
     )
-    title, checkpoint = _title(recipe, config), config.resume
+    title, checkpoint, trainer = _title(recipe, config), config.resume, config.trainer
+    goes_on_without = trainer.min_hosts > 0 or bool(trainer.spare_hosts)
+    fallback = partial(engines_without, config, plan) if goes_on_without else None
     del config  # what follows is in the Plan and in Learning
     async with recorder:
         if in_place:
             await recorder.rewind(step_of(checkpoint) if checkpoint else -1)
-        processes = launch(plan, models, run_dir, learning.env, timeline)
+        processes = launch(plan, models, run_dir, learning.env, timeline, None, fallback)
         async with beside(recorder.break_silence()), processes as actors:
             await train_and_export(learning, checkpoint, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(title)

@@ -61,6 +61,11 @@ class TrainerConfig:
     hosts: Hosts = ()
     """Numbers of the hosts that its ranks are spread over, as many on each: from 0, in --hosts' order. None:
     the Plan chooses."""
+    min_hosts: NonNegativeInt = 0
+    """With how few hosts trainer, critic and reference go on, with fewer shards, when one has not answered
+    for deadlines.start. 0: with all of them: a lost host has to come back."""
+    spare_hosts: Hosts = ()
+    """Numbers of hosts that then take the place of lost ones first."""
 
 
 @dataclass(frozen=True)

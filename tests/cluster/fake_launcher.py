@@ -50,6 +50,9 @@ class FakeLauncher:
     async def release(self, paths):
         pass
 
+    async def lost(self, hosts, others=()):
+        return frozenset()
+
     def host(self, number):
         return self._hosts[number]
 

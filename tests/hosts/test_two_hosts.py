@@ -387,3 +387,37 @@ def test_agents_and_their_judge_on_the_second_host(directory):
     notes = [json.loads(line)["notes"] for line in (run_dir / "rollouts.jsonl").open()]
     assert {note["host"] for note in notes} == {made[1].name}
     assert all(note["policy"].startswith(f"http://{made[0].address}:") and "judge" in note for note in notes)
+
+
+@pytest.mark.slow
+def test_a_trainer_host_that_is_lost_for_good_leaves_fewer_shards_and_the_same_generators(
+    directory, on_one_host
+):
+    """Its shards go to the host that is left, from the newest checkpoint; generators do not notice."""
+    run_dir = directory / "run"
+    flags = (*TWO_RANKS, "--trainer.hosts", 0, 1, "--generator.hosts", 0, "--reward.hosts", 0)
+    with two_hosts(directory) as made:
+        more = ("--trainer.min_hosts", 1, "--deadlines.start", 60, "--run_dir", run_dir)
+        process = start(made, MORTAL, *flags, *more)
+        wait_for(lambda: steps_of(run_dir) >= 5, run_dir)
+        before = generators_on(made[0])
+        made[1].cut()
+        wait_for(lambda: steps_of(run_dir) >= 8 or process.poll() is not None, run_dir)
+        assert generators_on(made[0]) == before and len(before) == 2
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output[-4000:]
+        assert left_on(made[0]) == []
+    assert f"host 1 ({made[1].worker_address}) does not answer; engines go on without it" in output
+    check_same(numbers(run_dir), on_one_host)
+
+
+def generators_on(host):
+    """Their pids, as the machine counts."""
+    return {p.pid for p in host.processes() if b"generator" in log_of(p.pid)}
+
+
+def log_of(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1").encode()
+    except OSError:
+        return b""

@@ -1,0 +1,125 @@
+"""Where engines go on when a host is lost for good, and what is refused before the run starts."""
+
+from dataclasses import replace
+
+import pytest
+
+from configs.quickstart import quickstart
+from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.config.settle import engines_without, plan_or_problems
+from rl.models.layout import Layout
+from rl.plan.cluster import Cluster, Host
+from rl.plan.show import show
+from rl.plan.types import Plan
+from tests.plans import cluster
+
+CPUS = Cluster(tuple(Host(8, 64.0, address=f"10.0.0.{i}:7000") for i in range(4)))
+
+
+def config(layout=None, hosts=(0, 1), generators=(3,), **trainer):
+    return replace(
+        quickstart(),
+        trainer=TrainerConfig(layout=layout or Layout(shard=2), hosts=hosts, **trainer),
+        generator=GeneratorConfig(hosts=generators),
+        reward=RewardConfig(hosts=(3,)),
+    )
+
+
+def planned(settings, hosts=CPUS):
+    plan = plan_or_problems(settings, "train", hosts)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def after(settings, *lost, hosts=CPUS):
+    """(layout, host of each rank) of the trainer without these hosts; or why not."""
+    engines = engines_without(settings, planned(settings, hosts), lost)
+    if isinstance(engines, str):
+        return engines
+    (trainer,) = engines
+    return trainer.spec.config.layout, [process.host for process in trainer.processes]
+
+
+def test_fewer_hosts_have_fewer_shards_or_copies_and_as_many_ranks_each():
+    assert after(config(min_hosts=1), 1) == (Layout(), [0])
+    assert after(config(min_hosts=1), 0) == (Layout(), [1])
+    assert after(config(Layout(shard=4), min_hosts=1), 0) == (Layout(shard=2), [1, 1])
+    assert after(config(Layout(replicate=2, shard=2), min_hosts=1), 0) == (Layout(shard=2), [1, 1])
+    three = config(Layout(shard=6), (0, 1, 2), min_hosts=1)
+    assert after(three, 1) == (Layout(shard=4), [0, 0, 2, 2])
+    assert after(three, 1, 0) == (Layout(shard=2), [2, 2])
+    assert after(three, 3) == (Layout(shard=6), [0, 0, 1, 1, 2, 2])  # the generator's
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one():
+    spare = config(spare_hosts=(2,))
+    assert after(spare, 1) == (Layout(shard=2), [0, 2])
+    assert after(spare, 0) == (Layout(shard=2), [1, 2])
+    assert after(spare, 0, 1) == "trainer has 1 of 2 hosts, and needs 2"
+    assert after(replace(spare, trainer=replace(spare.trainer, min_hosts=1)), 0, 1) == (Layout(), [2])
+    assert after(spare, 1, 2) == "trainer has 1 of 2 hosts, and needs 2"
+
+
+def test_it_is_in_the_plan():
+    lines = show("quickstart", planned(config(min_hosts=1)))
+    words = [line.split() for line in lines]
+    assert next(line[:9] for line in words if line[:4] == ["trainer", "without", "host", "1"]) == [
+        "trainer",
+        "without",
+        "host",
+        "1",
+        "1",
+        "processes",
+        "on",
+        "hosts",
+        "0",
+    ]
+    assert not any("without" in line for line in show("quickstart", planned(config())))
+
+
+def test_a_generator_on_gpus_keeps_its_own():
+    gpus, layout = cluster("4 x 2xH100-80"), Layout(shard=4)
+    (text,) = plan_or_problems(config(layout, generators=(2,), spare_hosts=(2,)), "train", gpus)
+    assert (
+        text == "trainer.spare_hosts: without host 0 GPU 2:0 has another role; a spare host has to have none"
+    )
+    assert after(config(layout, spare_hosts=(2,)), 1, hosts=gpus) == (layout, [0, 0, 2, 2])
+
+
+REFUSED = {
+    "all of them": (config(min_hosts=2), "trainer.min_hosts=2 has no effect on engines of 2; give fewer, or 0"),
+    "one host": (
+        config(Layout(), (0,), min_hosts=1), "trainer.min_hosts=1 has no effect on engines of 1; give fewer, or 0"
+    ),
+    "a layout that does not divide": (
+        replace(
+            config(Layout(shard=1, tensor_parallel=2), min_hosts=1),
+            model=replace(quickstart().model, num_kv_heads=2),
+        ),
+        "trainer.min_hosts: without host 0 trainer's layout cannot be made smaller for 1 of 2 hosts",
+    ),
+    "too few": (
+        config(Layout(shard=4), (0, 1), min_hosts=0, spare_hosts=(7,)),
+        "trainer.spare_hosts names host 7, which is not there; name one of --hosts",
+    ),
+    "its own host": (
+        config(spare_hosts=(1,)), "trainer.spare_hosts names host 1, which engines have already; name another"
+    ),
+    "one that may join": (
+        replace(config(spare_hosts=(4,), generators=(3, 4)), joining_hosts=1),
+        "joining_hosts=1: no generator is on host 4; raise generator.num_replicas, or name it with --generator.hosts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_one_line_with_its_remedy(case):
+    settings, text = REFUSED[case]
+    assert plan_or_problems(settings, "train", CPUS) == [text]
+
+
+def test_a_host_without_the_memory_is_refused_before_the_run():
+    settings = config(Layout(shard=2), (0, 1), min_hosts=0, spare_hosts=(2,))
+    tight = Cluster((*CPUS.hosts[:2], replace(CPUS.hosts[2], free_gib=0.5), CPUS.hosts[3]))
+    (text,) = plan_or_problems(settings, "train", tight)
+    assert text.startswith("trainer.spare_hosts: without host 0 the run needs about") and "on host 2" in text
