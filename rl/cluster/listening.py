@@ -1,4 +1,4 @@
-"""What the processes of running servers and runs listen on, by the sockets that they have open."""
+"""What the processes of running servers, runs and workers listen on, by the sockets that they have open."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from rl.actors.births import mesh_of
-from rl.host_protocol import written
+from rl.host_protocol import OWN_HOST, written
 
 _SHOWN = 60  # characters of a command
 
@@ -24,11 +24,11 @@ class Listener:
 
 
 def listeners() -> list[Listener]:
-    """Of all servers and runs of this user on this host: the controller first, then its processes."""
+    """Of all servers, runs and workers of this user on this host: each first, then its processes."""
     found = []
-    for controller in sorted(_controllers()):
+    for parent in sorted(_parents()):
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
-            process = psutil.Process(controller)
+            process = psutil.Process(parent)
             found.append(_listener(_command(process), process))
             for child in process.children(recursive=True):
                 with suppress(psutil.Error, OSError):
@@ -36,10 +36,22 @@ def listeners() -> list[Listener]:
     return [listener for listener in found if listener.addresses or listener.num_abstract]
 
 
-def _controllers() -> set[int]:
-    """Processes that have started a mesh which lives."""
-    meshes = filter(None, map(mesh_of, psutil.process_iter()))
-    return {int(mesh.partition("-")[0]) for mesh in meshes}
+def _parents() -> set[int]:
+    """Controllers that have started a mesh which lives here, and the host's workers."""
+    parents = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if _is_worker(process):
+                parents.add(process.pid)
+            elif (mesh := mesh_of(process)) and OWN_HOST not in process.environ():
+                parents.add(int(mesh.partition("-")[0]))
+    return parents
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """An `rl worker`, however it was started."""
+    words = process.cmdline()[1:]
+    return words[:3] == ["-m", "rl", "worker"] or [Path(word).name for word in words[:2]] == ["rl", "worker"]
 
 
 def _listener(name: str, process: psutil.Process) -> Listener:

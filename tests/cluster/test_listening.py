@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from rl import doctor
@@ -23,6 +24,15 @@ os.dup2(log, 1)
 print("ready", file=sys.stderr, flush=True)
 sys.stdin.read()
 """
+
+
+LISTENS = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+WORKER = f'subprocess.run([sys.executable, "-S", "-c", {LISTENS!r}])'
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
@@ -52,3 +62,30 @@ def test_the_processes_of_a_run_are_listed_with_what_they_listen_on(tmp_path, ca
     finally:
         child.communicate()
     assert not [one for one in listeners() if one.pid == child.pid]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+def test_a_worker_is_listed_with_what_it_has_started_for_another_hosts_run(tmp_path):
+    """A process that a worker started names its controller's number, which here is somebody else's."""
+    stranger = subprocess.Popen([sys.executable, "-S", "-c", LISTENS], stdout=subprocess.PIPE, text=True)
+    program = tmp_path / "rl"
+    program.write_text(f"#!{sys.executable}\nimport subprocess, sys\n{WORKER}")
+    program.chmod(0o755)
+    worker = subprocess.Popen(
+        [program, "worker", "--listen", "10.0.0.2:7000"],
+        env={**os.environ, "RL_HOST": "10.0.0.2:7000", "RL_MESH": f"{stranger.pid}-3"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        ports = [process.stdout.readline().strip() for process in (stranger, worker)]
+        found = {one.pid: one for one in listeners()}
+        assert stranger.pid not in found and ports[0]
+        (child,) = psutil.Process(worker.pid).children()
+        assert found[child.pid].addresses == (f"127.0.0.1:{ports[1]}",)
+    finally:
+        for process in (stranger, worker):
+            for each in psutil.Process(process.pid).children():
+                each.kill()
+            process.kill()
+            process.communicate()
