@@ -43,7 +43,8 @@ class OwnDirectory:
         for path in sorted((self._directory / "logs").glob("*.log")):
             with path.open("rb") as file:
                 file.seek(self._sent.get(path, 0))
-                if text := file.read(_MOST_LOG_BYTES):
+                text = file.read(_MOST_LOG_BYTES)
+                if text or path not in self._sent:
                     self._sent[path] = file.tell()
                     yield path, text
 

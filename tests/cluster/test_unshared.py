@@ -25,6 +25,7 @@ def test_logs_come_back_and_the_directory_goes(tmp_path):
             lease = a_lease_of_its_own(agent.address, tmp_path)
             await lease.connect()
             keeping = asyncio.create_task(lease.run())
+            (there / "reward-0.log").touch()
             (there / "generator-0.log").write_bytes(b"a line\n" * 100_000)
             await until(lambda: (here / "generator-0.log").exists())
             with (there / "generator-0.log").open("ab") as file:
@@ -36,6 +37,7 @@ def test_logs_come_back_and_the_directory_goes(tmp_path):
             keeping.cancel()
             await lease.close()
             assert (here / "generator-0.log").read_bytes() == text + b"the last\n"
+            assert (here / "reward-0.log").read_bytes() == b""
         assert not there.parent.exists()
 
     asyncio.run(main())
