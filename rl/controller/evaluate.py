@@ -33,7 +33,6 @@ from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.observability.rollout_log import rollout_record
-from rl.owned_directory import temporary_directory
 from rl.types import Group
 
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
@@ -125,7 +124,8 @@ def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
     if learned is None:
         config = replace(config, model=ModelDir(model))
     else:
-        config = replace(config, model=learned.model, trainer=learned.trainer, dtype=learned.dtype)
+        trainer = replace(learned.trainer, hosts=(), min_hosts=0, spare_hosts=())  # those were that run's
+        config = replace(config, model=learned.model, trainer=trainer, dtype=learned.dtype)
         config = replace(config, seed=learned.seed)  # of the weights, where an older version kept none
     config, misread = override(config, flags, prog="rl eval")
     config, wrong = check_fields(config)
@@ -152,7 +152,7 @@ def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
 
 
 async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list[Group], list[Group]]:
-    with tempfile.TemporaryDirectory(prefix="eval-", dir=temporary_directory()) as scratch:
+    with tempfile.TemporaryDirectory(prefix="model-", dir=out) as scratch:  # all hosts see it
         directory = Path(scratch)
         plan = settle(config, "eval")
         models = model_dirs(config, plan, directory)

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rl.bounds import CacheGib, FilePath, Port, PositiveInt
+from rl.cluster.hosts import look_at_hosts
 from rl.cluster.launch import launch
 from rl.cluster.machine import look_at_host
 from rl.cluster.spawner import spec_of
@@ -27,7 +28,7 @@ from rl.observability.timeline import Timeline
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, ModelFacts
 from rl.plan.resolve import resolve
-from rl.plan.sections import GeneratorConfig, TrainerConfig
+from rl.plan.sections import GeneratorConfig, Hosts, TrainerConfig
 from rl.plan.types import GeneratorSpec, Plan
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
@@ -50,6 +51,8 @@ _NAMES = {
     "trainer.micro_batch_tokens": "context_length",
     "generator.kv_cache_gib": "kv_cache_gib",
     "generator.num_replicas": "num_generators",
+    "trainer.hosts": "trainer_hosts",
+    "generator.hosts": "generator_hosts",
     "generator.cuda_graphs": "cuda_graphs",
 }
 """What the server calls a run's settings."""
@@ -98,6 +101,17 @@ class ServeConfig:
 
     num_generators: PositiveInt = 1
     """Generators, each in a process of its own."""
+
+    hosts: str = ""
+    """The server's hosts, as 10.0.0.1:7000,10.0.0.2:7000, each with an `rl worker` that listens there. Empty:
+    this host alone."""
+
+    trainer_hosts: Hosts = ()
+    """Numbers of the hosts that the training engine is spread over: from 0, in --hosts' order. Those have to
+    see the directory. None: the Plan chooses."""
+
+    generator_hosts: Hosts = ()
+    """As trainer_hosts; the ranks of one generator are on one host."""
 
     kv_cache_gib: CacheGib = 0.0
     """Of each generator; 0: on a GPU what is free, else 0.25, or what one sequence takes if that is more."""
@@ -158,8 +172,8 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
-    host = look_at_host()
-    plan = settle(config, hf_config, Cluster((host,)))
+    cluster = look_at_hosts(config.hosts) if config.hosts else Cluster((look_at_host(),))
+    plan = settle(config, hf_config, cluster)
     context_length = plan.max_seq_len
     said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
@@ -172,7 +186,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
             backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
             eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
             capacity = sum(spec_of(r, GeneratorSpec).config.max_num_seqs for r in plan.of("generator"))
-            shared = config.limits.shared_samples or (64 if host.gpus else 8) * config.num_generators
+            shared = config.limits.shared_samples or (64 if cluster.gpus else 8) * config.num_generators
             service = Service(database, backend, directory, names, eos_ids, config.limits, capacity, shared)
             architecture = hf_config["model_type"]
             served = Served(names, str(model_dir.resolve()), architecture, context_length)
@@ -219,6 +233,7 @@ def demand_of(config: ServeConfig, context_length: int) -> Demand:
             max_restarts=_MANY_RESTARTS,
         ),
         dtype=config.dtype,
+        hosts={"trainer": config.trainer_hosts, "generator": config.generator_hosts},
         overlap=False,  # clients often sample and train in turn: each may have all cores
         deadlines=config.deadlines,
         clients_adapters=LoRA(rank=config.limits.max_rank),

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import pytest
 
 from tests.chaos.chaos import MAY_DIFFER
 from tests.hosts.namespaces import Host, hosts, worker
@@ -60,3 +63,28 @@ def left_on(host: Host) -> list[str]:
     files = host.output("find", "/dev/shm", "-path", "*rl-0*").split()
     commands = [" ".join(process.cmdline()) for process in host.processes()]
     return files + [words for words in commands if words and " rl worker " not in words]
+
+
+def check_same(got: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """To 1e-5, with the same accuracy."""
+    assert [line.keys() for line in got] == [line.keys() for line in expected]
+    for mine, other in zip(got, expected, strict=True):
+        # holds: meaning, the same computation elsewhere: rounding alone differs, if anything
+        assert mine == pytest.approx(other, abs=1e-5, rel=1e-5), mine["step"]
+        assert mine.get("eval/accuracy") == other.get("eval/accuracy")
+
+
+def steps_of(run_dir: Path) -> int:
+    """The last step that has been recorded."""
+    try:
+        return max((line["step"] for line in numbers(run_dir) if "loss" in line), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def wait_for(holds: Callable[[], bool], run_dir: Path, seconds: float = 400) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        logs = [path.read_text()[-2000:] for path in run_dir.glob("slurm-*.log")]
+        assert time.monotonic() < end, logs
+        time.sleep(0.5)

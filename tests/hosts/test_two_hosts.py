@@ -3,34 +3,27 @@
 import json
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.namespaces import hosts, worker
+from tests.hosts.namespaces import hosts
 from tests.hosts.runs import (
     MORTAL,
     OVER_BOTH,
     RL,
-    TWO_RANKS,
     addresses,
+    check_same,
     left_on,
     numbers,
-    start,
+    steps_of,
     train,
     two_hosts,
+    wait_for,
 )
 from tests.hosts.slurm import install, slurm
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")
-
-
-@pytest.fixture
-def directory():
-    """One that all hosts see."""
-    with tempfile.TemporaryDirectory(prefix="rl-hosts-", dir="/var/tmp") as path:
-        yield Path(path)
 
 
 def test_hosts_share_neither_memory_nor_processes_nor_names():
@@ -62,24 +55,6 @@ def test_a_run_over_two_hosts(directory):
     sampled = {json.loads(line)["policy_version"][0] for line in (run_dir / "rollouts.jsonl").open()}
     assert max(sampled) >= 1  # with weights that the trainer had changed
     assert not (run_dir / ".hosts").exists()
-
-
-@pytest.fixture(scope="module")
-def on_one_host(tmp_path_factory):
-    """The numbers of the same run on this host."""
-    run_dir = tmp_path_factory.mktemp("one") / "run"
-    words = [*RL, "train", MORTAL, *TWO_RANKS, "--run_dir", str(run_dir)]
-    subprocess.run(words, check=True, capture_output=True, timeout=240)
-    return numbers(run_dir)
-
-
-def check_same(got, expected):
-    """To 1e-5, with the same accuracy."""
-    assert [line.keys() for line in got] == [line.keys() for line in expected]
-    for mine, other in zip(got, expected, strict=True):
-        # holds: meaning, the same computation elsewhere: rounding alone differs, if anything
-        assert mine == pytest.approx(other, abs=1e-5, rel=1e-5), mine["step"]
-        assert mine.get("eval/accuracy") == other.get("eval/accuracy")
 
 
 @pytest.mark.slow
@@ -207,80 +182,6 @@ def test_the_pods_of_a_manifest_give_the_numbers_of_one_host(directory, on_one_h
     check_same(numbers(run_dir), on_one_host)
 
 
-ONE_THREAD = ("--trainer.num_threads", 1, "--generator.num_threads", 1, "--generator.num_replicas", 2)
-
-
-def alone(run_dir, *flags):
-    """The numbers of a run on this host, with a trainer of one rank."""
-    words = [*RL, "train", MORTAL, *map(str, (*ONE_THREAD, *flags, "--run_dir", run_dir))]
-    subprocess.run(words, check=True, capture_output=True, timeout=300)
-    return numbers(run_dir)
-
-
-@pytest.mark.slow
-def test_a_run_whose_directory_is_on_one_host_alone(directory):
-    """Generators and rewards on a host that does not see it: models go there, logs come back, nothing is left."""
-    expected = alone(directory / "one")
-    with two_hosts(directory, unshared=[Path("/srv")]) as made:
-        output = train(made, MORTAL, *ONE_THREAD, "--reward.num_procs", 2, "--run_dir", "/srv/run")
-        assert (
-            f"host {made[1].worker_address} does not see /srv/run: 0.0 GB of models were sent there" in output
-        )
-        made[0].output("cp", "-r", "/srv/run", str(directory / "run"))
-        assert [left_on(host) for host in made] == [[], []]
-        assert made[1].output("ls", "-A", "/srv") == ""
-    check_same(numbers(directory / "run"), expected)
-    for name in ("generator-0", "generator-1", "reward-0", "reward-1"):
-        assert (directory / "run" / "logs" / f"{name}.log").exists()
-    assert "vllm" in (directory / "run" / "logs" / "generator-1.log").read_text().lower()
-
-
-@pytest.mark.slow
-def test_a_host_joins_a_run_and_leaves_it(directory):
-    """Its generator serves while it is there. What is sampled where changes nothing."""
-    flags, run_dir = (*ONE_THREAD, "--steps", 120), directory / "run"
-    expected = alone(directory / "one", "--steps", 120)
-    with hosts(2) as made, worker(made[0], directory / "worker-0.log"):
-        joining = ("--joining_hosts", 1, "--generator.hosts", 0, 1)
-        process = start(made[:1], MORTAL, *flags, *joining, "--run_dir", run_dir)
-        wait_for(lambda: steps_of(run_dir) >= 5, run_dir)
-        with worker(made[1], directory / "worker-1.log", join=made[0]):
-            wait_for(lambda: serving(run_dir)[-1] == 2, run_dir)
-            joined_at = steps_of(run_dir)
-            wait_for(lambda: steps_of(run_dir) >= joined_at + 5, run_dir)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output[-4000:]
-        assert [left_on(host) for host in made] == [[], []]
-    assert f"host {made[1].worker_address} has joined the run; generator-1 starts there" in output
-    assert f"host {made[1].worker_address} has left the run" in output
-    counts = serving(run_dir)
-    assert counts[:5] == [1] * 5 and counts.count(2) >= 4 and counts[-1] == 1
-    check_same(numbers(run_dir), expected)
-
-
-def serving(run_dir):
-    """Generators at each step."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["generators/serving"] for line in lines if "generators/serving" in line]
-
-
-def steps_of(run_dir):
-    try:
-        return max((line["step"] for line in numbers(run_dir) if "loss" in line), default=0)
-    except (OSError, ValueError):
-        return 0
-
-
-def wait_for(holds, run_dir, seconds=400):
-    import time
-
-    end = time.monotonic() + seconds
-    while not holds():
-        logs = [path.read_text()[-2000:] for path in run_dir.glob("slurm-*.log")]
-        assert time.monotonic() < end, logs
-        time.sleep(0.5)
-
-
 @pytest.mark.slow
 def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
     """What is only seen on real hosts: a closed port, a directory that is not shared, no shared memory."""
@@ -387,37 +288,3 @@ def test_agents_and_their_judge_on_the_second_host(directory):
     notes = [json.loads(line)["notes"] for line in (run_dir / "rollouts.jsonl").open()]
     assert {note["host"] for note in notes} == {made[1].name}
     assert all(note["policy"].startswith(f"http://{made[0].address}:") and "judge" in note for note in notes)
-
-
-@pytest.mark.slow
-def test_a_trainer_host_that_is_lost_for_good_leaves_fewer_shards_and_the_same_generators(
-    directory, on_one_host
-):
-    """Its shards go to the host that is left, from the newest checkpoint; generators do not notice."""
-    run_dir = directory / "run"
-    flags = (*TWO_RANKS, "--trainer.hosts", 0, 1, "--generator.hosts", 0, "--reward.hosts", 0)
-    with two_hosts(directory) as made:
-        more = ("--trainer.min_hosts", 1, "--deadlines.start", 60, "--run_dir", run_dir)
-        process = start(made, MORTAL, *flags, *more)
-        wait_for(lambda: steps_of(run_dir) >= 5, run_dir)
-        before = generators_on(made[0])
-        made[1].cut()
-        wait_for(lambda: steps_of(run_dir) >= 8 or process.poll() is not None, run_dir)
-        assert generators_on(made[0]) == before and len(before) == 2
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output[-4000:]
-        assert left_on(made[0]) == []
-    assert f"host 1 ({made[1].worker_address}) does not answer; engines go on without it" in output
-    check_same(numbers(run_dir), on_one_host)
-
-
-def generators_on(host):
-    """Their pids, as the machine counts."""
-    return {p.pid for p in host.processes() if b"generator" in log_of(p.pid)}
-
-
-def log_of(pid):
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1").encode()
-    except OSError:
-        return b""

@@ -77,6 +77,16 @@ def test_settings_reach_the_processes(model_dir):
         assert arrives(plan_of(replace(config, **change), model_dir, 64, CPU)), change
 
 
+def test_roles_of_a_server_are_on_the_hosts_that_it_names(model_dir):
+    hosts = Cluster((CPU,) * 3)
+    config = ServeConfig(str(model_dir), layout=Layout(shard=2), trainer_hosts=(2, 1), generator_hosts=(0,))
+    plan = settle(config, read_config(model_dir), hosts)
+    places = {role: [p.host for r in plan.of(role) for p in r.processes] for role in ("trainer", "generator")}
+    assert places == {"trainer": [2, 1], "generator": [0]}
+    with pytest.raises(ConfigError, match="^trainer_hosts names host 3; the 3 hosts are 0 to 2"):
+        settle(replace(config, trainer_hosts=(3, 1)), read_config(model_dir), hosts)
+
+
 @pytest.fixture
 def model_dir(tmp_path):
     path = TinyQwen3(alphabet="abcdefgh").materialize(tmp_path)

@@ -1,0 +1,93 @@
+"""Evaluations and a server whose processes are on two hosts."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import tinker
+from tinker import types
+
+from configs.quickstart import quickstart
+from tests.hosts.runs import (
+    MORTAL,
+    RL,
+    addresses,
+    left_on,
+    two_hosts,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")]
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+@pytest.fixture
+def model(directory):
+    """One with random weights, for the quickstart's task."""
+    return quickstart().model.materialize(directory)
+
+
+def test_an_evaluation_over_two_hosts_is_that_of_one(directory, model):
+    words = [
+        "eval",
+        str(model),
+        MORTAL,
+        "--samples",
+        "4",
+        "--generator.num_threads",
+        "1",
+        "--trainer.num_threads",
+        "1",
+    ]
+    subprocess.run(
+        [*RL, *words, "--run_dir", str(directory / "one")], check=True, capture_output=True, timeout=240
+    )
+    with two_hosts(directory) as made:
+        places = ["--generator.hosts", "1", "--reward.hosts", "1", "--hosts", addresses(made)]
+        process = made[0].start(*RL, *words, *places, "--run_dir", str(directory / "two"), **PIPES)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output[-4000:]
+        assert [left_on(host) for host in made] == [[], []]
+    one, two = (json.loads((directory / name / "eval.json").read_text()) for name in ("one", "two"))
+    assert one == two
+    assert sorted(path.name for path in (directory / "two").iterdir() if "model" in path.name) == []
+
+
+def test_a_server_over_two_hosts(directory, model):
+    """Its trainer is on both, its generator on the second: what is trained is sampled there."""
+    with two_hosts(directory) as made:
+        flags = ["--layout.shard", "2", "--trainer_hosts", "0", "1", "--generator_hosts", "1", "--no_api_key",
+                 "--host", made[0].address, "--port", "8000", "--context_length", "64", "--names", "tiny",
+                 "--directory", str(directory / "server"), "--hosts", addresses(made)]  # fmt: skip
+        process = made[0].start(*RL, "serve", str(model), *flags, **PIPES)
+        try:
+            for line in process.stdout:
+                if line.startswith("serving"):
+                    break
+            else:
+                pytest.fail("it did not start")
+            client = tinker.ServiceClient(base_url=f"http://{made[0].address}:8000", api_key="tml-none")
+            training = client.create_lora_training_client(base_model="tiny", rank=4, seed=0).result()
+            tokens = list(range(3, 11))
+            inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 7}
+            datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+            before = training.forward([datum], "cross_entropy").result().metrics
+            for _ in range(20):
+                training.forward_backward([datum], "cross_entropy")
+                training.optim_step(types.AdamParams(learning_rate=0.05)).result()
+            assert (
+                training.forward([datum], "cross_entropy").result().metrics["loss:sum"]
+                < before["loss:sum"] / 4
+            )
+            sampler = training.save_weights_and_get_sampling_client("learned")
+            params = types.SamplingParams(max_tokens=6, temperature=0.0)
+            sampled = sampler.sample(types.ModelInput.from_ints(tokens[:2]), 1, params).result()
+            assert sampled.sequences[0].tokens == tokens[2:]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert [left_on(host) for host in made] == [[], []]
