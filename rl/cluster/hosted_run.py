@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 
 from rl.actors.births import mesh_of
-from rl.cluster.spawn import kill_those_that_log_to
+from rl.cluster.ends import kill_those_that_log_to
 from rl.cluster.unshared import OwnDirectory
 from rl.errors import ConfigError
 from rl.host_protocol import MARK, OWN_HOST
 from rl.owned_directory import owned_directory, remove_unowned, temporary_base
 from rl.processes import LEASE, kill_tree
-from rl.weight_sync.shared_memory import release_files
+from rl.weight_sync.remote_files import release_files
 
 MONARCH = ("-m", "rl.cluster.monarch_worker")
 """The process that Monarch starts a run's from: prints its address, then waits."""

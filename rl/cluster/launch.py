@@ -22,8 +22,8 @@ from rl.actors.replica import Pool, Replica
 from rl.actors.reward import RewardPool
 from rl.actors.trainer import PolicyTrainer, TrainerHandle
 from rl.actors.turns import Turns
+from rl.cluster.ends import kill_children
 from rl.cluster.launchers import Hosts, Launcher, ThisHost
-from rl.cluster.spawn import kill_children
 from rl.cluster.spawner import Spawner, spec_of
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv

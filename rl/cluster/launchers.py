@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import Visitor
+from rl.cluster.ends import kill_those_that_log_to
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
-from rl.cluster.spawn import kill_those_that_log_to
 from rl.host_protocol import MARK, written
 from rl.plan.cluster import Cluster, Host
 from rl.plan.demand import ENGINE_ROLES

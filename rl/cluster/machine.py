@@ -14,6 +14,7 @@ from rl.plan.cluster import GPU, Host
 
 PACKAGES = ("rl", "torch", "torchmonarch", "vllm", "torchtitan")
 """Of which all hosts of a run need the same version."""
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl")  # NVIDIA's, AMD's, WSL's, Jetson's
 
 
 def num_cores() -> int:
@@ -37,10 +38,10 @@ def total_memory() -> int:
 @lru_cache(maxsize=1)
 def look_at_host() -> Host:
     """The one this process runs on, as it was when first asked, with the GPUs that it is shown."""
-    import torch  # 2 s
-
     gpus: list[GPU] = []
     for name in visible_devices():
+        import torch
+
         card = torch.cuda.get_device_properties(len(gpus))
         gpus.append(GPU(card.name, card.total_memory / 2**30, (card.major, card.minor), name))
     return Host(num_cores(), free_memory() / 2**30, tuple(gpus))
@@ -48,7 +49,9 @@ def look_at_host() -> Host:
 
 def visible_devices() -> list[str]:
     """What each GPU of this process is called in CUDA_VISIBLE_DEVICES: its number, or its UUID."""
-    import torch
+    if not any(map(os.path.exists, _DRIVERS)):
+        return []
+    import torch  # 3 s
 
     if not torch.cuda.is_available():
         return []

@@ -1,14 +1,11 @@
-"""Spawning processes on this host: their environment, device, log and rendezvous; and ending all of them."""
+"""Spawning processes: their environment, device, log and rendezvous."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch.distributed import TCPStore
 
 from rl.cluster.environment import kernel_cache
@@ -101,25 +98,3 @@ async def join_group(procs: Procs, address: str) -> TCPStore:
         )
     await setup_torch_elastic_env_async(procs.mesh, address, port)
     return store
-
-
-def kill_those_that_log_to(log: Path) -> None:
-    """End what is left of an earlier mesh of this name, also a rank that never answered."""
-    name = re.compile(re.escape(str(log.resolve())) + r"(-\d+)?\.log")
-    for child in psutil.Process().children(recursive=True):
-        with suppress(OSError, psutil.NoSuchProcess):
-            if name.fullmatch(os.readlink(f"/proc/{child.pid}/fd/1")):
-                child.kill()
-
-
-def kill_children(others: set[int]) -> None:
-    """End every descendant but `others`.
-
-    Twice, because orphans of those that end become children of this process.
-    """
-    for _ in range(2):
-        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(children, timeout=2)

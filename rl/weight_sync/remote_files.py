@@ -5,9 +5,9 @@ import mmap
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rl.errors import RunError
@@ -18,6 +18,8 @@ _SECONDS = 30.0
 _STREAMS = 4
 _FIRST_BYTES = 2**22  # a file of no more takes one connection
 _PART_BYTES = 2**20  # of a further one at least
+AT = "!"  # between a host and a path
+RELEASED = ".released"
 
 
 def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], None]) -> None:
@@ -85,3 +87,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+def release_files(released: Iterable[str]) -> None:
+    """Those of these files that are on this host. released: of a manifest's keys."""
+    for key in released:
+        _, path = parts_of(key)
+        with suppress(FileNotFoundError):
+            os.rename(path, f"{path}{RELEASED}")
+
+
+def parts_of(key: str) -> tuple[str, str]:
+    """The host that wrote it, empty where there is one alone, and the path."""
+    host, _, path = key.rpartition(AT)
+    return host, path

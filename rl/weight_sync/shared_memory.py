@@ -24,7 +24,7 @@ from rl.host_protocol import own_host
 from rl.types import PolicyVersion
 from rl.weight_sync.buffers import keys, read_shards, write_shards
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard
-from rl.weight_sync.remote_files import fetch_file
+from rl.weight_sync.remote_files import AT, RELEASED, fetch_file, parts_of, release_files
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class SharedMemory:
             self._reserve(f"{escape(name)}-v*-rank{rank}.bin", path, num_bytes)
             return _mapped(path, num_bytes)
 
-        key = f"{own_host()}{_AT}{path}" if self.run else path
+        key = f"{own_host()}{AT}{path}" if self.run else path
         return write_shards(shards, key, allocate)
 
     def _reserve(self, pattern: str, path: str, num_bytes: int) -> None:
         """A file of this size: one that was released, or a new one."""
-        released = sorted(Path(self.directory).glob(f"{pattern}{_RELEASED}"))
+        released = sorted(Path(self.directory).glob(f"{pattern}{RELEASED}"))
         if not any(_take(old, path, num_bytes) for old in released):
             _reserve(path, num_bytes)
 
@@ -64,7 +64,7 @@ class SharedMemory:
         """
         buffers = {}
         for key in keys(manifest):
-            host, path = _parts(key)
+            host, path = parts_of(key)
             try:
                 buffers[key] = self._here(host, path)
             except FileNotFoundError as error:
@@ -89,22 +89,6 @@ class SharedMemory:
         return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"
 
 
-def release_files(released: Iterable[str]) -> None:
-    """Those of these files that are on this host. released: of a manifest's keys."""
-    for key in released:
-        _, path = _parts(key)
-        with suppress(FileNotFoundError):
-            os.rename(path, f"{path}{_RELEASED}")
-
-
-def _parts(key: str) -> tuple[str, str]:
-    """The host that wrote it, empty where there is one alone, and the path."""
-    host, _, path = key.rpartition(_AT)
-    return host, path
-
-
-_AT = "!"  # between a host and a path
-_RELEASED = ".released"
 """At the end of the name of a file that may take another version."""
 _own: dict[tuple[int, int], torch.Tensor] = {}
 """(device, inode) -> what this process has mapped to write to."""
