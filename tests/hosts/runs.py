@@ -5,9 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.chaos import MAY_DIFFER
@@ -59,9 +60,15 @@ def numbers(run_dir: Path) -> list[dict[str, float]]:
 
 
 def left_on(host: Host) -> list[str]:
-    """What a run has left there: files in shared memory and for temporary files, and processes but its worker."""
+    """What a run has left there: files in shared memory and for temporary files, and processes but its worker.
+
+    The first process of a namespace reaps nobody: a zombie is what has ended.
+    """
     files = host.output("find", "/dev/shm", "-path", "*rl-0*").split()
-    commands = [" ".join(process.cmdline()) for process in host.processes()]
+    commands = []
+    for process in host.processes():
+        with suppress(psutil.Error):
+            commands.append(" ".join(process.cmdline()))
     return files + [words for words in commands if words and " rl worker " not in words]
 
 
