@@ -17,6 +17,10 @@ class GeneratorFailed(RunError):
     """A generator's engine is broken; others may go on, and it may be started again."""
 
 
+class WeightsUnreachable(RunError):
+    """A version's weights are on a host that is gone, or are released. A later version may be reached."""
+
+
 class EpisodeLost(Exception):
     """The process of an episode is gone, for no fault of the episode: it may begin again."""
 

@@ -114,6 +114,8 @@ class Actors:
             await self.turns.leave_to("score")  # new engines are there as soon as they are spawned
         await self.revival.restart(death)
         await self.generators.forget()
+        if self.policy is not None:
+            await self.publish_base_again()
 
     async def publish_base(self) -> None:
         """Of an adapter: the model never changes, so this is once. Engines that die are started again."""
@@ -124,6 +126,11 @@ class Actors:
                 if self.revival is None:
                     raise
                 await self.revival.restart(death)
+
+    async def publish_base_again(self) -> None:
+        """After engines were started again: a host that had a part of it may be lost."""
+        await self.store.forget(MODEL)
+        await self.publish_base()
 
     async def publish(self, version: PolicyVersion) -> None:
         """Make the trainer's weights the newest version; returns when they are written.

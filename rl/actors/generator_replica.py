@@ -1,6 +1,7 @@
 """GeneratorReplica: a generator that can be spawned again, and that follows the weight store."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -12,7 +13,7 @@ from rl.actors.generator import GeneratorProcesses
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import Replica, State, Visitor
 from rl.actors.turns import Turns
-from rl.errors import RunError
+from rl.errors import RunError, WeightsUnreachable
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
 from rl.waiting import Signal
@@ -20,6 +21,9 @@ from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.store import WeightStore
 
 _SLACK_SECONDS = 0.1
+_TRY_SECONDS = 2.0
+_UNREACHABLE_SECONDS = 900.0  # a lost host has deadlines.start to come back, then weights are published anew
+_log = logging.getLogger(__name__)
 
 
 class Updates:
@@ -122,7 +126,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
     async def serve(self, member: GeneratorProcesses) -> None:
         self.version = None
         self._enter(State.LOADING)
-        epoch = self._updates.epoch
+        epoch, began = self._updates.epoch, None
         while True:
             await self._updates.store.changed.wait_for(lambda: not self._may_stay() or self._is_behind())
             if not self._may_stay():
@@ -137,20 +141,41 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
             manifest = self._updates.wanted
             if manifest is None:  # forgotten meanwhile
                 continue
-            async with self._updates.together(manifest.version):
-                if self.version is None and manifest.adapter is not None:
-                    model = self._updates.store.newest(MODEL)
-                    assert model is not None  # published before any adapter
-                    await self._load(member, model)
-                    newest = self._updates.wanted  # the one before may be freed by now
-                    if newest is None:
-                        continue
-                    manifest = newest
-                await self._load(member, manifest)
-            if epoch != self._updates.epoch:
+            try:
+                loaded = await self._take(member, manifest)
+            except WeightsUnreachable as error:
+                began = await self._try_later(error, began)
                 continue
-            self.version = manifest.version
+            began = None
+            if loaded is None or epoch != self._updates.epoch:
+                continue
+            self.version = loaded.version
             self._enter(State.SERVING)
+
+    async def _take(self, member: GeneratorProcesses, manifest: Manifest) -> Manifest | None:
+        """What was loaded: this version, or a newer one; None where all are forgotten meanwhile."""
+        async with self._updates.together(manifest.version):
+            if self.version is None and manifest.adapter is not None:
+                model = self._updates.store.newest(MODEL)
+                if model is None:
+                    return None
+                await self._load(member, model)
+                newest = self._updates.wanted  # the one before may be freed by now
+                if newest is None:
+                    return None
+                manifest = newest
+            await self._load(member, manifest)
+        return manifest
+
+    async def _try_later(self, error: WeightsUnreachable, began: float | None) -> float:
+        """When it first failed, with `began` None for now. Raises ProcessDied where that is too long ago."""
+        now = time.monotonic()
+        if began is None:
+            _log.warning("%s: %s; it waits for a version that can be reached", self.name, error)
+        elif now - began > _UNREACHABLE_SECONDS:
+            raise ProcessDied(f"{self.name}: {error}") from error
+        await asyncio.sleep(_TRY_SECONDS)
+        return now if began is None else began
 
     def _may_stay(self) -> bool:
         return self._turns is None or self._turns.may_stay(self.name)

@@ -25,8 +25,12 @@ class State(StrEnum):
     SERVING = "serving"  # they take work
     SUSPENDED = "suspended"  # they are not on their devices, or not even spawned: it is not their turn
     DRAINING = "draining"  # they finish what they have, and take no more for now
-    ABSENT = "absent"  # their host has not joined the run, or has left it
+    ABSENT = "absent"  # their host has not joined the run, has left it, or they died there too often
     DEAD = "dead"  # they died more often than allowed
+
+
+_ENDS = (State.ABSENT, State.DEAD)
+"""Of those that do not serve, and need not ever."""
 
 
 class Member(Protocol):
@@ -42,13 +46,15 @@ class Member(Protocol):
 
 
 class Visitor(Protocol):
-    """A host that joins a run and leaves it."""
+    """A host that joins a run and leaves it, and the next that takes its place."""
 
     @property
-    def is_there(self) -> bool: ...
+    def visit(self) -> int:
+        """A number of its own for each stay of a host; 0 while none is there."""
+        ...
 
-    async def arrival(self) -> None:
-        """Returns once it is there."""
+    async def arrival(self, last: int) -> None:
+        """Returns once a host is there whose visit is another than the last."""
         ...
 
 
@@ -76,6 +82,7 @@ class Replica(Generic[M]):
         self._max_restarts = max_restarts
         self._changed = changed
         self._host = host
+        self._failed_visit = 0  # the visit on which it died more often than allowed
         self.has_lived = False
         self._has_served = False
         self._early_deaths = EarlyDeaths()
@@ -85,11 +92,13 @@ class Replica(Generic[M]):
     async def run(self) -> None:
         """Until cancelled, or dead for good. Raises RunError where the processes do not start, twice, or die
         in the same way again and again before they serve."""
+        visit = 0
         while True:
-            if self._host is not None and not self._host.is_there:
+            if self._host is not None and self._host.visit in (0, self._failed_visit):
                 self._enter(State.ABSENT)
-                self.num_restarts = 0
-                await self._host.arrival()
+                await self._host.arrival(self._failed_visit)
+            if self._host is not None and self._host.visit != visit:
+                visit, self.num_restarts = self._host.visit, 0
             self._enter(State.STARTING)
             may_end_run = not self.has_lived and self._host is None
             try:
@@ -106,14 +115,22 @@ class Replica(Generic[M]):
                 death = ProcessDied(str(error))  # it has run before, so what keeps it from starting may pass
             else:
                 self.has_lived = True
-                death = await self._live(member)
-            if self._host is not None and not self._host.is_there:
-                _log.warning("%s; it waits for a host to join", death)
+                try:
+                    death = await self._live(member)
+                except RunError as error:
+                    if self._host is None:
+                        raise
+                    death = ProcessDied(str(error))
+            if self._host is not None and self._host.visit != visit:
+                _log.warning("%s; it goes on where a host joins", death)
                 continue
             if not self._has_served and self._host is None:
                 self._early_deaths.count(death)
             if self.num_restarts == self._max_restarts:
                 _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)
+                if self._host is not None:
+                    self._failed_visit = visit
+                    continue
                 self._enter(State.DEAD)
                 return
             self.num_restarts += 1
@@ -203,7 +220,7 @@ class Pool(Generic[R]):
     async def started(self) -> None:
         """Every replica's processes have answered for the first time."""
         await self.changed.wait_for(
-            lambda: all(r.has_lived or r.num_restarts or r.state is State.ABSENT for r in self.replicas)
+            lambda: all(r.has_lived or r.num_restarts or r.state in _ENDS for r in self.replicas)
         )
 
     async def ask(
@@ -259,7 +276,7 @@ class Pool(Generic[R]):
     @property
     def num_alive(self) -> int:
         """Those that serve, or will again."""
-        return sum(replica.state not in (State.DEAD, State.ABSENT) for replica in self.replicas)
+        return sum(replica.state not in _ENDS for replica in self.replicas)
 
     @property
     def num_serving(self) -> int:

@@ -96,13 +96,7 @@ class HostAgent:
             elif do == "put":
                 if request["run"] not in self._runs:
                     raise Refusal("knows no such run")
-                await receive_file(
-                    Path(request["path"]),
-                    int(request["size"]),
-                    reader,
-                    writer,
-                    lambda: request["run"] in self._runs,
-                )
+                await receive_file(request, reader, writer, lambda: request["run"] in self._runs)
             elif do == "lease":
                 await self._lease(request, reader, writer)
             elif do == "join":

@@ -45,10 +45,10 @@ class HostedRun:
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
         mark = directory / MARK
         self.sees_directory = mark.is_file() and mark.read_text() == request["run"]
-        if not self.sees_directory and (engines := request["engines"]):
+        if not self.sees_directory and (sharer := request["sharer"]):
             raise Refusal(
-                f"does not see {directory}, where {engines} has its checkpoints; put the run's directory on "
-                f"a file system that all hosts share: --run_dir; or name other hosts: --{engines}.hosts"
+                f"does not see {directory}, which {sharer} reads and writes; put the run's directory on "
+                f"a file system that all hosts share: --run_dir; or name other hosts: --{sharer}.hosts"
             )
         if not os.path.exists(request["python"]):
             raise Refusal(f"has no {request['python']}; install in the same directory on all hosts")

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl.cluster.machine import versions
 from rl.errors import ConfigError
-from rl.host_protocol import HostUnreachable, address_of, ask, parse_address
+from rl.host_protocol import HostUnreachable, address_of, ask, parse_address, written
 from rl.plan.cluster import GPU, Cluster, Host
 
 _SECONDS = 10.0
@@ -17,12 +17,12 @@ _LEAST_SHARED_GIB = 0.05
 
 
 def host_addresses(text: str) -> list[str]:
-    """Of the setting `hosts`. Raises ConfigError."""
-    addresses = [part.strip() for part in text.split(",")]
-    problems = []
-    for address in addresses:
+    """Of the setting `hosts`, as their workers call themselves: with IP addresses. Raises ConfigError."""
+    addresses, problems = list[str](), list[str]()
+    for part in text.split(","):
         try:
-            address_of(parse_address(address)[0])
+            host, port = parse_address(part.strip())
+            addresses.append(written(address_of(host), port))
         except ConfigError as error:
             problems.append(f"hosts={text!r}: {error}")
     if len({*addresses}) < len(addresses):

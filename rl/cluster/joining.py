@@ -25,14 +25,19 @@ class Slot:
         self.planned, self.needed_gib, self.who = planned, needed_gib, who
         self.host = planned
         self._lease: Lease | None = None
+        self._num_visits = 0
         self._changed = Signal()
 
     @property
-    def is_there(self) -> bool:
-        return self._lease is not None and self._lease.is_held
+    def is_free(self) -> bool:
+        return self._lease is None
 
-    async def arrival(self) -> None:
-        await self._changed.wait_for(lambda: self.is_there)
+    @property
+    def visit(self) -> int:
+        return self._num_visits if self._lease is not None and self._lease.is_held else 0
+
+    async def arrival(self, last: int) -> None:
+        await self._changed.wait_for(lambda: self.visit not in (0, last))
 
     @property
     def lease(self) -> Lease:
@@ -41,26 +46,29 @@ class Slot:
             raise ProcessDied("its host has left the run")
         return self._lease
 
-    async def keep(self, lease: Lease, host: Host) -> None:
-        """Until that host is lost."""
+    def take(self, lease: Lease, host: Host) -> None:
         self._lease, self.host = lease, host
+        self._num_visits += 1
         OTHER_HOSTS[host.address] = lease  # to its end: who asks for a process there learns that it is gone
         _log.warning("host %s has joined the run; %s starts there", host.address, self.who)
         self._changed.notify()
-        try:
-            await lease.run_until_lost()
-            _log.warning("host %s has left the run", host.address)
-        finally:
-            self._lease = None
+
+    async def keep(self) -> None:
+        """Until its host is lost."""
+        if self._lease is not None:
+            await self._lease.run_until_lost()
+        self._lease = None
+        _log.warning("host %s has left the run", self.host.address)
 
 
 class Joining:
     """Gives hosts that ask for it to the slots that are free."""
 
-    def __init__(self, slots: Mapping[int, Slot], make_lease: Callable[[str], Lease]):
-        """slots: by the host's number in the plan."""
+    def __init__(self, slots: Mapping[int, Slot], make_lease: Callable[[str, int], Lease]):
+        """slots: by the host's number in the plan. make_lease: of an address and a number."""
         self.slots = slots
         self._make_lease = make_lease
+        self._made: list[Lease] = []
         self._refused: dict[str, str] = {}  # address -> why, as it was last told
 
     async def run(self, leases: Sequence[Lease]) -> None:
@@ -70,28 +78,36 @@ class Joining:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 taken = {lease.address for lease in leases}
-                taken |= {slot.host.address for slot in self.slots.values() if slot.is_there}
+                taken |= {slot.host.address for slot in self.slots.values() if not slot.is_free}
                 for address in dict.fromkeys(address for lease in leases for address in lease.joined):
-                    free = next((slot for slot in self.slots.values() if not slot.is_there), None)
+                    free = next((n for n, slot in self.slots.items() if slot.is_free), None)
                     if address not in taken and free is not None:
                         await self._admit(address, free, tasks)
                 await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _admit(self, address: str, slot: Slot, tasks: asyncio.TaskGroup) -> None:
+    async def _admit(self, address: str, number: int, tasks: asyncio.TaskGroup) -> None:
+        slot, lease = self.slots[number], self._make_lease(address, number)
+        self._made = [*self.leases, lease]
         try:
             host = await asyncio.to_thread(look_at, address)
             check_as_planned(host, slot.planned, slot.needed_gib)
-            lease = self._make_lease(address)
             await lease.connect()
+            kept = tasks.create_task(lease.run_until_lost())
+            await lease.send_models()
+            kept.cancel()
+            if not lease.is_held:
+                raise HostUnreachable(f"host {address} was lost as it joined")
         except (ConfigError, HostUnreachable) as error:
             if self._refused.get(address) != str(error):
                 _log.warning("%s", error)
             self._refused[address] = str(error)
+            await lease.close()
             return
         self._refused.pop(address, None)
-        tasks.create_task(slot.keep(lease, host))
-        await slot.arrival()
+        slot.take(lease, host)
+        tasks.create_task(slot.keep())
 
     @property
     def leases(self) -> list[Lease]:
-        return [slot.lease for slot in self.slots.values() if slot.is_there]
+        """All that are held, also where no task keeps them any more."""
+        return [lease for lease in self._made if lease.is_held]

@@ -27,7 +27,6 @@ from rl.cluster.launchers import Hosts, Launcher, ThisHost
 from rl.cluster.spawner import Spawner, spec_of
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
-from rl.errors import RunError
 from rl.interfaces import Transport
 from rl.models.engine_config import EngineConfig
 from rl.models.tokenizer import HFTokenizer
@@ -84,7 +83,7 @@ async def launch(
         others = {child.pid for child in psutil.Process().children(recursive=True)}
         launcher = launcher or launcher_of(plan)
         start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher, engines_without)
-        async with launcher.open(run_dir, shared, [*models.values()]):
+        async with launcher.open(run_dir, shared, models):
             try:
                 actors = await start.actors()
                 judge = [start.judge.run()] if start.judge else []
@@ -222,10 +221,9 @@ class _Start:
         if lost & {*_hosts_of(replicas)}:
             left = self._engines_without(lost)
             names = ", ".join(host_name(host, cluster) for host in sorted(lost))
-            if isinstance(left, str):
-                raise RunError(f"{names} does not answer, and {left}")
-            replicas = left
-            _log.warning("%s does not answer; engines go on without it", names)
+            how = f"they wait for it: {left}" if isinstance(left, str) else "they go on without it"
+            _log.warning("%s, where engines are, does not answer; %s", names, how)
+            replicas = replicas if isinstance(left, str) else left
         self._engine_hosts = _hosts_of(replicas)
         by_name = {replica.name: replica for replica in replicas}
         for engine in self.engines:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +13,11 @@ from rl.cluster.ends import kill_those_that_log_to
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
+from rl.errors import one_line
 from rl.host_protocol import MARK, written
 from rl.plan.cluster import Cluster, Host
-from rl.plan.demand import ENGINE_ROLES
-from rl.plan.types import Plan
+from rl.plan.demand import ENGINE_ROLES, RoleName
+from rl.plan.types import Plan, WorkerSpec
 from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within
 
@@ -32,11 +33,13 @@ class Launcher(Protocol):
     run: str
     """What other hosts call the run; empty where there are none."""
 
-    def open(self, run_dir: Path, shared: Path, models: Sequence[Path]) -> AbstractAsyncContextManager[None]:
+    def open(
+        self, run_dir: Path, shared: Path, models: Mapping[str, Path]
+    ) -> AbstractAsyncContextManager[None]:
         """While it is, processes may be spawned. After it, none is left on another host.
 
-        shared: the directory in shared memory that each host's processes find. models: directories that they
-        read.
+        shared: the directory in shared memory that each host's processes find. models: the directory of each
+        model that the plan names.
         """
         ...
 
@@ -79,7 +82,7 @@ class ThisHost:
         self._cluster = cluster
 
     @asynccontextmanager
-    async def open(self, run_dir: Path, shared: Path, models: Sequence[Path]) -> AsyncIterator[None]:
+    async def open(self, run_dir: Path, shared: Path, models: Mapping[str, Path]) -> AsyncIterator[None]:
         yield
 
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
@@ -112,21 +115,18 @@ class Hosts:
 
     def __init__(self, plan: Plan):
         self.address, self.run = "", uuid.uuid4().hex
-        self._hosts, self._patience = plan.cluster.hosts, plan.deadlines.start
+        self._plan, self._hosts, self._patience = plan, plan.cluster.hosts, plan.deadlines.start
         slots = {number: _slot(number, plan) for number, host in enumerate(self._hosts) if host.may_join}
         self._joining = Joining(slots, self._lease)
-        engines = [replica for role in ENGINE_ROLES for replica in plan.of(role)]
-        self._engines = {process.host: replica.role for replica in engines for process in replica.processes}
+        self._sharers = sharers(plan)
         self._leases: list[Lease] = []  # of the hosts that are always there: the first
 
     @asynccontextmanager
-    async def open(self, run_dir: Path, shared: Path, models: Sequence[Path]) -> AsyncIterator[None]:
+    async def open(self, run_dir: Path, shared: Path, models: Mapping[str, Path]) -> AsyncIterator[None]:
         run_dir = run_dir.resolve()
-        self._of_run = run_dir, shared, self._patience, [*dict.fromkeys(models)]
+        self._of_run, self._models = (run_dir, shared, self._patience), models
         self._leases = [
-            self._lease(host.address, self._engines.get(number, ""))
-            for number, host in enumerate(self._hosts)
-            if not host.may_join
+            self._lease(host.address, number) for number, host in enumerate(self._hosts) if not host.may_join
         ]
         (run_dir / MARK).write_text(self.run)
         try:
@@ -135,14 +135,20 @@ class Hosts:
             self._use_network()
             OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
             async with beside(*(lease.run() for lease in self._leases), self._joining.run(self._leases)):
+                await together(lease.send_models() for lease in self._leases)
                 yield
         finally:
             OTHER_HOSTS.clear()
             await asyncio.shield(self._close())
             (run_dir / MARK).unlink(missing_ok=True)
 
-    def _lease(self, address: str, engines: str = "") -> Lease:
-        return Lease(address, self.run, *self._of_run, engines)
+    def _lease(self, address: str, number: int) -> Lease:
+        """number: of the host in the plan. Who joins is not waited for where it is lost: another may take its
+        place."""
+        models = [self._models[name] for name in models_on(number, self._plan)]
+        may_return = not self._hosts[number].may_join
+        sharer = self._sharers.get(number, "")
+        return Lease(address, self.run, *self._of_run, models, sharer, may_return)
 
     def _lease_of(self, host: int) -> Lease:
         """Raises ProcessDied where it has left."""
@@ -185,8 +191,15 @@ class Hosts:
 
         leases = [self._lease_of(host) for host in dict.fromkeys(hosts)]
         workers = await asyncio.gather(*(lease.worker() for lease in leases))
-        mesh = attach_to_workers(ca="trust_all_connections", workers=workers)
-        await mesh.initialized
+        try:
+            async with within(self._patience):
+                mesh = attach_to_workers(ca="trust_all_connections", workers=workers)
+                await mesh.initialized
+        except Exception as error:  # Monarch's: a worker that went meanwhile
+            names = ", ".join(lease.address for lease in leases)
+            raise ProcessDied(
+                f"{name} died in start: {names} could not be attached ({one_line(error)})"
+            ) from error
         return mesh
 
     async def end_log(self, log: Path, hosts: Sequence[int]) -> None:
@@ -199,6 +212,22 @@ class Hosts:
         with suppress(TimeoutError):
             async with within(_CLOSE_SECONDS):
                 await together(lease.close() for lease in self._held)
+
+
+def sharers(plan: Plan) -> dict[int, RoleName]:
+    """Hosts that have to see the run's directory, each with a role that does.
+
+    Engines have checkpoints in it, and a server's generators read its adapters.
+    """
+    roles = (*ENGINE_ROLES, *(["generator"] if plan.command == "serve" else []))
+    there = {p.host: r.role for r in reversed(plan.replicas) if r.role in roles for p in r.processes}
+    return {**dict.fromkeys(plan.spare_hosts, "trainer"), **there}
+
+
+def models_on(host: int, plan: Plan) -> list[str]:
+    """The plan's names of the models that are read there."""
+    there = [replica.spec for replica in plan.replicas if replica.processes[0].host == host]
+    return sorted({spec.model for spec in there if not isinstance(spec, WorkerSpec)})
 
 
 def _slot(number: int, plan: Plan) -> Slot:

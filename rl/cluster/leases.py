@@ -4,6 +4,7 @@ import asyncio
 import base64
 import logging
 import sys
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -51,18 +52,22 @@ class Lease:
         shared: Path,
         patience: float,
         models: Sequence[Path] = (),
-        engines: str = "",
+        sharer: str = "",
+        may_return: bool = True,
     ):
         """patience: seconds to wait for a host that does not answer. models: directories that its processes
-        read. engines: a role that is there and has checkpoints, if one is."""
+        read. sharer: a role there that needs the run's directory, if one does. may_return: once lost, it may
+        be leased again."""
         self.address = address
         self.own_address = ""  # of this process, as that host reaches it
         self._request = {
             "do": "lease", "run": run, "run_dir": str(run_dir), "shared": str(shared),
-            "python": sys.executable, "engines": engines,
+            "python": sys.executable, "sharer": sharer,
         }  # fmt: skip
         self._logs, self._models = run_dir / "logs", models
-        self._patience = patience
+        self._patience, self._may_return = patience, may_return
+        self._sees_directory = True
+        self._refused: tuple[float, HostUnreachable] | None = None  # when it last did not answer
         self._id = ""  # of the connection; empty while there is none
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -94,17 +99,14 @@ class Lease:
         self._reader, self._writer, self._id = reader, writer, lease
         self._worker, self._processes, self._seen = answer["worker"], {}, set()
         self.own_address = writer.get_extra_info("sockname")[0]
-        if not answer["sees_directory"]:
-            await self._send_models()
+        self._sees_directory = answer["sees_directory"]
 
-    async def _send_models(self) -> None:
-        """Beside them the lease is kept, also where they take minutes."""
-        sending = asyncio.ensure_future(asyncio.to_thread(self._send_all))
-        while not sending.done():
-            await self.ping()
-            await asyncio.sleep(_PING_SECONDS)
+    async def send_models(self) -> None:
+        """Where that host does not see the run's directory. It may take minutes: `run` keeps the lease."""
+        if self._sees_directory:
+            return
         try:
-            sent = sending.result()
+            sent = await asyncio.to_thread(self._send_all)
         except HostUnreachable:
             self._lose()
             raise
@@ -135,20 +137,34 @@ class Lease:
 
         patience: seconds to wait for it; None: as long as the lease is told.
         """
-        patience = self._patience if patience is None else patience
-        async with self._connecting:
-            began = asyncio.get_running_loop().time()
-            while True:
-                try:
-                    if not self._id:
-                        await self.connect()
-                    await self._ask({"do": "worker"})
-                    return self._worker
-                except HostUnreachable as error:
-                    is_over = asyncio.get_running_loop().time() - began > patience
-                    if is_over or isinstance(error, HostRefuses):
-                        raise ProcessDied(str(error)) from error
-                await asyncio.sleep(_AGAIN_SECONDS)
+        patience, began = self._patience if patience is None else patience, time.monotonic()
+        while True:
+            if not patience and self._connecting.locked():
+                raise ProcessDied(f"host {self.address} is being waited for")
+            try:
+                async with self._connecting:
+                    return await self._start_worker()
+            except HostUnreachable as error:
+                is_over = time.monotonic() - began > patience or not self._may_return
+                if is_over or isinstance(error, HostRefuses):
+                    raise ProcessDied(str(error)) from error
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _start_worker(self) -> str:
+        """Who waits for the same host has the same answer: each attempt takes its time."""
+        if self._refused is not None and time.monotonic() - self._refused[0] < _AGAIN_SECONDS:
+            raise self._refused[1]
+        try:
+            if not self._id:
+                if not self._may_return:
+                    raise HostUnreachable(f"host {self.address} has left the run")
+                await self.connect()
+                await self.send_models()
+            await self._ask({"do": "worker"})
+        except HostUnreachable as error:
+            self._refused = time.monotonic(), error
+            raise
+        return self._worker
 
     async def _ask(self, request: dict[str, Any]) -> None:
         """Whoever asks may be cancelled; the answer is read all the same."""

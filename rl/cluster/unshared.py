@@ -2,17 +2,20 @@
 
 import asyncio
 import base64
+import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from rl.host_protocol import HostUnreachable, ask, line, unreachable
+from rl.host_protocol import HostRefuses, HostUnreachable, ask, line, unreachable
 from rl.paths import lock, whole_file
 
 _OWNER = ".sent"
 _MOST_LOG_BYTES = 2**18  # of a file, at a time
 _SECONDS = 60.0  # without a byte
+_LOOK_SECONDS = 600.0  # to read a file that is there already
 _CHUNK = 2**20
 
 
@@ -54,8 +57,7 @@ class OwnDirectory:
 
 
 async def receive_file(
-    path: Path,
-    size: int,
+    request: Mapping[str, Any],
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     is_leased: Callable[[], bool],
@@ -64,10 +66,12 @@ async def receive_file(
 
     is_leased: whether the run still has this host.
     """
-    wanted = not path.is_file() or path.stat().st_size != size
-    writer.write(line({"wanted": wanted}))
-    if not wanted:
+    path, size = Path(request["path"]), int(request["size"])
+    if path.exists():
+        there = await asyncio.to_thread(_digest, path) if path.is_file() else ""
+        writer.write(line({"wanted": False, "digest": there}))
         return
+    writer.write(line({"wanted": True}))
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, durable=False) as file:
         while size > 0:
@@ -77,6 +81,12 @@ async def receive_file(
             file.write(part)
             size -= len(part)
     writer.write(b"\n")
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def send_files(address: str, run: str, directory: Path) -> int:
@@ -94,10 +104,15 @@ def send_files(address: str, run: str, directory: Path) -> int:
 def _send(address: str, run: str, path: Path) -> int:
     size = path.stat().st_size
     request = {"do": "put", "run": run, "path": str(path.absolute()), "size": size}
-    answer, connection = ask(address, request, _SECONDS)
+    answer, connection = ask(address, request, _LOOK_SECONDS)
     try:
         with connection, path.open("rb") as file:
             if not answer["wanted"]:
+                if answer["digest"] != _digest(path):
+                    raise HostRefuses(
+                        f"host {address} has another {path}, which the run would send; remove it there, "
+                        f"or share it"
+                    )
                 return 0
             connection.sendfile(file)
             if connection.recv(1) != b"\n":

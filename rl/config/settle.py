@@ -14,6 +14,7 @@ from rl.models.sources import ModelSource
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName
 from rl.plan.fallback import resolve_with_fallbacks, without
+from rl.plan.resolve import resolve
 from rl.plan.types import Plan, Replica
 
 Command = Literal["train", "eval", "replay"]
@@ -52,8 +53,9 @@ def plan_or_problems(
     """No problem is told of a model that cannot be read, and there is no plan either."""
     demand = demand_of(config, command)
     facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
-    hosts = (cluster or cluster_of(config)).with_joining(config.joining_hosts)
-    plan = resolve_with_fallbacks(demand, facts, hosts)
+    joining = config.joining_hosts if demand.generator is not None else 0
+    hosts = (cluster or cluster_of(config)).with_joining(joining)
+    plan = (resolve_with_fallbacks if command == "train" else resolve)(demand, facts, hosts)
     return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
 
 

@@ -1,14 +1,18 @@
 """Fallbacks: where engines go on when hosts are lost for good. Settled before the run starts, as all else."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations, islice
 
+from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
 from rl.plan.cluster import Cluster
 from rl.plan.demand import ENGINE_ROLES, Demand, Facts, RoleName
 from rl.plan.resolve import resolve
 from rl.plan.sections import Hosts
-from rl.plan.types import Plan, Problem, Replica, Settled
+from rl.plan.types import GeneratorSpec, Plan, Problem, Replica, Settled
+
+_MOST_LOSSES = 64  # of one number of hosts
 
 
 def resolve_with_fallbacks(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Problem, ...]:
@@ -19,15 +23,18 @@ def resolve_with_fallbacks(demand: Demand, facts: Facts, cluster: Cluster) -> Pl
         return plan
     if problems := _problems(demand, plan):
         return tuple(Problem(text, "fallback") for text in problems)
-    for lost in engine_hosts(plan):
-        name = demand.name("trainer.spare_hosts" if trainer.spare_hosts else "trainer.min_hosts")
-        engines = without(plan, demand, facts, {lost})
+    name = demand.name("trainer.spare_hosts" if trainer.spare_hosts else "trainer.min_hosts")
+    for lost in _losses(demand, plan):
+        numbers = " ".join(map(str, lost))
+        engines = without(plan, demand, facts, lost)
         if isinstance(engines, str):
-            return (Problem(f"{name}: without host {lost} {engines}", "fallback"),)
-        settled += [
-            Settled(f"{replica.role} without host {lost}", "", _shown(replica), name) for replica in engines
-        ]
-    return replace(plan, settled=(*plan.settled, *settled))
+            return (Problem(f"{name}: without host {numbers} {engines}", "fallback"),)
+        if len(lost) == 1:
+            settled += [
+                Settled(f"{replica.role} without host {numbers}", "", _shown(replica), name)
+                for replica in engines
+            ]
+    return replace(plan, settled=(*plan.settled, *settled), spare_hosts=trainer.spare_hosts)
 
 
 def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> tuple[Replica, ...] | str:
@@ -35,12 +42,16 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
 
     Spare hosts take the place of lost ones; where none is left, the layout gets smaller.
     """
-    changed, trainer = _bare(demand), demand.trainer
+    changed, trainer = _with_caches(_bare(demand), plan), demand.trainer
     spare = [host for host in trainer.spare_hosts if host not in lost]
+    others = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
     for replica in _engines(plan):
         before = _hosts(replica)
         now = tuple(host for host in before if host not in lost)
-        now = (*now, *[host for host in spare if host not in now][: len(before) - len(now)])
+        added = [host for host in spare if host not in now][: len(before) - len(now)]
+        if busy := [host for host in added if any(device[0] == host for device in _devices(others))]:
+            return f"host {busy[0]}'s GPUs have another role; a spare host's have none"
+        now = (*now, *added)
         least = trainer.min_hosts or len(before)
         if len(now) < min(least, len(before)):
             return f"{replica.role} has {len(now)} of {len(before)} hosts, and needs {least}"
@@ -52,15 +63,23 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     if isinstance(made, tuple):
         return "; ".join(problem.text for problem in made)
     engines = tuple(_engines(made))
-    others = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
     if taken := (_devices(engines) - _devices(_engines(plan))) & _devices(others):
         host, gpu = min(taken)
-        return f"GPU {host}:{gpu} has another role; a spare host has to have none"
+        return f"GPU {host}:{gpu} has another role; give engines hosts of their own"
     return engines
 
 
 def engine_hosts(plan: Plan) -> Hosts:
     return tuple(dict.fromkeys(host for replica in _engines(plan) for host in _hosts(replica)))
+
+
+def _losses(demand: Demand, plan: Plan) -> Iterator[Hosts]:
+    """Every set of hosts that engines may lose, the small ones first, as far as they can be looked at."""
+    hosts, trainer = engine_hosts(plan), demand.trainer
+    fewest = min(len(_hosts(replica)) for replica in _engines(plan))
+    most = (fewest - trainer.min_hosts if trainer.min_hosts else 0) + len(trainer.spare_hosts)
+    for count in range(1, max(1, min(most, len(hosts) - 1)) + 1):
+        yield from islice(combinations(hosts, count), _MOST_LOSSES)
 
 
 def _problems(demand: Demand, plan: Plan) -> list[str]:
@@ -80,6 +99,17 @@ def _problems(demand: Demand, plan: Plan) -> list[str]:
 
 def _bare(demand: Demand) -> Demand:
     return replace(demand, trainer=replace(demand.trainer, min_hosts=0, spare_hosts=()))
+
+
+def _with_caches(demand: Demand, plan: Plan) -> Demand:
+    """Generators have what they were started with."""
+    if demand.generator is None:
+        return demand
+    spec = plan.of("generator")[0].spec
+    assert isinstance(spec, GeneratorSpec)
+    cache = spec.config.kv_cache_gib
+    gib = cache.expected_gib if isinstance(cache, Fill) else cache
+    return replace(demand, generator=replace(demand.generator, kv_cache_gib=gib))
 
 
 def _engines(plan: Plan) -> list[Replica]:

@@ -139,6 +139,8 @@ class Plan:
     settled: tuple[Settled, ...]
     transport: Literal["shared_memory", "torchstore"]
     """Of published weights."""
+    spare_hosts: tuple[int, ...] = ()
+    """Which engines may go to when they lose one."""
 
     def of(self, role: RoleName) -> tuple[Replica, ...]:
         return tuple(replica for replica in self.replicas if replica.role == role)

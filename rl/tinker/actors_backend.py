@@ -79,4 +79,5 @@ class ActorsBackend(Backend):
         except EngineDied as death:
             assert self._actors.revival is not None
             await self._actors.revival.restart(death)
+            await self._actors.publish_base_again()
             raise ModelsLost(f"{death}; the training engine was started again") from death

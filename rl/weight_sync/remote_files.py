@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rl.errors import RunError
+from rl.errors import WeightsUnreachable
 from rl.host_protocol import HostUnreachable, ask
 
 _SECONDS = 30.0
@@ -25,7 +25,8 @@ RELEASED = ".released"
 def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], None]) -> None:
     """Have the host's file `path` at the same path here. Processes of this host that want it wait for one.
 
-    reserve: makes a file of so many bytes. Raises RunError where the file is released, or the host is gone.
+    reserve: makes a file of so many bytes. Raises WeightsUnreachable where the file is
+    released, or the host is gone.
     """
     with _locked(Path(re.sub(r"-v\d+-", "-", path) + ".lock")):
         if os.path.exists(path):
@@ -34,9 +35,11 @@ def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], Non
         try:
             _fetch(host, run, path, partial, reserve)
         except HostUnreachable as error:
-            raise RunError(f"weights at {path} could not be fetched: {error}") from error
+            raise WeightsUnreachable(f"weights at {path} could not be fetched: {error}") from error
         except OSError as error:
-            raise RunError(f"weights at {path} could not be fetched from host {host}: {error}") from error
+            raise WeightsUnreachable(
+                f"weights at {path} could not be fetched from host {host}: {error}"
+            ) from error
         os.rename(partial, path)
 
 

@@ -11,6 +11,7 @@ from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica, Updates
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import State
+from rl.errors import WeightsUnreachable
 from rl.types import Completion, LoRA, SamplingParams, StopReason, VersionRange
 from rl.waiting import beside
 from rl.weight_sync.manifest import MODEL, Manifest
@@ -29,7 +30,7 @@ class Processes:
 
     def __init__(self, name):
         self.name, self.version, self.loaded, self.waves, self.dead = name, None, [], [], False
-        self.given_up = 0
+        self.given_up, self.unreachable = 0, set()
         self.release, self.may_load = asyncio.Event(), asyncio.Event()
         self.release.set()
         self.may_load.set()
@@ -46,6 +47,8 @@ class Processes:
 
     async def load_weights(self, manifest):
         await self.may_load.wait()
+        if (manifest.name, manifest.version) in self.unreachable:
+            raise WeightsUnreachable(f"weights of version {manifest.version} could not be fetched")
         self.loaded.append((manifest.name, manifest.version))
         self.version = manifest.version
 
@@ -350,5 +353,53 @@ def test_a_version_that_is_loaded_a_second_time_is_waited_for_again():
             done.clear()
             await asyncio.gather(load("fast", 0.0), load("slow", 0.04))
             assert done[:2] == ["fast has it", "slow has it"] and len(done) == 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("policy", [None, ("policy", LoRA(rank=2))])
+def test_weights_that_cannot_be_reached_are_waited_for_and_nothing_dies(policy, monkeypatch):
+    """The host that had them may come back, or its engines go elsewhere and publish again."""
+    monkeypatch.setattr(generator_replica, "_TRY_SECONDS", 0.001)
+
+    async def main():
+        world = World(policy=policy)
+        await world.publish(0)
+        async with running(world):
+            process = world.process()
+            await world.publish(1, policy)
+            await world.pool.wait_served(1)
+            process.unreachable |= {(policy[0] if policy else MODEL, 2), (MODEL, 0)}
+            await world.publish(2, policy)
+            await asyncio.sleep(0.05)
+            assert world.pool.served == 1  # the one before goes on
+            assert (await world.pool.sample([1], 1, PARAMS))[0].versions.newest == 1
+            await world.pool.forget()
+            await asyncio.sleep(0.05)
+            if policy:
+                await world.store.forget(MODEL)
+                process.unreachable.clear()
+                await world.publish(0)
+            await world.publish(1, policy)
+            await asyncio.wait_for(world.pool.wait_served(1), 1)
+            assert world.process() is process and world.pool.replicas[0].num_restarts == 0
+
+    asyncio.run(main())
+
+
+def test_the_wait_for_weights_that_cannot_be_reached_ends(monkeypatch):
+    monkeypatch.setattr(generator_replica, "_TRY_SECONDS", 0.001)
+    monkeypatch.setattr(generator_replica, "_UNREACHABLE_SECONDS", 0.05)
+
+    async def main():
+        world = World()
+        await world.publish(0)
+        async with running(world):
+            first = world.process()
+            await world.pool.wait_served(0)
+            first.unreachable.add((MODEL, 1))
+            await world.publish(1)
+            await asyncio.wait_for(world.pool.wait_served(1), 2)
+            assert world.process() is not first
 
     asyncio.run(main())

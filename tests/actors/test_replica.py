@@ -275,17 +275,18 @@ class Guest:
     """A host that is there from `come` to `go`."""
 
     def __init__(self):
-        self.is_there, self._changed = False, Signal()
+        self.visit, self._num_visits, self._changed = 0, 0, Signal()
 
     def come(self):
-        self.is_there = True
+        self._num_visits += 1
+        self.visit = self._num_visits
         self._changed.notify()
 
     def go(self):
-        self.is_there = False
+        self.visit = 0
 
-    async def arrival(self):
-        await self._changed.wait_for(lambda: self.is_there)
+    async def arrival(self, last):
+        await self._changed.wait_for(lambda: self.visit not in (0, last))
 
 
 def test_one_on_a_host_that_joins_serves_while_it_is_there_and_is_never_given_up():
@@ -312,19 +313,81 @@ def test_one_on_a_host_that_joins_serves_while_it_is_there_and_is_never_given_up
 
 @pytest.mark.parametrize("death", [ProcessDied, ProcessSilent, RunError])
 def test_nothing_that_happens_on_a_host_that_joins_ends_the_run(death):
-    """Processes that die as they start, again and again: that replica is given up, and the others go on."""
+    """Processes that die as they start, again and again: the next host has a chance of its own."""
 
     async def main():
         guest = Guest()
-        world = World(2, max_restarts=2, fails_at_start=range(1, 99), visitor=guest, death=death)
+        world = World(2, max_restarts=2, fails_at_start=range(1, 7), visitor=guest, death=death)
         async with beside(world.pool.run()):
             await world.serving(1)
+            visiting = world.pool.replicas[1]
+            for num_started in (4, 7):
+                guest.come()
+                await until(lambda count=num_started: len(world.processes) == count)
+                await until(lambda: visiting.state is State.ABSENT)
+                assert await world.ask() == 0
             guest.come()
-            given_up = world.changed.wait_for(lambda: world.pool.replicas[1].state is State.DEAD)
-            await asyncio.wait_for(given_up, 1)
-            assert len(world.processes) == 4 and await world.ask() == 0
+            await world.serving(2)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("part", ["serve", "check"])
+def test_an_error_of_our_own_on_a_host_that_joins_ends_its_visit_alone(part, monkeypatch):
+    async def fails(*_):
+        raise RunError("no room in shared memory")
+
+    async def main():
+        guest = Guest()
+        world = World(2, max_restarts=1, visitor=guest)
+        visiting = world.pool.replicas[1]
+        if part == "serve":
+            monkeypatch.setattr(visiting, "serve", fails)
+        async with beside(world.pool.run()):
+            await world.serving(1)
+            if part == "check":
+                monkeypatch.setattr(
+                    Process, "check", lambda self: fails() if self.number else asyncio.sleep(0)
+                )
+            guest.come()
+            await until(lambda: len(world.processes) == 3)
+            await until(lambda: visiting.state is State.ABSENT)
+            assert await world.ask() == 0
+
+    asyncio.run(main())
+
+
+def test_hosts_that_come_one_right_after_the_other_cost_no_restarts():
+    async def main():
+        guest = Guest()
+        world = World(2, max_restarts=1, visitor=guest)
+        async with beside(world.pool.run()):
+            for _ in range(6):
+                guest.come()
+                await world.serving(2)
+                guest.come()  # before its replica knows that the other has left
+                world.processes[-1].dead = True
+                await world.serving(1)
+            await world.serving(2)
+
+    asyncio.run(main())
+
+
+def test_a_pool_whose_visitor_is_given_up_has_started():
+    async def main():
+        guest = Guest()
+        guest.come()
+        world = World(2, max_restarts=0, fails_at_start=range(1, 9), visitor=guest)
+        async with beside(world.pool.run()):
+            await asyncio.wait_for(world.pool.started(), 1)
+
+    asyncio.run(main())
+
+
+async def until(holds):
+    async with asyncio.timeout(2):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 def test_the_run_ends_where_only_hosts_that_have_not_joined_are_left():

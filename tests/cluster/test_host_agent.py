@@ -225,6 +225,26 @@ def test_the_wait_for_a_host_ends(tmp_path):
     asyncio.run(main())
 
 
+def test_all_who_wait_for_a_host_are_told_at_the_same_time(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    async def main():
+        lease = a_lease(address, tmp_path, patience=3.0)
+        began = time.monotonic()
+        waiting = [asyncio.create_task(lease.worker()) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(ProcessDied):
+            await lease.worker(0.0)  # whether it is there now
+        assert time.monotonic() - began < 2
+        assert {type(error) for error in await asyncio.gather(*waiting, return_exceptions=True)} == {
+            ProcessDied
+        }
+        assert time.monotonic() - began < 9  # one after the other, they would take 15 s
+
+    asyncio.run(main())
+
+
 def test_who_asks_may_be_cancelled_and_the_lease_holds(tmp_path):
     async def main():
         async with a_run(tmp_path) as (_, lease):
@@ -240,7 +260,7 @@ def test_who_asks_may_be_cancelled_and_the_lease_holds(tmp_path):
 
 REFUSED = {
     "the directory is not shared": (
-        dict(run="another", engines="trainer"),
+        dict(run="another", sharer="trainer"),
         "does not see .*; put the run's directory on a file system",
     ),
     "python is elsewhere": (

@@ -11,11 +11,21 @@ import pytest
 from rl.actors.remote import ProcessDied
 from rl.cluster import host_agent
 from rl.cluster.host_agent import _flags
+from rl.cluster.hosts import host_addresses
 from rl.cluster.joining import Joining, Slot
+from rl.cluster.leases import Lease
 from rl.errors import ConfigError
+from rl.host_protocol import HostUnreachable
 from rl.plan.cluster import GPU, Host
 from rl.processes import OTHER_HOSTS, is_gone
-from tests.cluster.test_host_agent import MESH, a_lease, an_agent, until, without_monarch  # noqa: F401
+from tests.cluster.test_host_agent import (
+    MESH,
+    a_lease,
+    all_of_the_run,
+    an_agent,
+    until,
+    without_monarch,  # noqa: F401
+)
 
 PLANNED = Host(1, 0.0, may_join=True)
 
@@ -34,16 +44,18 @@ async def a_run(tmp_path, *planned):
         lease = a_lease(first.address, tmp_path)
         await lease.connect()
         slots = {1 + i: Slot(host, 0.0, f"generator-{i}") for i, host in enumerate(planned)}
-        joining = Joining(slots, lambda address: a_lease(address, tmp_path))
+        joining = Joining(slots, lambda address, _: a_lease(address, tmp_path, may_return=False))
         keeping = [asyncio.create_task(part) for part in (lease.run(), joining.run([lease]))]
         try:
             yield first, slots
         finally:
             for task in keeping:
                 task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
             for held in [lease, *joining.leases]:
                 await held.close()
             OTHER_HOSTS.clear()
+            assert not all_of_the_run()  # while the hosts that have joined go on
 
 
 @contextlib.asynccontextmanager
@@ -56,20 +68,20 @@ def test_a_host_joins_leaves_and_another_takes_its_place(tmp_path):
     async def main():
         async with a_run(tmp_path, PLANNED) as (first, slots):
             slot = slots[1]
-            assert not slot.is_there
+            assert not slot.visit
             with pytest.raises(ProcessDied, match="has left the run"):
                 _ = slot.lease
-            waiting = asyncio.create_task(slot.arrival())
+            waiting = asyncio.create_task(slot.arrival(0))
             async with joins(first) as agent:
                 await asyncio.wait_for(waiting, 20)
-                assert slot.is_there and slot.host.address == agent.address
+                assert slot.visit and slot.host.address == agent.address
                 await until(lambda: len(slot.lease.born(MESH)) == 2)
                 old = slot.lease.born(MESH)
                 assert not any(map(is_gone, old))
-            await until(lambda: not slot.is_there)
+            await until(lambda: not slot.visit)
             assert all(map(is_gone, old))
             async with joins(first) as other:
-                await asyncio.wait_for(slot.arrival(), 20)
+                await asyncio.wait_for(slot.arrival(0), 20)
                 assert slot.host.address == other.address != agent.address
                 assert all(map(is_gone, old))
 
@@ -79,13 +91,13 @@ def test_a_host_joins_leaves_and_another_takes_its_place(tmp_path):
 def test_more_hosts_than_slots_wait_for_one_to_leave(tmp_path):
     async def main():
         async with a_run(tmp_path, PLANNED) as (first, slots), joins(first) as one:
-            await asyncio.wait_for(slots[1].arrival(), 20)
+            await asyncio.wait_for(slots[1].arrival(0), 20)
             async with joins(first) as other:
                 await asyncio.sleep(1.0)
                 assert slots[1].host.address == one.address
                 slots[1].lease._writer.close()  # the link is lost
-                await until(lambda: not slots[1].is_there)
-                await asyncio.wait_for(slots[1].arrival(), 20)
+                await until(lambda: not slots[1].visit)
+                await asyncio.wait_for(slots[1].arrival(0), 20)
                 assert slots[1].host.address in (one.address, other.address)
 
     asyncio.run(main())
@@ -108,7 +120,7 @@ def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_p
             async with joins(first) as agent:
                 await until(lambda: caplog.messages)
                 await asyncio.sleep(0.5)
-                assert not slots[1].is_there
+                assert not slots[1].visit
                 return agent.address
 
     address = asyncio.run(main())
@@ -148,3 +160,46 @@ def test_the_flags_of_a_worker():
     ):
         with pytest.raises(ConfigError, match="write rl worker --listen ADDRESS:PORT"):
             _flags(wrong)
+
+
+@pytest.mark.parametrize("how", ["lost", "refused"])
+def test_a_host_that_is_lost_as_it_joins_may_join_again(how, tmp_path, monkeypatch):
+    send, asked = Lease.send_models, []
+
+    async def lost_at_first(lease):
+        asked.append(1)
+        if len(asked) > 1:
+            return await send(lease)
+        lease._lose()
+        if how == "refused":
+            raise HostUnreachable("host is gone")
+
+    monkeypatch.setattr(Lease, "send_models", lost_at_first)
+
+    async def main():
+        async with a_run(tmp_path, PLANNED) as (first, slots), joins(first):
+            await asyncio.wait_for(slots[1].arrival(0), 20)
+            assert len(asked) == 2
+
+    asyncio.run(main())
+
+
+def test_a_lease_of_a_host_that_has_left_does_not_come_back(tmp_path):
+    """Its slot may be another's by then."""
+
+    async def main():
+        async with a_run(tmp_path, PLANNED) as (first, slots), joins(first):
+            await asyncio.wait_for(slots[1].arrival(0), 20)
+            lease = slots[1].lease
+            lease._lose()
+            with pytest.raises(ProcessDied, match="has left the run"):
+                await asyncio.wait_for(lease.worker(), 1)
+
+    asyncio.run(main())
+
+
+def test_the_run_s_own_hosts_do_not_join_it():
+    """By whatever name the user calls them."""
+    assert host_addresses("localhost:7000, 127.0.0.1:7001") == ["127.0.0.1:7000", "127.0.0.1:7001"]
+    with pytest.raises(ConfigError, match="names a host twice"):
+        host_addresses("localhost:7000,127.0.0.1:7000")

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from rl.cluster import unshared
 from rl.cluster.unshared import OwnDirectory, send_files
 from rl.host_protocol import HostRefuses, HostUnreachable, ask
 from tests.cluster.test_host_agent import a_lease, an_agent, until, without_monarch  # noqa: F401
@@ -58,8 +59,8 @@ def test_a_controller_that_is_gone_leaves_no_directory(tmp_path):
 def test_an_engine_needs_the_directory(tmp_path):
     async def main():
         async with an_agent() as agent:
-            lease = a_lease_of_its_own(agent.address, tmp_path, engines="trainer")
-            words = "where trainer has its checkpoints; put .* share: --run_dir; or name other hosts: --trainer.hosts"
+            lease = a_lease_of_its_own(agent.address, tmp_path, sharer="trainer")
+            words = "which trainer reads and writes; put .* share: --run_dir; or name other hosts: --trainer.hosts"
             with pytest.raises(HostRefuses, match=f"host {agent.address} does not see .*elsewhere, {words}"):
                 await lease.connect()
 
@@ -139,14 +140,11 @@ def test_a_file_that_stops_half_way_is_not_there(tmp_path):
     asyncio.run(main())
 
 
-def test_a_lease_is_kept_while_models_are_sent_and_lost_where_they_do_not_arrive(tmp_path, monkeypatch):
+def test_a_lease_is_lost_where_models_do_not_arrive(tmp_path, monkeypatch):
     asked = []
 
     def send(address, run, model):
-        asked.append(model)
-        import time
-
-        time.sleep(2.5)
+        asked.append(model.name)
         if model.name == "gone":
             raise HostUnreachable("host does not answer")
         return 10**9
@@ -155,21 +153,48 @@ def test_a_lease_is_kept_while_models_are_sent_and_lost_where_they_do_not_arrive
 
     async def main():
         async with an_agent() as agent:
-            lease = a_lease_of_its_own(agent.address, tmp_path, models=[tmp_path / "one"])
-            pings, ping = [], lease.ping
-
-            async def counted():
-                pings.append(1)
-                await ping()
-
-            lease.ping = counted
-            await lease.connect()
-            assert len(pings) >= 2 and lease.is_held
-            await lease.close()
-            lease = a_lease_of_its_own(agent.address, tmp_path, models=[tmp_path / "gone"])
-            with pytest.raises(HostUnreachable):
+            for names in (["one", "two"], ["one", "gone"]):
+                models = [tmp_path / name for name in names]
+                lease = a_lease_of_its_own(agent.address, tmp_path, models=models)
                 await lease.connect()
-            assert not lease.is_held
+                if "gone" in names:
+                    with pytest.raises(HostUnreachable):
+                        await lease.send_models()
+                else:
+                    await lease.send_models()
+                assert lease.is_held == ("gone" not in names)
+                await lease.close()
+            sees = a_lease(agent.address, tmp_path, models=[tmp_path / "one"])
+            await sees.connect()
+            await sees.send_models()
+            await sees.close()
 
     asyncio.run(main())
-    assert [path.name for path in asked] == ["one", "gone"]
+    assert asked == ["one", "two", "one", "gone"]
+
+
+def test_another_file_of_the_same_size_is_neither_taken_nor_overwritten(tmp_path, monkeypatch):
+    """A model that was trained again has the same sizes."""
+    ours, theirs = tmp_path / "ours" / "model.safetensors", tmp_path / "theirs" / "model.safetensors"
+    for path, content in ((ours, b"new"), (theirs, b"old")):
+        path.parent.mkdir()
+        path.write_bytes(content)
+    asking = unshared.ask
+
+    def ask_for_theirs(address, request, seconds):
+        return asking(address, {**request, "path": str(theirs)}, seconds)
+
+    monkeypatch.setattr(unshared, "ask", ask_for_theirs)
+
+    async def main():
+        async with an_agent() as agent:
+            lease = a_lease_of_its_own(agent.address, tmp_path)
+            await lease.connect()
+            words = f"host {agent.address} has another {ours}, which the run would send; remove it there"
+            with pytest.raises(HostRefuses, match=words):
+                await asyncio.to_thread(send_files, agent.address, "run", ours.parent)
+            theirs.write_bytes(b"new")
+            assert await asyncio.to_thread(send_files, agent.address, "run", ours.parent) == 0
+            await lease.close()
+
+    asyncio.run(main())

@@ -89,9 +89,13 @@ def steps_of(run_dir: Path) -> int:
         return 0
 
 
-def wait_for(holds: Callable[[], bool], run_dir: Path, seconds: float = 400) -> None:
+def wait_for(
+    holds: Callable[[], bool], run_dir: Path, process: subprocess.Popen | None = None, seconds: float = 400
+) -> None:
+    """process: the run's, which must not end before."""
     end = time.monotonic() + seconds
     while not holds():
         logs = [path.read_text()[-2000:] for path in run_dir.glob("slurm-*.log")]
         assert time.monotonic() < end, logs
+        assert process is None or process.poll() is None, process.communicate()[0][-4000:]
         time.sleep(0.5)

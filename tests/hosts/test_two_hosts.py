@@ -189,7 +189,7 @@ def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
         closed = made[1].worker_address.replace(":7000", ":7001")
         cases = {
             f"host {closed} does not answer": ("--hosts", f"{made[0].worker_address},{closed}"),
-            "does not see /srv/run, where trainer has its checkpoints; put the run's directory on a file system": (
+            "does not see /srv/run, which trainer reads and writes; put the run's directory on a file system": (
                 "--hosts", addresses(made), "--run_dir", "/srv/run", "--trainer.hosts", "1"),
         }  # fmt: skip
         for words, flags in cases.items():

@@ -81,7 +81,8 @@ def test_a_generator_on_gpus_keeps_its_own():
     gpus, layout = cluster("4 x 2xH100-80"), Layout(shard=4)
     (text,) = plan_or_problems(config(layout, generators=(2,), spare_hosts=(2,)), "train", gpus)
     assert (
-        text == "trainer.spare_hosts: without host 0 GPU 2:0 has another role; a spare host has to have none"
+        text
+        == "trainer.spare_hosts: without host 0 host 2's GPUs have another role; a spare host's have none"
     )
     assert after(config(layout, spare_hosts=(2,)), 1, hosts=gpus) == (layout, [0, 0, 2, 2])
 
@@ -123,3 +124,39 @@ def test_a_host_without_the_memory_is_refused_before_the_run():
     tight = Cluster((*CPUS.hosts[:2], replace(CPUS.hosts[2], free_gib=0.5), CPUS.hosts[3]))
     (text,) = plan_or_problems(settings, "train", tight)
     assert text.startswith("trainer.spare_hosts: without host 0 the run needs about") and "on host 2" in text
+
+
+BIG = {"hidden_size": 4096, "num_layers": 22, "intermediate_size": 12288, "num_heads": 32, "num_kv_heads": 8}
+MEDIUM = {"hidden_size": 1024, "num_layers": 8, "intermediate_size": 4096, "num_heads": 16, "num_kv_heads": 8}
+
+
+def test_generators_keep_the_cache_that_they_were_started_with():
+    """A trainer beside them would fit if theirs were smaller."""
+    gpus = cluster("2 x 1xH200-141")
+    base = replace(
+        quickstart(),
+        model=replace(quickstart().model, **BIG),
+        trainer=TrainerConfig(layout=Layout(shard=2), hosts=(0, 1)),
+        generator=GeneratorConfig(num_replicas=2),
+    )
+    planned(base, gpus)
+    alone = replace(base, trainer=replace(base.trainer, layout=Layout(), hosts=(0,)))
+    planned(alone, gpus)
+    (text,) = plan_or_problems(replace(base, trainer=replace(base.trainer, min_hosts=1)), "train", gpus)
+    assert text.startswith("trainer.min_hosts: without host 0 GPU 0 of host 1 has ") and "short" in text
+
+
+@pytest.mark.parametrize(("free_gib", "count"), [(9.0, 0), (8.0, 2)])
+def test_every_loss_down_to_the_fewest_hosts_is_looked_at(free_gib, count):
+    """Where two of three hosts may be lost, the third has to have the memory. count: of the lost, that do not fit."""
+    hosts = Cluster(tuple(replace(host, free_gib=free_gib) for host in CPUS.hosts[:3]) + CPUS.hosts[3:])
+    base = config(Layout(shard=3), (0, 1, 2), min_hosts=1)
+    plan = plan_or_problems(replace(base, model=replace(base.model, **MEDIUM)), "train", hosts)
+    assert isinstance(plan, Plan) if not count else "without host 0 1 the run needs" in plan[0], plan
+
+
+def test_a_replay_has_neither_guests_nor_fallbacks():
+    settings = replace(config(min_hosts=1, generators=(3, 4)), joining_hosts=1)
+    settings = replace(settings, generator=replace(settings.generator, num_replicas=2))
+    assert isinstance(plan_or_problems(settings, "train", CPUS), Plan)
+    assert isinstance(plan_or_problems(settings, "replay", CPUS), Plan)
