@@ -218,9 +218,10 @@ class _Start:
         cluster, replicas = self._plan.cluster, self._planned_engines
         present = [number for number, host in enumerate(cluster.hosts) if not host.may_join]
         lost = await self._launcher.lost(self._engine_hosts, present)
-        if lost & {*_hosts_of(replicas)}:
+        if lost & _hosts_of(replicas):
             left = self._engines_without(lost)
-            names = ", ".join(host_name(host, cluster) for host in sorted(lost))
+            gone = sorted(lost & _hosts_of(replicas))
+            names = ", ".join(host_name(host, cluster) for host in gone)
             how = f"they wait for it: {left}" if isinstance(left, str) else "they go on without it"
             _log.warning("%s, where engines are, does not answer; %s", names, how)
             replicas = replicas if isinstance(left, str) else left
