@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import tinker
+import transformers
 from tinker import types
 
 from configs.quickstart import quickstart
@@ -27,7 +28,10 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 @pytest.fixture
 def model(directory):
     """One with random weights, for the quickstart's task."""
-    return quickstart().model.materialize(directory)
+    path = quickstart().model.materialize(directory)
+    config = transformers.AutoConfig.from_pretrained(path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
 
 
 def test_an_evaluation_over_two_hosts_is_that_of_one(directory, model):
@@ -59,7 +63,7 @@ def test_an_evaluation_over_two_hosts_is_that_of_one(directory, model):
 def test_a_server_over_two_hosts(directory, model):
     """Its trainer is on both, its generator on the second: what is trained is sampled there."""
     with two_hosts(directory) as made:
-        flags = ["--layout.shard", "2", "--trainer_hosts", "0", "1", "--generator_hosts", "1", "--no_api_key",
+        flags = ["--layout.shard", "2", "--trainer_hosts", "0", "1", "--generator_hosts", "1", "--no_api_key", "True",
                  "--host", made[0].address, "--port", "8000", "--context_length", "64", "--names", "tiny",
                  "--directory", str(directory / "server"), "--hosts", addresses(made)]  # fmt: skip
         process = made[0].start(*RL, "serve", str(model), *flags, **PIPES)
