@@ -145,7 +145,7 @@ class Hosts:
     def _lease(self, address: str, number: int) -> Lease:
         """number: of the host in the plan. Who joins is not waited for where it is lost: another may take its
         place."""
-        models = [self._models[name] for name in models_on(number, self._plan)]
+        models = [self._models[name].absolute() for name in models_on(number, self._plan)]
         may_return = not self._hosts[number].may_join
         sharer = self._sharers.get(number, "")
         return Lease(address, self.run, *self._of_run, models, sharer, may_return)
@@ -226,7 +226,8 @@ def sharers(plan: Plan) -> dict[int, RoleName]:
 
 def models_on(host: int, plan: Plan) -> list[str]:
     """The plan's names of the models that are read there."""
-    there = [replica.spec for replica in plan.replicas if replica.processes[0].host == host]
+    spare = ENGINE_ROLES if host in plan.spare_hosts else ()
+    there = [r.spec for r in plan.replicas if r.role in spare or host in {p.host for p in r.processes}]
     return sorted({spec.model for spec in there if not isinstance(spec, WorkerSpec)})
 
 

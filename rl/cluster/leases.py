@@ -102,19 +102,21 @@ class Lease:
         self._sees_directory = answer["sees_directory"]
 
     async def send_models(self) -> None:
-        """Where that host does not see the run's directory. It may take minutes: `run` keeps the lease."""
-        if self._sees_directory:
-            return
+        """Those that the host does not have. It may take minutes: `run` keeps the lease."""
+        directory = self._logs.parent
+        missing = [m for m in self._models if not (self._sees_directory and m.is_relative_to(directory))]
         try:
-            sent = await asyncio.to_thread(self._send_all)
+            sent = await asyncio.to_thread(self._send, missing)
         except HostUnreachable:
             self._lose()
             raise
-        what = f"{sent / 1e9:.1f} GB of models were sent there, and its logs come here"
-        _log.warning("host %s does not see %s: %s", self.address, self._logs.parent, what)
+        if sent or not self._sees_directory:
+            _log.warning("host %s: %.1f GB of models were sent there", self.address, sent / 1e9)
+        if not self._sees_directory:
+            _log.warning("host %s does not see %s; its logs come here", self.address, directory)
 
-    def _send_all(self) -> int:
-        return sum(send_files(self.address, self._request["run"], model) for model in self._models)
+    def _send(self, models: Sequence[Path]) -> int:
+        return sum(send_files(self.address, self._request["run"], model) for model in models)
 
     async def run(self) -> None:
         """Keep it, until cancelled."""

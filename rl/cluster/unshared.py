@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -68,8 +69,9 @@ async def receive_file(
     """
     path, size = Path(request["path"]), int(request["size"])
     if path.exists():
-        there = await asyncio.to_thread(_digest, path) if path.is_file() else ""
-        writer.write(line({"wanted": False, "digest": there}))
+        same = path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (size, request["time"])
+        there = await asyncio.to_thread(_digest, path) if path.is_file() and not same else ""
+        writer.write(line({"wanted": False, "is_same": same, "digest": there}))
         return
     writer.write(line({"wanted": True}))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,7 @@ async def receive_file(
                 raise ConnectionError("it closed the connection")
             file.write(part)
             size -= len(part)
+    os.utime(path, ns=(request["time"],) * 2)
     writer.write(b"\n")
 
 
@@ -92,6 +95,8 @@ def _digest(path: Path) -> str:
 def send_files(address: str, run: str, directory: Path) -> int:
     """Every file below, to the same path on that host, but for those that it has. How many bytes went.
 
+    A file of the same size and time is taken for the same, as it is where hosts share it.
+
     Raises HostUnreachable.
     """
     count = 0
@@ -102,13 +107,13 @@ def send_files(address: str, run: str, directory: Path) -> int:
 
 
 def _send(address: str, run: str, path: Path) -> int:
-    size = path.stat().st_size
-    request = {"do": "put", "run": run, "path": str(path.absolute()), "size": size}
+    size, changed = path.stat().st_size, path.stat().st_mtime_ns
+    request = {"do": "put", "run": run, "path": str(path.absolute()), "size": size, "time": changed}
     answer, connection = ask(address, request, _LOOK_SECONDS)
     try:
         with connection, path.open("rb") as file:
             if not answer["wanted"]:
-                if answer["digest"] != _digest(path):
+                if not answer["is_same"] and answer["digest"] != _digest(path):
                     raise HostRefuses(
                         f"host {address} has another {path}, which the run would send; remove it there, "
                         f"or share it"

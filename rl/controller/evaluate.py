@@ -33,6 +33,7 @@ from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.observability.rollout_log import rollout_record
+from rl.owned_directory import temporary_directory
 from rl.types import Group
 
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
@@ -152,7 +153,8 @@ def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
 
 
 async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list[Group], list[Group]]:
-    with tempfile.TemporaryDirectory(prefix="model-", dir=out) as scratch:  # all hosts see it
+    place = out if config.hosts else temporary_directory()  # where all hosts see it
+    with tempfile.TemporaryDirectory(prefix="eval-", dir=place) as scratch:
         directory = Path(scratch)
         plan = settle(config, "eval")
         models = model_dirs(config, plan, directory)

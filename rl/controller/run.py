@@ -159,7 +159,7 @@ async def run_recipe(
     async with recorder:
         if in_place:
             await recorder.rewind(step_of(checkpoint) if checkpoint else -1)
-        processes = launch(plan, models, run_dir, learning.env, timeline, None, fallback)
+        processes = launch(plan, models, run_dir, learning.env, timeline, engines_without=fallback)
         async with beside(recorder.break_silence()), processes as actors:
             await train_and_export(learning, checkpoint, actors, tokenizer, recorder, in_place, is_named)
         curve = recorder.draw_curve(title)

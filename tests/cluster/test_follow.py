@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from configs.quickstart import quickstart
 from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator
 from rl.actors.reward import RewardWorker
@@ -13,9 +14,14 @@ from rl.actors.trainer import PolicyTrainer
 from rl.cluster import launch as launching
 from rl.cluster import spawner
 from rl.cluster.launch import launch
+from rl.cluster.launchers import models_on, sharers
+from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.config.settle import settle
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
+from rl.models.layout import Layout
 from rl.models.sources import TinyQwen3
+from rl.plan.cluster import Cluster, Host
 from rl.plan.types import Plan
 from tests.cluster.fake_launcher import FakeLauncher
 from tests.plan.test_five_runs import RUNS, small
@@ -109,3 +115,17 @@ def test_a_replica_that_dies_at_each_start_ends_the_run(models, tmp_path):
     with pytest.raises(RunError, match="generator-0 died in start .*it did not even start"):
         plan = small()
         started(plan, models, tmp_path, FakeLauncher(plan, deaths=10))
+
+
+def test_models_and_the_directory_are_needed_where_roles_are():
+    base = dataclasses.replace(
+        quickstart(),
+        trainer=TrainerConfig(layout=Layout(shard=2), hosts=(0, 1), spare_hosts=(2,)),
+        generator=GeneratorConfig(hosts=(3,)),
+        reward=RewardConfig(hosts=(4,)),
+    )
+    plan = settle(base, cluster=Cluster((Host(8, 64.0),) * 5))
+    assert [models_on(host, plan) for host in range(5)] == [["model"]] * 4 + [[]]
+    assert sharers(plan) == {0: "trainer", 1: "trainer", 2: "trainer"}
+    served = dataclasses.replace(plan, command="serve", spare_hosts=())
+    assert sharers(served) == {0: "trainer", 1: "trainer", 3: "generator"}

@@ -99,7 +99,9 @@ def test_a_file_arrives_whole(size, tmp_path):
     content, target = os.urandom(size), tmp_path / "models" / "one" / "model.safetensors"
 
     def put(address):
-        answer, connection = ask(address, {"do": "put", "run": "run", "path": str(target), "size": size}, 10)
+        answer, connection = ask(
+            address, {"do": "put", "run": "run", "path": str(target), "size": size, "time": 10**18}, 10
+        )
         with connection:
             if answer["wanted"]:
                 connection.sendall(content)
@@ -114,7 +116,7 @@ def test_a_file_arrives_whole(size, tmp_path):
             await lease.connect()
             assert await asyncio.to_thread(put, agent.address)
             assert target.read_bytes() == content
-            assert not await asyncio.to_thread(put, agent.address)
+            assert not await asyncio.to_thread(put, agent.address) and target.stat().st_mtime_ns == 10**18
             assert await asyncio.to_thread(send_files, agent.address, "run", target.parent) == 0
             await lease.close()
         assert target.read_bytes() == content  # what is not in the run's directory stays
@@ -129,7 +131,7 @@ def test_a_file_that_stops_half_way_is_not_there(tmp_path):
         async with an_agent() as agent:
             lease = a_lease_of_its_own(agent.address, tmp_path)
             await lease.connect()
-            request = {"do": "put", "run": "run", "path": str(target), "size": 100}
+            request = {"do": "put", "run": "run", "path": str(target), "size": 100, "time": 10**18}
             _, connection = await asyncio.to_thread(ask, agent.address, request, 10)
             connection.sendall(b"half")
             await asyncio.sleep(0.2)
@@ -164,13 +166,14 @@ def test_a_lease_is_lost_where_models_do_not_arrive(tmp_path, monkeypatch):
                     await lease.send_models()
                 assert lease.is_held == ("gone" not in names)
                 await lease.close()
-            sees = a_lease(agent.address, tmp_path, models=[tmp_path / "one"])
+            models = [tmp_path / "seen", tmp_path.parent / "unseen"]
+            sees = a_lease(agent.address, tmp_path, models=models)
             await sees.connect()
             await sees.send_models()
             await sees.close()
 
     asyncio.run(main())
-    assert asked == ["one", "two", "one", "gone"]
+    assert asked == ["one", "two", "one", "gone", "unseen"]
 
 
 def test_another_file_of_the_same_size_is_neither_taken_nor_overwritten(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def evaluated(tmp_path, monkeypatch):
     """What `rl eval` says of a model on a recipe of sums: its lines, or none where it would start."""
     monkeypatch.chdir(tmp_path)
 
-    def launch(*_):
+    def launch(*_, **__):
         raise Started
 
     monkeypatch.setattr(evaluation, "launch", launch)

@@ -77,7 +77,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_going_on_in_a_directory_that_is_no_run_s_changes_no_byte_of_it(name, tmp_path, monkeypatch):
-    def launch(*_):
+    def launch(*_, **__):
         raise RunError("it starts")
 
     monkeypatch.setattr(running, "launch", launch)

@@ -387,7 +387,7 @@ def test_a_setting_of_what_is_written_changes_the_files(changes, files, tmp_path
     """A whole run, but for its processes."""
 
     @asynccontextmanager
-    async def launch(plan, models, run_dir, env, timeline):
+    async def launch(plan, models, run_dir, env, timeline, **_):
         yield fake_actors(config, run_dir)[0]
 
     monkeypatch.setattr(run_module, "launch", launch)

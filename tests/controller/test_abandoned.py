@@ -48,7 +48,7 @@ def train(tmp_path, monkeypatch):
         )  # fmt: skip
 
         @asynccontextmanager
-        async def launch(plan, models, run_dir, env, timeline):
+        async def launch(plan, models, run_dir, env, timeline, **_):
             yield fake_actors(config, run_dir)[0]
 
         async def optim_step(engine, params, adapter=None):

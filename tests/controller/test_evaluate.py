@@ -161,7 +161,7 @@ def test_temporary_files_lie_where_they_go_with_the_process_however_it_ends(kind
     for module in (evaluation, replaying):
         monkeypatch.setattr(module, "settle", lambda config, command: None)
         monkeypatch.setattr(module, "model_dirs", made)
-    config = SimpleNamespace()
+    config = SimpleNamespace(hosts="")
     run = {
         "eval": lambda: evaluation._answers(config, 0, tmp_path),
         "replay": lambda: replaying._learn_again(config, tmp_path, 1, tmp_path),

@@ -23,7 +23,7 @@ def test_a_run_goes_to_its_end_without_its_config(name, tmp_path, monkeypatch):
     launched = []
 
     @asynccontextmanager
-    async def launch(plan, models, run_dir, env, timeline):
+    async def launch(plan, models, run_dir, env, timeline, **_):
         actors, _ = fake_actors(config, run_dir)
         with monkeypatch.context() as gone:
             gone.setattr(RunConfig, "__getattribute__", lambda self, name: pytest.fail(f"read {name}"))
