@@ -25,12 +25,16 @@ def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
     write_whole(run_dir / _NAME, text.encode())
 
 
+_OF_JOBS = ("slurm.sh", "slurm-", "kubernetes.json", "plan.json")
+
+
 def why_no_run(directory: Path) -> str:
     """Why a directory with files is not one that a run was started in, with the remedy; empty if it is.
 
-    A run that was killed as it started has left at most its lock and half a config.json.
+    A run that was killed as it started has left at most its lock and half a config.json. Who submitted it to
+    a scheduler has written what is submitted, and the scheduler a log.
     """
-    names = {path.name for path in directory.iterdir()}
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(_OF_JOBS)}
     if names <= {LOCK, f"{_NAME}.partial"}:
         return ""
     if _NAME not in names:

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from configs.quickstart import quickstart
 from rl.cli import _dispatch
+from rl.config.validate import validate
 from rl.controller.submit import is_submitted
 from rl.errors import ConfigError, RunError
 
@@ -166,3 +169,16 @@ def test_a_scheduler_that_is_not_here_or_refuses(tmp_path, monkeypatch):
 def test_which_words_are_a_jobs():
     assert not is_submitted(["--steps", "2"]) and not is_submitted(["--slurmy", "2"])
     assert is_submitted(["--launcher=slurm"]) and is_submitted(["--kubernetes.nodes", "2"])
+
+
+@pytest.mark.parametrize("launcher", [SLURM, KUBERNETES])
+def test_a_job_starts_in_the_directory_that_its_submission_wrote_to(launcher, tmp_path):
+    submit(tmp_path, *launcher)
+    run_dir = tmp_path / "run"
+    (run_dir / "slurm-1.log").write_text("of the job")
+    (run_dir / "plan.json").write_text("{}")
+    config = replace(quickstart(), run_dir=str(run_dir))
+    assert validate(config, in_place=True) == []
+    (run_dir / "thesis.tex").write_text("years")
+    (problem,) = validate(config, in_place=True)
+    assert "exists and is not empty; give another directory" in problem
