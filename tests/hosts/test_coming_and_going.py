@@ -99,7 +99,12 @@ def test_a_trainer_host_that_is_lost_for_good_leaves_fewer_shards_and_the_same_g
         f"host 1 ({made[1].worker_address}), where engines are, does not answer; they go on without it"
         in output
     )
-    check_same(numbers(run_dir), on_one_host)
+    check_same(*([_without_rows(line) for line in run] for run in (numbers(run_dir), on_one_host)))
+
+
+def _without_rows(line):
+    """But for how sequences were laid into the rows of the ranks, which are fewer."""
+    return {name: value for name, value in line.items() if name not in ("tokens/computed", "tokens/cuts")}
 
 
 def generators_on(host):
