@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 
+from configs.calculator import calculator
 from tests.hosts.namespaces import hosts
 from tests.hosts.runs import (
     MORTAL,
@@ -225,6 +227,7 @@ from rl.config import JudgeConfig
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.judge import Judge
+from rl.models.sources import ModelDir
 
 
 @dataclass(frozen=True)
@@ -254,8 +257,8 @@ class Asking(AgentEnv):
 
 
 def asking():
-    judge = JudgeConfig(model=calculator().model, max_tokens=100, kv_cache_gib=0.0625)
-    return replace(calculator(), env=Asking(), judge=judge, reward=replace(calculator().reward, limit_seconds=20.0))
+    judge = JudgeConfig(model=ModelDir("JUDGE"), max_tokens=100, kv_cache_gib=0.0625)
+    return replace(calculator(), env=Asking(), judge=judge, reward=replace(calculator().reward, limit_seconds=60.0))
 """
 
 
@@ -263,7 +266,10 @@ def asking():
 def test_agents_and_their_judge_on_the_second_host(directory):
     """They reach the policy and the judge at the controller's address, which no other network has."""
     recipe, run_dir = directory / "mine.py", directory / "run"
-    recipe.write_text(AGENT)
+    judge = calculator().model.materialize(directory)
+    config = transformers.AutoConfig.from_pretrained(judge)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(judge)
+    recipe.write_text(AGENT.replace("JUDGE", str(judge)))
     flags = (
         "--steps",
         2,
