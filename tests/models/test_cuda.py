@@ -104,13 +104,17 @@ MASKS = [
 
 
 @pytest.mark.parametrize("mask, count, names", MASKS)
-def test_devices_are_named_as_the_mask_names_them(monkeypatch, mask, count, names):
+def test_devices_are_named_as_the_mask_names_them(monkeypatch, tmp_path, mask, count, names):
+    monkeypatch.setattr(machine, "_DRIVERS", (str(tmp_path),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     assert machine.visible_devices() == names
+    monkeypatch.setattr(machine, "_DRIVERS", (str(tmp_path / "none"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("without a driver there is none"))
+    assert machine.visible_devices() == []
 
 
 def test_shards_of_a_device_go_through_one_pinned_buffer(monkeypatch):
