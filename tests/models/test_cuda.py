@@ -190,7 +190,8 @@ def test_doctor_says_what_a_gpu_machine_lacks(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0" if name == "vllm" else None)
     monkeypatch.setattr(doctor, "_driver", lambda: "535.104.05")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    paths = {**doctor.sysconfig.get_paths(), "include": str(tmp_path)}
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda *_: paths)
     problems: list[str] = []
     doctor._devices(types.SimpleNamespace(__version__="2.13.0", version=torch.version), problems)
     assert len(problems) == 3
