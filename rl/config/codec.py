@@ -26,6 +26,7 @@ def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
 
 
 _OF_JOBS = ("slurm.sh", "slurm-", "kubernetes.json", "plan.json")
+"""How files begin that are in a run's directory before a scheduler starts the run."""
 
 
 def why_no_run(directory: Path) -> str:

@@ -20,13 +20,14 @@ _FIRST_BYTES = 2**22  # a file of no more takes one connection
 _PART_BYTES = 2**20  # of a further one at least
 AT = "!"  # between a host and a path
 RELEASED = ".released"
+"""At the end of the name of a file that may take another version."""
 
 
 def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], None]) -> None:
     """Have the host's file `path` at the same path here. Processes of this host that want it wait for one.
 
-    reserve: makes a file of so many bytes. Raises WeightsUnreachable where the file is
-    released, or the host is gone.
+    reserve: makes a file of so many bytes. Raises WeightsUnreachable where the file is released, or the host
+    is gone.
     """
     with _locked(Path(re.sub(r"-v\d+-", "-", path) + ".lock")):
         if os.path.exists(path):

@@ -89,7 +89,6 @@ class SharedMemory:
         return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"
 
 
-"""At the end of the name of a file that may take another version."""
 _own: dict[tuple[int, int], torch.Tensor] = {}
 """(device, inode) -> what this process has mapped to write to."""
 

@@ -109,11 +109,11 @@ def _without_rows(line):
 
 def generators_on(host):
     """Their pids, as the machine counts."""
-    return {p.pid for p in host.processes() if b"generator" in log_of(p.pid)}
+    return {p.pid for p in host.processes() if "generator" in log_of(p.pid)}
 
 
 def log_of(pid):
     try:
-        return os.readlink(f"/proc/{pid}/fd/1").encode()
+        return os.readlink(f"/proc/{pid}/fd/1")
     except OSError:
-        return b""
+        return ""
