@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from rl.actors.remote import ProcessDied
@@ -69,7 +70,7 @@ class Joining:
         self.slots = slots
         self._make_lease = make_lease
         self._made: list[Lease] = []
-        self._refused: dict[str, str] = {}  # address -> why, as it was last told
+        self._refused: dict[str, str] = {}  # address -> why, without numbers
 
     async def run(self, leases: Sequence[Lease]) -> None:
         """Until cancelled. leases: of the hosts that are always there, which are asked who would join."""
@@ -98,9 +99,10 @@ class Joining:
             if not lease.is_held:
                 raise HostUnreachable(f"host {address} was lost as it joined")
         except (ConfigError, HostUnreachable) as error:
-            if self._refused.get(address) != str(error):
+            reason = re.sub(r"[\d.]+", "", str(error))  # free memory differs from time to time
+            if self._refused.get(address) != reason:
                 _log.warning("%s", error)
-            self._refused[address] = str(error)
+            self._refused[address] = reason
             await lease.close()
             return
         self._refused.pop(address, None)

@@ -111,7 +111,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_path, caplog):
+def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_path, caplog, monkeypatch):
     planned, needed, words = SMALL[case]
 
     async def main():
@@ -119,6 +119,7 @@ def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_p
             slots[1].needed_gib = needed
             async with joins(first) as agent:
                 await until(lambda: caplog.messages)
+                monkeypatch.setattr("rl.cluster.host_agent.free_memory", lambda: 3 * 2**30)
                 await asyncio.sleep(0.5)
                 assert not slots[1].visit
                 return agent.address

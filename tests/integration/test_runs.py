@@ -152,6 +152,7 @@ def test_the_same_seed_gives_the_same_numbers_with_one_generator_and_with_two(fs
     assert len(numbers(run_dir)) == 7 and "logprob_diff/max" in numbers(run_dir)[1]
 
 
+@pytest.mark.slow
 def test_by_turns_the_numbers_are_those_of_processes_that_all_stay(fsdp_run, tmp_path):
     """Bit for bit. The cache of a generator that was away is empty, and nothing serves while the trainer works."""
     run_dir, _ = fsdp_run
@@ -253,49 +254,57 @@ def test_an_adapter_learns_under_context_parallelism_beside_its_reference(tmp_pa
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
-def test_every_part_of_an_algorithm_at_once_and_a_resumed_run_has_the_same_numbers(tmp_path):
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
     """Critic, reference that is refreshed, minibatches, epochs, correction, shaping, dynamic sampling."""
-    recipe = "tests/recipes.py:ppo_with_everything"
-    done = rl("train", recipe, "--run_dir", tmp_path / "run")
+    run_dir = tmp_path_factory.mktemp("everything") / "run"
+    done = rl("train", "tests/recipes.py:ppo_with_everything", "--run_dir", run_dir)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "starting processes: 1 trainer, 1 generator, 1 critic, 1 reference, 1 reward" in done.stdout
-    before = {m["step"]: m for m in read_metrics(tmp_path / "run")}
+    return run_dir
+
+
+def test_every_part_of_an_algorithm_at_once(everything):
+    metrics = {m["step"]: m for m in read_metrics(everything)}
     for step in (1, 2, 3, 4):
         # holds: meaning, a missed weight sync moves the mean by over 3e-2
-        assert (
-            before[step]["logprob_diff/max"] < limit("generator against trainer")
-            and before[step]["updates"] == 4
-        )
+        assert metrics[step]["logprob_diff/max"] < limit("generator against trainer")
+        assert metrics[step]["updates"] == 4
+        assert metrics[step]["critic/grad_norm"] > 0  # holds: exact, a critic without a gradient has 0
         # holds: meaning, a generator with other weights is further off
-        assert before[step]["critic/grad_norm"] > 0 and before[step]["tis/weight"] == pytest.approx(
-            1, abs=1e-3
-        )
+        assert metrics[step]["tis/weight"] == pytest.approx(1, abs=1e-3)
     # holds: meaning, KL is zero before the first update and not after
-    assert abs(before[1]["kl"]) < 1e-4 < abs(before[2]["kl"])  # it began where the policy was
+    assert abs(metrics[1]["kl"]) < 1e-4 < abs(metrics[2]["kl"])  # it began where the policy was
     # holds: meaning, KL is zero before the first update and not after
-    assert abs(before[3]["kl"]) < 1e-4 < abs(before[4]["kl"])  # and was refreshed after step 2
-    assert {p.name for p in (tmp_path / "run" / "critic_checkpoints").iterdir()} == {"step-2", "step-4"}
+    assert abs(metrics[3]["kl"]) < 1e-4 < abs(metrics[4]["kl"])  # and was refreshed after step 2
+    assert {p.name for p in (everything / "critic_checkpoints").iterdir()} == {"step-2", "step-4"}
+
+
+@pytest.mark.slow
+def test_every_part_of_an_algorithm_goes_on_with_the_same_numbers(everything, tmp_path):
+    checkpoint = everything / "checkpoints" / "step-2"
     done = rl(
         "train",
-        recipe,
+        "tests/recipes.py:ppo_with_everything",
         "--run_dir",
         tmp_path / "again",
         "--resume",
-        tmp_path / "run" / "checkpoints" / "step-2",
+        checkpoint,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    after = {m["step"]: m for m in read_metrics(tmp_path / "again")}
+    names = [
+        "reward/mean",
+        "loss",
+        "grad_norm",
+        "entropy",
+        "kl",
+        "critic/loss",
+        "critic/explained",
+        "tokens/trained",
+    ]
+    before, after = ({m["step"]: m for m in read_metrics(run)} for run in (everything, tmp_path / "again"))
     for step in (3, 4):
-        for name in (
-            "reward/mean",
-            "loss",
-            "grad_norm",
-            "entropy",
-            "kl",
-            "critic/loss",
-            "critic/explained",
-            "tokens/trained",
-        ):
+        for name in names:
             # holds: exact, the same steps twice on one machine
             assert after[step][name] == pytest.approx(before[step][name], abs=1e-5), (step, name)
 
@@ -327,6 +336,7 @@ def test_preferences(tmp_path):
     assert last["loss"] < 0.9 * first["loss"] and last["dpo/margin"] > 0.1  # holds: meaning, it learns
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_names_step_metric_and_sample_and_leaves_a_checkpoint(tmp_path):
     done = rl("train", "tests/recipes.py:explodes", "--run_dir", tmp_path / "run")
     assert done.returncode == 1 and "Traceback" not in done.stderr

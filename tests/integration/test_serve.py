@@ -354,6 +354,7 @@ def test_an_answer_is_held_to_a_schema(server):
     assert client.completions.create(model="tiny", prompt="abc", max_tokens=3).choices[0].text is not None
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_comes_back_with_every_model(server):
     quiet, disturbed = server.trainable(seed=9), server.trainable(seed=9)
     data, adam = make_data("cross_entropy", seed=6), types.AdamParams(learning_rate=0.02)
@@ -416,6 +417,7 @@ def test_its_ports_are_on_the_loopback_interface_and_its_files_are_its_users(ser
     assert len(paths) > 10 and not [path for path in paths if path.stat().st_mode & 0o077]
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_starts_ends_every_process(server, tmp_path):
     process = start("serve", server.model_dir, "--port", "0", "--directory", tmp_path / "server")
     log, deadline = tmp_path / "server" / "logs" / "trainer.log", time.monotonic() + SECONDS

@@ -44,6 +44,7 @@ def test_an_architecture_is_right(tmp_path, model_type):
     assert max(row.logits, row.gradient, row.twice, row.reload) < LIMIT, row
 
 
+@pytest.mark.slow
 def test_a_generator_gets_every_tensor_or_is_refused(tmp_path):
     """Gemma 4 has buffers that vLLM reads; vLLM's gpt-oss does not take weights while it runs."""
     right, refused = audit(tmp_path, ("gemma4_text", "gpt_oss"))

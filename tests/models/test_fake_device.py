@@ -67,6 +67,7 @@ def test_each_tensor_on_the_wrong_device_is_noticed(tmp_path):
         assert answer["of_device"], (slip, answer["raised"])
 
 
+@pytest.mark.slow
 def test_an_error_that_is_not_of_a_device_is_not_taken_for_one(tmp_path):
     there = "torch.from_numpy(array).to(device)"
     (answer,) = raised(tmp_path, [("models/hf_model.py", there, "no_such_name(array).to(device)")])

@@ -83,6 +83,7 @@ def test_a_generator_that_is_suspended_gives_its_memory_back_and_comes_back_with
     assert answers["after/None"] == answers["before/None"]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_generator(versions):
     """Tensor parallel against one process: the same tokens and logprobs, after weight updates too."""
     directory, transport, manifests, logprobs = versions

@@ -78,6 +78,7 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
     ) < limit("generator in fp32")
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_sampled_as_it_is_trained(tmp_path):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     write_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True, **sizes)

@@ -73,7 +73,7 @@ def test_a_row_of_trees_holds_every_sample_whole(seed):
     assert sorted(seen) == [i for i, s in enumerate(samples) if s.target_mask.any()]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head", ["tokens", "value"])
 def test_outputs_and_gradients_are_those_of_the_sequences_side_by_side(tmp_path, model_type, head):
     write_model(tmp_path, model_type)

@@ -78,6 +78,7 @@ def test_values_start_at_zero_and_learn_the_returns_by_the_gradient_of_transform
     assert losses[-1] < 0.1 * losses[0]  # holds: meaning, it learns
 
 
+@pytest.mark.slow
 def test_every_layout_learns_what_one_process_learns(tmp_path):
     write_config(tmp_path / "model")
     engine = ENGINES["titan"](tmp_path / "model", EngineConfig(head="value", seed=3))

@@ -9,7 +9,7 @@ from tests.tinker import databases, postgres
 
 _ABSENT = postgres.why_absent()
 _SKIP = pytest.mark.skipif(bool(_ABSENT), reason=_ABSENT or "")
-_QUICK = ("test_outages", "test_protocol", "test_restart", "test_retention")
+_QUICK = ("test_outages", "test_restart", "test_retention")
 
 
 @pytest.fixture(scope="module")
