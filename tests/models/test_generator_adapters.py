@@ -3,6 +3,7 @@
 # holds: meaning, an adapter that is not applied moves logprobs by over 1e-2
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
