@@ -72,7 +72,7 @@ def receive(how: str, address: str, path: str, streams: int, port: int) -> None:
     began = time.perf_counter()
     if how == "fetch":
         remote_files._STREAMS = streams
-        remote_files.fetch_file(address, "run", path, _reserve)
+        remote_files.fetch_file(address, "run", path, lambda file, size, _: _reserve(file, size))
     else:
         _raw(address.partition(":")[0], port, path, streams, _reserve)
     print(time.perf_counter() - began, flush=True)
@@ -164,7 +164,7 @@ def _copies(source, target, this: list[str], said: dict) -> str:
     target.output("rm", "-f", said["path"])
     script = (
         "import sys; from rl.weight_sync.remote_files import fetch_file; from rl.weight_sync.shared_memory import _reserve; "
-        "fetch_file(sys.argv[1], 'run', sys.argv[2], _reserve)"
+        "fetch_file(sys.argv[1], 'run', sys.argv[2], lambda file, size, _: _reserve(file, size))"
     )
     target.output("mount", "-t", "sysfs", "sysfs", "/sys")
     before = received()

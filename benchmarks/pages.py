@@ -38,6 +38,7 @@ PAGES = {
     "episodes": ("benchmarks/episodes.py", "benchmarks/episodes_env.py"),
     "generator": ("benchmarks/generator.py",),
     "host_weights": ("benchmarks/host_weights.py",),
+    "weight_delta": ("benchmarks/weight_delta.py", "configs/smollm2.py"),
     "prefix_trees": ("benchmarks/prefix_trees.py",),
     "prefix_trees_recipe": ("benchmarks/prefix_trees_recipe.py",),
     "rl_step": ("benchmarks/rl_step.py", "benchmarks/trl_step.py"),

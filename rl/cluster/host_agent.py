@@ -34,6 +34,7 @@ from rl.host_protocol import (
 from rl.owned_directory import SHARED_MEMORY
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 from rl.waiting import beside
+from rl.weight_sync.remote_files import send_file
 
 SILENCE_SECONDS = 45.0
 """Without a word from a controller, its run is ended here."""
@@ -151,23 +152,15 @@ class HostAgent:
         }
 
     async def _send_file(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Bytes of a file in a run's shared memory: first a line with their number."""
+        """Of a run's shared memory."""
         run = self._runs.get(request["run"])
-        path = Path(request["path"])
-        if run is None or path.parent != run.shared:
-            raise Refusal(f"has no file {path} of this run")
+        for path in filter(None, (request["path"], request.get("base"))):
+            if run is None or Path(path).parent != run.shared:
+                raise Refusal(f"has no file {path} of this run")
         try:
-            file = path.open("rb")
+            await send_file(request, writer)
         except FileNotFoundError:
-            raise Refusal(f"has released {path}") from None
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            begin = request.get("begin", 0)
-            count = min(request.get("count", size), size - begin)
-            writer.write(line({"size": size}))
-            await writer.drain()
-            if count > 0:
-                await asyncio.get_running_loop().sendfile(writer.transport, file, begin, count)
+            raise Refusal(f"has released {request['path']}") from None
 
     async def _lease(
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -18,7 +18,7 @@ from rl.errors import ConfigError
 from rl.host_protocol import MARK, OWN_HOST
 from rl.owned_directory import owned_directory, remove_unowned, temporary_base
 from rl.processes import LEASE, kill_tree
-from rl.weight_sync.remote_files import release_files
+from rl.weight_sync.files import release_files
 
 MONARCH = ("-m", "rl.cluster.monarch_worker")
 """The process that Monarch starts a run's from: prints its address, then waits."""

@@ -1,16 +1,20 @@
 """What the hosts of a run have, asked of the `rl worker` on each, before anything starts."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from rl.cluster.machine import versions
+from rl.cluster.machine import look_at_host, versions
 from rl.errors import ConfigError
 from rl.host_protocol import HostUnreachable, address_of, ask, parse_address, written
 from rl.plan.cluster import GPU, Cluster, Host
 
 _SECONDS = 10.0
 _PROBE_BYTES, _PROBE_SECONDS = 2**27, 60.0
+_LINK_BYTES = 2**24
+"""Of each link, before a run: a tenth of a second at a gigabit a second."""
 _CLOCK_SECONDS = 30.0
 """By which a host's clock may differ: logs of several hosts are read side by side."""
 _LEAST_SHARED_GIB = 0.05
@@ -32,6 +36,14 @@ def host_addresses(text: str) -> list[str]:
     return addresses
 
 
+def cluster_at(addresses: str) -> Cluster:
+    """What a run may use: the hosts of the setting `hosts`; this one where it is empty.
+
+    Raises ConfigError with a line for each host that cannot be used.
+    """
+    return look_at_hosts(addresses) if addresses else Cluster((look_at_host(),))
+
+
 @lru_cache(maxsize=1)
 def look_at_hosts(text: str) -> Cluster:
     """As they were when first asked. Raises ConfigError with a line for each host that cannot be used."""
@@ -41,9 +53,24 @@ def look_at_hosts(text: str) -> Cluster:
             hosts.append(look_at(address))
         except ConfigError as error:
             problems.append(str(error))
+    if not problems:
+        hosts, problems = _with_links(hosts)
     if problems:
         raise ConfigError("\n".join(problems))
     return Cluster(tuple(hosts))
+
+
+def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
+    """Each with what comes from the first; and a line for each that does not reach it."""
+    linked, problems = [*hosts[:1]], list[str]()
+    for host in hosts[1:]:
+        rate = bandwidth(hosts[0].address, host.address, _LINK_BYTES)
+        if isinstance(rate, str):
+            ends = f"host {host.address} does not reach host {hosts[0].address}"
+            problems.append(f"{ends} ({rate}); let hosts connect to each other on any port")
+        else:
+            linked.append(replace(host, gb_per_s=rate))
+    return linked, problems
 
 
 def look_at(address: str) -> Host:
@@ -97,10 +124,10 @@ def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
     return problems
 
 
-def bandwidth(source: str, target: str) -> float | str:
+def bandwidth(source: str, target: str, num_bytes: int = _PROBE_BYTES) -> float | str:
     """GB/s over one connection, as the target's worker measures it; or why there is none."""
     try:
-        asked = {"do": "measure", "address": source, "count": _PROBE_BYTES}
+        asked = {"do": "measure", "address": source, "count": num_bytes}
         answer, connection = ask(target, asked, _PROBE_SECONDS)
         connection.close()
     except HostUnreachable as error:

@@ -187,7 +187,7 @@ class _Start:
 
     async def _transport(self) -> Transport:
         if self._plan.transport == "shared_memory":
-            return SharedMemory(str(self._shared), self._launcher.run)
+            return SharedMemory(str(self._shared), self._launcher.run, self._plan.delta)
         from rl.weight_sync.torchstore import TorchStore  # not a part of every installation
 
         mesh = await self._spawner.storage("torchstore")

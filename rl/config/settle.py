@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from rl.cluster.hosts import look_at_hosts
-from rl.cluster.machine import look_at_host
+from rl.cluster.hosts import cluster_at
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.models.hf import max_positions
@@ -70,13 +69,11 @@ def cluster_of(config: RunConfig) -> Cluster:
 
     Raises ConfigError where one does not answer, or cannot be used.
     """
-    if config.hosts:
-        return look_at_hosts(config.hosts)
-    if config.joining_hosts:
+    if config.joining_hosts and not config.hosts:
         raise ConfigError(
             f"joining_hosts={config.joining_hosts} has no effect without --hosts; name those that are there"
         )
-    return Cluster((look_at_host(),))
+    return cluster_at(config.hosts)
 
 
 def check_models_read(config: RunConfig, command: Command) -> None:
@@ -106,6 +103,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         hosts={role: hosts for role in _ROLES if (hosts := getattr(config, role).hosts)},
         overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
         transport=config.weight_sync.transport,
+        delta=config.weight_sync.delta,
         deadlines=config.deadlines,
         longest_answer=config.env.max_new_tokens,
         reference_is_adapter=config.reference_is_adapter,

@@ -138,7 +138,7 @@ async def run_recipe(
         tokenizer = HFTokenizer(models["model"])
     started = ", ".join(f"{count} {role}" for role, count in plan.roles.items())
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
-    timeline = Timeline(with_trace=config.trace)
+    timeline = Timeline(config.trace, hosts=plan.hosts)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
     watches: list[Watch] = [SharingWatch()] if config.trainer.share_prefixes else []
     if config.data != "rollouts":

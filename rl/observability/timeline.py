@@ -6,7 +6,7 @@ own share of the wall time is the time in which no call was under way.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rl.observability.trace import Span, Trace
@@ -29,10 +29,19 @@ _OTHER = "other"
 
 
 class Timeline:
-    """Records spans. `clock` gives seconds; `trace`: its lines, where one is asked for."""
+    """Records spans. `clock` gives seconds; `trace`: its lines, where one is asked for.
 
-    def __init__(self, with_trace: bool = False, clock: Callable[[], float] = time.monotonic):
+    hosts: lane -> the hosts that its actor is on, where a run has several.
+    """
+
+    def __init__(
+        self,
+        with_trace: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        hosts: Mapping[str, Collection[int]] | None = None,
+    ):
         self._clock = clock
+        self._hosts = hosts or {}
         self._window_start = clock()
         self._spans: list[Span] = []  # ended, and not yet behind the window
         self._open: dict[int, tuple[str, str, float]] = {}
@@ -87,7 +96,7 @@ class Timeline:
         self._spans.clear()
 
     def window(self) -> dict[str, float]:
-        """Seconds since the last window, by kind of work and idle by actor; then a new window begins.
+        """Seconds since the last window, by kind of work and idle by actor and host; then a new one begins.
 
         Kinds overlap where actors work at the same time. `time/controller`: no call was under way.
         """
@@ -101,6 +110,11 @@ class Timeline:
         controller = (end - start) - covered(interval for those in by_lane.values() for interval in those)
         seconds = {f"time/{kind}": covered(those) for kind, those in sorted(by_kind.items())}
         seconds |= {f"idle/{lane}": (end - start) - covered(by_lane[lane]) for lane in self._lanes}
+        by_host = defaultdict[int, list[tuple[float, float]]](list)
+        for lane, hosts in self._hosts.items():
+            for host in hosts:
+                by_host[host] += by_lane[lane]
+        seconds |= {f"idle/host-{n}": (end - start) - covered(by_host[n]) for n in sorted(by_host)}
         self.overhead_seconds += controller
         self.total_seconds += end - start
         self._window_start = end

@@ -36,7 +36,8 @@ class Host:
     """One host, as far as a run may use it. `free_gib`: of its own memory, not the GPUs'.
 
     address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
-    not there when the run starts; its address is known once it is.
+    not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one,
+    over one connection; None: not measured.
     """
 
     num_cores: int
@@ -44,6 +45,7 @@ class Host:
     gpus: tuple[GPU, ...] = ()
     address: str = ""
     may_join: bool = False
+    gb_per_s: float | None = None
 
     def __str__(self) -> str:
         later = " that may join" if self.may_join else ""

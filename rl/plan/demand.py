@@ -49,6 +49,7 @@ class Demand:
     overlap: bool = False
     """Generators work at the same time as engines."""
     transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    delta: Literal["auto", "on", "off"] = "auto"
     deadlines: Deadlines = Deadlines()
     longest_answer: int = 0
     """Tokens. No remedy makes sequences shorter than twice as many."""

@@ -1,11 +1,18 @@
-"""Pass: what goes from role to role."""
+"""Pass: what goes from role to role, and whether whole or as what changed."""
 
 from typing import Literal
 
+from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts
 from rl.plan.memory import BYTES
 from rl.plan.numerics import Numerics
-from rl.plan.types import Link
+from rl.plan.places import Places
+from rl.plan.types import Link, Notes
+
+_CORES = 4
+"""Each of the connections of a fetch uses one on both hosts (weight_sync/remote_files.py)."""
+_GB_PER_S = 0.6
+"""With which a core finds out, or applies, what changed: docs/weight_delta.md."""
 
 
 def links(demand: Demand, facts: Facts, numerics: Numerics) -> tuple[Link, ...]:
@@ -19,3 +26,39 @@ def links(demand: Demand, facts: Facts, numerics: Numerics) -> tuple[Link, ...]:
     if demand.judge is not None:
         made.append(Link("reward", "judge", "questions", "http", 0))
     return tuple(made)
+
+
+def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cluster, notes: Notes) -> bool:
+    """Whether what changed goes from host to host in the place of whole weights."""
+    asked = demand.delta
+    has_none = _has_none(demand, numerics, places)
+    if asked == "on" and has_none:
+        notes.problem("links", f"weight_sync.delta=on has no effect: {has_none}; leave it out")
+    if has_none:
+        return False
+    if asked != "auto":
+        notes.settle("weight_sync.delta", asked, asked, "asked for")
+        return asked == "on"
+    rates = [host.gb_per_s for host in cluster.hosts if host.gb_per_s is not None]
+    if not rates:
+        notes.settle("weight_sync.delta", asked, "off", "the links were not measured")
+        return False
+    of_cores = _GB_PER_S * min(_CORES, *(host.num_cores for host in cluster.hosts))
+    is_slow = min(rates) < of_cores
+    why = f"the slowest link carries {min(rates):.2g} GB/s, and differences are made at {of_cores:.2g}"
+    notes.settle("weight_sync.delta", asked, "on" if is_slow else "off", why)
+    return is_slow
+
+
+def _has_none(demand: Demand, numerics: Numerics, places: Places) -> str:
+    """Why no difference can go from host to host; empty where one can."""
+    sources, targets = ({place.host for place in places.of(role)} for role in ("trainer", "generator"))
+    if len(sources | targets) < 2 or not targets:
+        return "no generator reads weights of another host"
+    if demand.transport != "shared_memory":
+        return f"weight_sync.transport={demand.transport} sends whole weights"
+    if demand.learned_adapters.rank:
+        return "an adapter is sent whole"
+    if numerics.dtype != "bfloat16":
+        return f"with dtype={numerics.dtype} nearly every value changes in a step"
+    return ""

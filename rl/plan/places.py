@@ -53,12 +53,14 @@ class Places:
     by_name: Mapping[str, tuple[Place, ...]]
     shared: bool
 
+    def of(self, role: RoleName) -> list[Place]:
+        """Of each process of a role."""
+        names = [member.name for member in self.started if member.role == role]
+        return [place for name in names for place in self.by_name[name]]
+
     def devices_of(self, role: RoleName) -> list[tuple[int, int]]:
         """(host, GPU) of each process of a role. Empty on a CPU."""
-        of_role = (
-            place for member in self.started if member.role == role for place in self.by_name[member.name]
-        )
-        return [(place.host, place.gpu) for place in of_role if place.gpu is not None]
+        return [(place.host, place.gpu) for place in self.of(role) if place.gpu is not None]
 
     def beside(self, role: RoleName) -> bool:
         """Whether some process of a role shares its GPU."""

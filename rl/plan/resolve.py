@@ -20,7 +20,7 @@ from rl.plan.budgets import (
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.fit import check_fit
-from rl.plan.links import links
+from rl.plan.links import links, settle_delta
 from rl.plan.memory import Memory
 from rl.plan.numerics import settle_numerics
 from rl.plan.phases import by_phase, presences, stays
@@ -71,6 +71,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         check_fit(demand, taken, caches, present, places, cluster, notes)
     made = _with(made, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics)
+    delta = settle_delta(demand, numerics, places, cluster, notes)
     if notes.problems:
         return None, tuple(notes.problems)
     longest = longest_sequence(demand, facts)
@@ -96,6 +97,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         deadlines=demand.deadlines,
         settled=tuple(notes.settled),
         transport=demand.transport,
+        delta=delta,
     )
     return plan, ()
 

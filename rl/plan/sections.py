@@ -122,3 +122,6 @@ class WeightSyncConfig:
     transport: Literal["shared_memory", "torchstore"] = "shared_memory"
     """shared_memory: files in each host's shared memory; a host without the trainer fetches a version once.
     torchstore goes through storage actors."""
+    delta: Literal["auto", "on", "off"] = "auto"
+    """Between hosts goes what changed since the version before, exactly. auto: where the link is slower than
+    finding that out, and weights are bfloat16: few of their values change in a step."""

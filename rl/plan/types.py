@@ -139,11 +139,19 @@ class Plan:
     settled: tuple[Settled, ...]
     transport: Literal["shared_memory", "torchstore"]
     """Of published weights."""
+    delta: bool = False
+    """Of weights, what changed since the version before goes from host to host."""
     spare_hosts: tuple[int, ...] = ()
     """Which engines may go to when they lose one."""
 
     def of(self, role: RoleName) -> tuple[Replica, ...]:
         return tuple(replica for replica in self.replicas if replica.role == role)
+
+    @property
+    def hosts(self) -> dict[str, set[int]]:
+        """Replica -> the hosts that its processes are on. Empty where all are on one."""
+        hosts = {replica.name: {process.host for process in replica.processes} for replica in self.replicas}
+        return hosts if len(set[int]().union(*hosts.values())) > 1 else {}
 
     @property
     def roles(self) -> dict[RoleName, int]:

@@ -14,9 +14,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from rl.bounds import CacheGib, FilePath, Port, PositiveInt
-from rl.cluster.hosts import look_at_hosts
+from rl.cluster.hosts import cluster_at
 from rl.cluster.launch import launch
-from rl.cluster.machine import look_at_host
 from rl.cluster.spawner import spec_of
 from rl.errors import ConfigError
 from rl.http_server import Server
@@ -172,8 +171,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     names = config.names or (model_dir.resolve().name,)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
-    cluster = look_at_hosts(config.hosts) if config.hosts else Cluster((look_at_host(),))
-    plan = settle(config, hf_config, cluster)
+    plan = settle(config, hf_config, cluster_at(config.hosts))
     context_length = plan.max_seq_len
     said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
@@ -186,7 +184,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
             backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
             eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
             capacity = sum(spec_of(r, GeneratorSpec).config.max_num_seqs for r in plan.of("generator"))
-            shared = config.limits.shared_samples or (64 if cluster.gpus else 8) * config.num_generators
+            shared = config.limits.shared_samples or (64 if plan.cluster.gpus else 8) * config.num_generators
             service = Service(database, backend, directory, names, eos_ids, config.limits, capacity, shared)
             architecture = hf_config["model_type"]
             served = Served(names, str(model_dir.resolve()), architecture, context_length)

@@ -1,86 +1,153 @@
-"""Files of another host's shared memory, fetched over several connections from its `rl worker`."""
+"""Files of another host's shared memory, fetched over several connections from its `rl worker`.
 
+A worker sends the bytes of a file as they are; or, where both hosts have the same earlier version, what
+changed since (delta.py).
+"""
+
+import asyncio
 import fcntl
 import mmap
 import os
-import re
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rl.errors import WeightsUnreachable
-from rl.host_protocol import HostUnreachable, ask
+from rl.host_protocol import HostUnreachable, ask, line
+from rl.weight_sync import delta
+from rl.weight_sync.delta import Bytes
+from rl.weight_sync.files import RELEASED, hold, hold_released, pattern_of, version_of, without_version
 
 _SECONDS = 30.0
 """Without a byte."""
 _STREAMS = 4
-_FIRST_BYTES = 2**22  # a file of no more takes one connection
+_FIRST_BYTES = delta.PART_BYTES  # a file of no more takes one connection
 _PART_BYTES = 2**20  # of a further one at least
-AT = "!"  # between a host and a path
-RELEASED = ".released"
-"""At the end of the name of a file that may take another version."""
+_LENGTH_BYTES = 4
 
 
-def fetch_file(host: str, run: str, path: str, reserve: Callable[[str, int], None]) -> None:
+# ---- who wants a file
+
+
+def fetch_file(
+    host: str, run: str, path: str, reserve: Callable[[str, int, str], None], with_delta: bool = False
+) -> int:
     """Have the host's file `path` at the same path here. Processes of this host that want it wait for one.
 
-    reserve: makes a file of so many bytes. Raises WeightsUnreachable where the file is released, or the host
-    is gone.
+    reserve: makes a file of so many bytes, out of any that is released but the one named last. with_delta:
+    ask for what changed, where an earlier version is here. Returns how many bytes came; 0 where it was here.
+
+    Raises WeightsUnreachable where the file is released, or the host is gone.
     """
-    with _locked(Path(re.sub(r"-v\d+-", "-", path) + ".lock")):
+    common = without_version(path)
+    with _locked(Path(f"{common}.lock")), ExitStack() as kept:
         if os.path.exists(path):
-            return
-        partial = re.sub(r"-v\d+-", "-", path) + ".partial"
+            return 0
+        base = kept.enter_context(_earlier(path)) if with_delta else None
         try:
-            _fetch(host, run, path, partial, reserve)
+            count = _fetch(host, run, path, f"{common}.partial", reserve, base)
         except HostUnreachable as error:
             raise WeightsUnreachable(f"weights at {path} could not be fetched: {error}") from error
         except OSError as error:
             raise WeightsUnreachable(
                 f"weights at {path} could not be fetched from host {host}: {error}"
             ) from error
-        os.rename(partial, path)
+        os.rename(f"{common}.partial", path)
+        return count
 
 
-def _fetch(host: str, run: str, path: str, partial: str, reserve: Callable[[str, int], None]) -> None:
-    def request(begin: int, count: int) -> tuple[int, socket.socket]:
-        asked = {"do": "file", "run": run, "path": path, "begin": begin, "count": count}
-        answer, connection = ask(host, asked, _SECONDS)
-        return answer["size"], connection
+def _fetch(
+    host: str,
+    run: str,
+    path: str,
+    partial: str,
+    reserve: Callable[[str, int, str], None],
+    base: tuple[str, Bytes] | None,
+) -> int:
+    """How many bytes came."""
 
-    size, connection = request(0, _FIRST_BYTES)
+    def request(begin: int, count: int, base_path: str) -> tuple[dict[str, Any], socket.socket]:
+        asked = {"do": "file", "run": run, "path": path, "begin": begin, "count": count, "base": base_path}
+        return ask(host, asked, _SECONDS)
+
+    base_path, base_bytes = base or ("", np.empty(0, np.uint8))
+    answer, connection = request(0, _FIRST_BYTES, base_path)
     with connection:
-        reserve(partial, size)
-        with (
-            open(partial, "r+b") as file,
-            mmap.mmap(file.fileno(), size) as mapped,
-            memoryview(mapped) as view,
-        ):
-            first = min(size, _FIRST_BYTES)
-            _receive(connection, view[:first])
+        size = answer["size"]
+        reserve(partial, size, base_path)
+        with open(partial, "r+b") as file:
+            target = _mapped(file.fileno())
 
-            def receive(begin: int, end: int) -> None:
-                _, connection = request(begin, end - begin)
-                with connection:
-                    _receive(connection, view[begin:end])
+        def receive(begin: int, end: int) -> int:
+            answer, connection = request(begin, end - begin, base_path)
+            with connection:
+                return take(connection, begin, end, answer.get("is_delta", False))
 
-            parts = min(_STREAMS, -(-(size - first) // _PART_BYTES))
-            bounds = [first + (size - first) * i // max(1, parts) for i in range(parts + 1)]
-            if parts:
-                with ThreadPoolExecutor(_STREAMS) as threads:
-                    list(threads.map(receive, bounds[:-1], bounds[1:]))
+        def take(connection: socket.socket, begin: int, end: int, is_delta: bool) -> int:
+            if is_delta:
+                try:
+                    return _receive_delta(connection, base_bytes, target, begin, end)
+                except ValueError:  # another base of the same name: a trainer was started again
+                    _, connection = request(begin, end - begin, "")
+            with connection:
+                return _receive(connection, target[begin:end].data)
+
+        first = min(size, _FIRST_BYTES)
+        count = take(connection, 0, first, answer.get("is_delta", False))
+        parts = min(_STREAMS, -(-(size - first) // _PART_BYTES))
+        bounds = [first + (size - first) * i // max(1, parts) for i in range(parts + 1)]
+        if parts:
+            with ThreadPoolExecutor(_STREAMS) as threads:
+                count += sum(threads.map(receive, bounds[:-1], bounds[1:]))
+    return count
 
 
-def _receive(connection: socket.socket, target: memoryview) -> None:
-    with target:
-        count = 0
-        while count < len(target):
-            received = connection.recv_into(target[count:])
-            if not received:
-                raise ConnectionError("it closed the connection")
-            count += received
+def _receive(connection: socket.socket, target: memoryview) -> int:
+    count = 0
+    while count < len(target):
+        received = connection.recv_into(target[count:])
+        if not received:
+            raise ConnectionError("it closed the connection")
+        count += received
+    return count
+
+
+def _receive_delta(connection: socket.socket, base: Bytes, target: Bytes, begin: int, end: int) -> int:
+    """How many bytes came. Raises ValueError where the base is not the sender's."""
+    if len(base) != len(target):
+        raise ValueError("another base")
+    count = 0
+    for part in delta.parts(begin, end):
+        length = bytearray(_LENGTH_BYTES)
+        _receive(connection, memoryview(length))
+        encoded = bytearray(int.from_bytes(length, "big"))
+        count += _LENGTH_BYTES + _receive(connection, memoryview(encoded))
+        delta.decode(bytes(encoded), base[part], target[part])
+    return count
+
+
+@contextmanager
+def _earlier(path: str) -> Iterator[tuple[str, Bytes] | None]:
+    """The newest earlier version of the file that is here, with its bytes: held until the end."""
+    directory, version = Path(path).parent, version_of(Path(path))
+    names = {Path(str(file).removesuffix(RELEASED)) for file in directory.glob(f"{pattern_of(path)}*")}
+    earlier = [name for name in names if 0 <= version_of(name) < version]
+    for name in sorted(earlier, key=version_of, reverse=True):
+        try:
+            file = hold_released(str(name))
+        except FileNotFoundError:
+            continue
+        try:
+            yield str(name), _mapped(file)
+        finally:
+            os.close(file)
+        return
+    yield None
 
 
 @contextmanager
@@ -93,15 +160,48 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def release_files(released: Iterable[str]) -> None:
-    """Those of these files that are on this host. released: of a manifest's keys."""
-    for key in released:
-        _, path = parts_of(key)
-        with suppress(FileNotFoundError):
-            os.rename(path, f"{path}{RELEASED}")
+# ---- who has it
 
 
-def parts_of(key: str) -> tuple[str, str]:
-    """The host that wrote it, empty where there is one alone, and the path."""
-    host, _, path = key.rpartition(AT)
-    return host, path
+async def send_file(request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+    """Bytes `begin` to `begin + count` of the file `path`, after a line with the size of the whole.
+
+    base: the path of an earlier version. Where that is here, and as large, what changed since is sent: part
+    by part, after its length. Raises FileNotFoundError where the file is released.
+    """
+    with ExitStack() as kept:
+        file = hold(request["path"])
+        kept.callback(os.close, file)
+        size = os.fstat(file).st_size
+        begin = request.get("begin", 0)
+        end = min(begin + request.get("count", size), size)
+        base = _same_size(request.get("base"), size, kept)
+        writer.write(line({"size": size, "is_delta": base is not None}))
+        await writer.drain()
+        if base is None:
+            if end > begin:
+                with os.fdopen(os.dup(file), "rb") as whole:
+                    await asyncio.get_running_loop().sendfile(writer.transport, whole, begin, end - begin)
+            return
+        new, old = _mapped(file), _mapped(base)
+        for part in delta.parts(begin, end):
+            encoded = await asyncio.to_thread(delta.encode, new[part], old[part])
+            writer.write(len(encoded).to_bytes(_LENGTH_BYTES, "big") + encoded)
+            await writer.drain()
+
+
+def _same_size(path: str | None, size: int, kept: ExitStack) -> int | None:
+    """A descriptor of the base, where it is here and has this size."""
+    if not path:
+        return None
+    try:
+        file = hold_released(path)
+    except FileNotFoundError:
+        return None
+    kept.callback(os.close, file)
+    return file if os.fstat(file).st_size == size else None
+
+
+def _mapped(file: int) -> Bytes:
+    """The file's bytes, to read and to write."""
+    return np.frombuffer(mmap.mmap(file, 0), np.uint8)

@@ -9,12 +9,10 @@ run has three files of a name and rank on a host at most, the same ones.
 import fcntl
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 
 import torch
@@ -23,19 +21,22 @@ from rl.errors import RunError
 from rl.host_protocol import own_host
 from rl.types import PolicyVersion
 from rl.weight_sync.buffers import keys, read_shards, write_shards
+from rl.weight_sync.files import AT, RELEASED, hold, parts_of, pattern_of, release_files, version_of
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard
-from rl.weight_sync.remote_files import AT, RELEASED, fetch_file, parts_of, release_files
+from rl.weight_sync.remote_files import fetch_file
 
 
 @dataclass(frozen=True)
 class SharedMemory:
     """The transport `shared_memory`. Picklable: every process that gets one uses the same directory.
 
-    run: what the hosts' workers call the run, where it has several hosts.
+    run: what the hosts' workers call the run, where it has several hosts. with_delta: between hosts goes what
+    changed since the version before.
     """
 
     directory: str
     run: str = ""
+    with_delta: bool = False
 
     async def publish(
         self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]
@@ -44,16 +45,21 @@ class SharedMemory:
         path = str(self._path(name, version, rank))
 
         def allocate(num_bytes: int) -> torch.Tensor:
-            self._reserve(f"{escape(name)}-v*-rank{rank}.bin", path, num_bytes)
+            self._reserve(path, num_bytes)
             return _mapped(path, num_bytes)
 
         key = f"{own_host()}{AT}{path}" if self.run else path
         return write_shards(shards, key, allocate)
 
-    def _reserve(self, pattern: str, path: str, num_bytes: int) -> None:
-        """A file of this size: one that was released, or a new one."""
-        released = sorted(Path(self.directory).glob(f"{pattern}{RELEASED}"))
-        if not any(_take(old, path, num_bytes) for old in released):
+    def _reserve(self, path: str, num_bytes: int, version_path: str = "", keep: str = "") -> None:
+        """A file of this size: the oldest that was released, or a new one.
+
+        version_path: the name that it will have, where that is another. keep: this one is not taken.
+        """
+        pattern = pattern_of(version_path or path)
+        released = sorted(Path(self.directory).glob(f"{pattern}{RELEASED}"), key=version_of)
+        old = [file for file in released if str(file) != f"{keep}{RELEASED}"]
+        if not any(_take(file, path, num_bytes) for file in old):
             _reserve(path, num_bytes)
 
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
@@ -81,8 +87,14 @@ class SharedMemory:
     def _here(self, host: str, path: str) -> torch.Tensor:
         """Raises FileNotFoundError where it is released, RunError where it cannot be fetched."""
         if host not in ("", own_host()) and not os.path.exists(path):
-            pattern = re.sub(r"-v\d+-(rank\d+\.bin)$", r"-v*-\1", escape(Path(path).name))
-            fetch_file(host, self.run, path, lambda file, size: self._reserve(pattern, file, size))
+
+            def reserve(partial: str, size: int, keep: str) -> None:
+                self._reserve(partial, size, path, keep)
+
+            count = fetch_file(host, self.run, path, reserve, self.with_delta)
+            if count:  # no other process of this host was first
+                size = os.stat(path).st_size
+                print(f"{Path(path).name}: {count / 1e6:.1f} MB of {size / 1e6:.1f} came", flush=True)
         return _held(path)
 
     def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
@@ -117,11 +129,8 @@ def _held(path: str) -> torch.Tensor:
 
     Raises FileNotFoundError where it is released.
     """
-    file = os.open(path, os.O_RDWR)
+    file = hold(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        if not os.path.samestat(os.fstat(file), os.stat(path)):  # it was taken before it was locked
-            raise FileNotFoundError(path)
         mapped = mmap.mmap(file, 0)
     except BaseException:
         os.close(file)

@@ -333,8 +333,9 @@ def test_what_is_no_request_disturbs_nobody(tmp_path):
                 assert await asyncio.wait_for(reader.read(), 20) in (b"",) or True
                 writer.close()
             for request in ({"do": "nothing"}, {"do": "file", "run": "run", "path": "/etc/passwd"},
-                            {"do": "file", "run": "other", "path": str(shared(tmp_path) / "x")}):  # fmt: skip
-                with pytest.raises(HostRefuses):
+                            {"do": "file", "run": "other", "path": str(shared(tmp_path) / "x")},
+                            {"do": "file", "run": "run", "path": str(shared(tmp_path) / "x"), "base": "/etc/passwd"}):  # fmt: skip
+                with pytest.raises(HostRefuses, match="knows no request|has no file"):
                     await asyncio.to_thread(ask, agent.address, request, 10)
             assert len(lease.born(MESH)) == 2 and await lease.worker()
 
@@ -347,7 +348,7 @@ def test_a_file_arrives_as_it_was_and_once(size, tmp_path):
     content, there = os.urandom(size), tmp_path / "here"
     there.mkdir()
 
-    def reserve(path, num_bytes):
+    def reserve(path, num_bytes, keep):
         reserved.append(num_bytes)
         Path(path).write_bytes(bytes(num_bytes))
 
@@ -414,7 +415,7 @@ def test_a_host_that_goes_while_it_sends_is_an_error_and_leaves_no_file(tmp_path
                 f"127.0.0.1:{listener.getsockname()[1]}",
                 "run",
                 str(path),
-                lambda p, n: Path(p).write_bytes(bytes(n)),
+                lambda p, n, _: Path(p).write_bytes(bytes(n)),
             )
         assert not path.exists()
 

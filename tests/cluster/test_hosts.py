@@ -32,7 +32,11 @@ def answers(monkeypatch):
     made = {}
 
     def ask(address, request, seconds):
-        assert request == {"do": "look"} and seconds <= 30
+        assert seconds <= 60
+        if request["do"] == "measure":
+            assert request["address"] == A and address == B and request["count"] < 2**25
+            return made.get("link", {"size": 1e7, "seconds": 0.1}), Nothing()
+        assert request == {"do": "look"}
         answer = made[address]
         if isinstance(answer, Exception):
             raise answer
@@ -48,6 +52,7 @@ def test_a_run_is_planned_on_the_hosts_that_it_names(answers):
     config = replace(quickstart(), hosts=f"{A}, {B}")
     plan = settle(config)
     assert [host.address for host in plan.cluster.hosts] == [A, B] and plan.cluster == cluster_of(config)
+    assert [host.gb_per_s for host in plan.cluster.hosts] == [None, pytest.approx(0.1)]  # holds: exact
     assert plan.of("generator")[0].processes[0].host == 1
     assert plan.of("generator")[0].processes[0].threads == 3
 
@@ -81,6 +86,13 @@ def test_a_host_that_cannot_be_used_is_one_line_with_its_name_and_the_remedy(cas
     with pytest.raises(ConfigError, match=f"host {B}.*{words}") as error:
         look_at_hosts(f"{A},{B}")
     assert "\n" not in str(error.value)
+
+
+def test_a_host_that_does_not_reach_the_first_is_named(answers):
+    answers |= {A: {}, B: {}, "link": {"unreachable": f"host {A} does not answer (timed out)"}}
+    words = f"host {B} does not reach host {A} .*timed out.*; let hosts connect to each other on any port"
+    with pytest.raises(ConfigError, match=words):
+        look_at_hosts(f"{A},{B}")
 
 
 def test_all_hosts_that_cannot_be_used_are_named_at_once(answers):

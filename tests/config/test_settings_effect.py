@@ -249,6 +249,7 @@ ELSEWHERE = {
     "hosts": "tests/cluster/test_hosts.py::test_a_run_is_planned_on_the_hosts_that_it_names",
     "trainer.min_hosts": "tests/plan/test_fallback.py::test_fewer_hosts_have_fewer_shards_or_copies_and_as_many_ranks_each",
     "trainer.spare_hosts": "tests/plan/test_fallback.py::test_a_spare_host_takes_the_place_of_a_lost_one",
+    "weight_sync.delta": "tests/plan/test_links.py::test_a_difference_goes_over_a_slow_link",
     "joining_hosts": "tests/plan/test_hosts.py::test_generators_alone_are_on_hosts_that_may_join",
     "max_offpolicy_steps": "tests/integration/test_async.py::test_an_asynchronous_run_keeps_its_bound_and_measures_one_version",
     "trace": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",

@@ -52,6 +52,7 @@ OTHERS = {
     "observability/recorder.py": "tests/observability",
     "observability/sinks.py": "tests/observability",
     "observability/writer.py": "tests/observability",
+    "weight_sync/remote_files.py": "a worker's: tests/weight_sync/test_delta.py",
     "weight_sync/shared_memory.py": "a trainer's rank's",
     "weight_sync/torchstore.py": "real processes: tests/chaos/test_ends.py",
 }

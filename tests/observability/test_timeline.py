@@ -64,6 +64,26 @@ def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controlle
     assert timeline.overhead_seconds == pytest.approx(2.5) and timeline.total_seconds == pytest.approx(12.0)
 
 
+def test_a_host_is_idle_while_nobody_on_it_works():
+    """The trainer is on both; nothing was asked of host 2 yet."""
+    clock = Clock()
+    timeline = Timeline(
+        clock=clock, hosts={"trainer": {0, 1}, "generator-0": {1}, "reward-0": {0}, "generator-1": {2}}
+    )
+    with timeline.span("generator-0", "sample"):
+        clock.now = 3.0
+        with timeline.span("reward-0", "score"):
+            clock.now = 4.0
+    with timeline.span("trainer", "forward_backward"):
+        clock.now = 6.0
+    clock.now = 10.0
+    window = timeline.window()
+    assert {n: v for n, v in window.items() if n.startswith("idle/host")} == {
+        "idle/host-0": 7.0, "idle/host-1": 4.0, "idle/host-2": 10.0,
+    }  # fmt: skip
+    assert window["time/controller"] == 4.0 and "idle/generator-1" not in window
+
+
 def test_time_between_steps_is_skipped():
     clock = Clock()
     timeline = Timeline(clock=clock)

@@ -357,7 +357,7 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
     monkeypatch.setattr(
         module, "temporary_directory", lambda: tmp_path
     )  # else a janitor stays in this process
-    monkeypatch.setattr("rl.config.settle.look_at_host", lambda: host)
+    monkeypatch.setattr("rl.cluster.hosts.look_at_host", lambda: host)
     config = qwen(model, placement="auto", kl=KL(coef=0.1), advantages=GAE())
     out = tmp_path / "out"
     arguments = (config, 0, out) if command == "eval" else (config, tmp_path, 3, out)

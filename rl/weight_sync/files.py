@@ -1,0 +1,67 @@
+"""Files of published weights: their names, who holds one, and which are released."""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from glob import escape
+from pathlib import Path
+
+RELEASED = ".released"
+"""At the end of the name of a file that may take another version. Until then it has the bytes of its own."""
+AT = "!"  # between a host and a path
+_VERSION = re.compile(r"-v(\d+)(?=-rank\d+\.bin(\.released)?$)")
+
+
+def version_of(path: Path) -> int:
+    """Of the weights in a file of this name; -1 where it is not such a file's."""
+    match = _VERSION.search(path.name)
+    return int(match[1]) if match else -1
+
+
+def pattern_of(path: str) -> str:
+    """Matches the names of all versions of the file."""
+    return _VERSION.sub("-v*", escape(Path(path).name))
+
+
+def without_version(path: str) -> str:
+    """What the paths of all versions have in common."""
+    return _VERSION.sub("", path)
+
+
+def hold(path: str | Path) -> int:
+    """A descriptor of the file. Until it is closed, the file takes no other version.
+
+    Raises FileNotFoundError where there is none of this name, or it just took another version.
+    """
+    file = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(file), os.stat(path)):  # it was taken before it was locked
+            raise FileNotFoundError(path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def hold_released(path: str) -> int:
+    """As `hold`; a file that is released will do. Raises FileNotFoundError."""
+    with suppress(FileNotFoundError):
+        return hold(path)
+    return hold(f"{path}{RELEASED}")
+
+
+def release_files(released: Iterable[str]) -> None:
+    """Those of these files that are on this host. released: of a manifest's keys."""
+    for key in released:
+        _, path = parts_of(key)
+        with suppress(FileNotFoundError):
+            os.rename(path, f"{path}{RELEASED}")
+
+
+def parts_of(key: str) -> tuple[str, str]:
+    """The host that wrote it, empty where there is one alone, and the path."""
+    host, _, path = key.rpartition(AT)
+    return host, path
