@@ -97,7 +97,7 @@ def main() -> None:
                 train(
                     made, "smollm2", "--dtype", "bfloat16", "--trainer.hosts", 0, "--generator.hosts", 1, "--steps",
                     options.steps, "--warmup.steps", 0, "--prompts_per_step", 4, "--env.num_eval", 4, "--trainer.lr", lr,
-                    "--trainer.lr_warmup_steps", 0, "--trainer.lr_schedule", "constant", "--weight_sync.delta", choice,
+                    "--trainer.lr_warmup_steps", 0, "--trainer.lr_schedule", "constant", "--trainer.lr_min_ratio", 0, "--weight_sync.delta", choice,
                     "--run_dir", run_dir / "run", seconds=900,
                 )  # fmt: skip
             came = re.findall(
