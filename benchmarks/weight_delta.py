@@ -1,7 +1,7 @@
 """What changes of the weights in a step, and how long it takes to another host: `python -m benchmarks.weight_delta [--write]`.
 
 SmolLM2-135M-Instruct in bfloat16 learns its task, the trainer on one host and the generator on another (tests/hosts/namespaces.py).
-The link carries 0.1 or 1 Gbit/s (tc tbf). Needs root, `make tasks` and `rl fetch smollm2`.
+The link carries 0.1, 1 or 10 Gbit/s (tc tbf). Needs root, `make tasks` and `rl fetch smollm2`.
 """
 
 import argparse
@@ -27,6 +27,8 @@ RUNS = (
     ("1 Gbit/s", "1e-5", "off"),
     ("0.1 Gbit/s", "1e-5", "on"),
     ("0.1 Gbit/s", "1e-5", "off"),
+    ("10 Gbit/s", "1e-5", "on"),
+    ("10 Gbit/s", "1e-5", "off"),
 )
 """Link, learning rate, weight_sync.delta."""
 NOTES = """Each row is a run of its own. Sent: bytes that reached the generator's host over those of the whole version, by the generator's log, without
