@@ -79,7 +79,12 @@ class HostedRun:
 
     async def start_worker(self) -> None:
         """Raises Refusal."""
-        log = (self._logs / f"host-{self._name}.log").open("ab")
+        try:
+            log = (self._logs / f"host-{self._name}.log").open("ab")
+        except OSError as error:
+            raise Refusal(
+                f"cannot write to {self._logs} ({error.strerror}); let the user of its rl worker write there"
+            ) from None
         with log:
             self._worker = await asyncio.create_subprocess_exec(
                 sys.executable, *MONARCH, self._host,

@@ -288,6 +288,23 @@ def test_a_host_that_cannot_be_used_says_why(case, tmp_path):
     assert not all_of_the_run()
 
 
+def test_a_host_that_cannot_write_to_the_runs_directory_says_so(tmp_path):
+    """As where it is mounted to be read alone, or the worker is another user's: root may write anywhere else."""
+    (tmp_path / "run").mkdir()
+
+    async def main():
+        async with an_agent() as agent:
+            lease = a_lease(agent.address, tmp_path / "run")
+            (tmp_path / "run" / "logs").rmdir()
+            (tmp_path / "run" / "logs").write_text("")
+            words = "cannot write to .*/run/logs .Not a directory.; let the user of its rl worker write there"
+            with pytest.raises(HostRefuses, match=f"host {agent.address} {words}"):
+                await lease.connect()
+
+    asyncio.run(main())
+    assert not all_of_the_run()
+
+
 @pytest.mark.parametrize(("theirs", "ours", "works"), [("", "", True), ("key", "key", True), ("key", "", False), ("key", "other", False), ("", "key", False)])  # fmt: skip
 def test_a_key_is_the_same_on_both_sides(theirs, ours, works, monkeypatch):
     asked = []
