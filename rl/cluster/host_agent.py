@@ -7,7 +7,6 @@ host's memory and temporary files is removed.
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.cluster.hosted_run import HostedRun, Refusal
-from rl.cluster.machine import free_memory, num_cores, versions
+from rl.cluster.machine import free_memory, num_cores, shared_memory, versions
 from rl.cluster.unshared import receive_file
 from rl.errors import ConfigError
 from rl.host_protocol import (
@@ -31,7 +30,6 @@ from rl.host_protocol import (
     unreachable,
     written,
 )
-from rl.owned_directory import SHARED_MEMORY
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 from rl.waiting import beside
 from rl.weight_sync.remote_files import send_file
@@ -141,11 +139,10 @@ class HostAgent:
         return [address for address, told in self._told.items() if now - told < 3 * _JOIN_SECONDS]
 
     def _look(self) -> dict[str, Any]:
-        shared = os.statvfs(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
         return {
             "num_cores": num_cores(),
             "free_gib": free_memory() / 2**30,
-            "shared_gib": shared.f_bavail * shared.f_frsize / 2**30 if shared else 0.0,
+            "shared_gib": shared_memory() / 2**30,
             "gpus": self._gpus,
             "versions": versions(),
             "time": time.time(),

@@ -84,7 +84,9 @@ def look_at(address: str) -> Host:
     if problems := _problems(address, answer, (began + time.time()) / 2):
         raise ConfigError("\n".join(problems))
     gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
-    return Host(answer["num_cores"], answer["free_gib"], gpus, address)
+    return Host(
+        answer["num_cores"], answer["free_gib"], gpus, address, shared_gib=float(answer["shared_gib"])
+    )
 
 
 def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:

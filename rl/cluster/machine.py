@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 
 from rl.cgroups import core_quota, memory_left, memory_limit
+from rl.owned_directory import SHARED_MEMORY
 from rl.plan.cluster import GPU, Host
 
 PACKAGES = ("rl", "torch", "torchmonarch", "vllm", "torchtitan")
@@ -35,6 +36,14 @@ def total_memory() -> int:
     return int(min(psutil.virtual_memory().total, memory_limit()))
 
 
+def shared_memory() -> int:
+    """Bytes that /dev/shm holds, used ones too: what a killed run left there goes when one starts."""
+    if not SHARED_MEMORY.is_dir():
+        return 0
+    there = os.statvfs(SHARED_MEMORY)
+    return there.f_blocks * there.f_frsize or total_memory()  # 0: a tmpfs without a limit
+
+
 @lru_cache(maxsize=1)
 def look_at_host() -> Host:
     """The one this process runs on, as it was when first asked, with the GPUs that it is shown."""
@@ -44,7 +53,7 @@ def look_at_host() -> Host:
 
         card = torch.cuda.get_device_properties(len(gpus))
         gpus.append(GPU(card.name, card.total_memory / 2**30, (card.major, card.minor), name))
-    return Host(num_cores(), free_memory() / 2**30, tuple(gpus))
+    return Host(num_cores(), free_memory() / 2**30, tuple(gpus), shared_gib=shared_memory() / 2**30)
 
 
 def visible_devices() -> list[str]:

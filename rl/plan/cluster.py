@@ -37,7 +37,7 @@ class Host:
 
     address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
     not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one,
-    over one connection; None: not measured.
+    over one connection. shared_gib: what its /dev/shm holds in all. None: not known.
     """
 
     num_cores: int
@@ -46,6 +46,7 @@ class Host:
     address: str = ""
     may_join: bool = False
     gb_per_s: float | None = None
+    shared_gib: float | None = None
 
     def __str__(self) -> str:
         later = " that may join" if self.may_join else ""

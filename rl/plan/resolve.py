@@ -27,6 +27,7 @@ from rl.plan.phases import by_phase, presences, stays
 from rl.plan.places import deal_out, threads
 from rl.plan.remedies import changes, last_remedy
 from rl.plan.shapes import check_shapes
+from rl.plan.shared import check_shared_memory
 from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
 from rl.plan.types import Notes, Phase, Plan, Problem, Process, Replica, WorkerSpec
 
@@ -72,6 +73,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     made = _with(made, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics)
     delta = settle_delta(demand, numerics, places, cluster, notes)
+    check_shared_memory(demand, facts, numerics, places, cluster, notes)
     if notes.problems:
         return None, tuple(notes.problems)
     longest = longest_sequence(demand, facts)

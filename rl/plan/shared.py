@@ -1,0 +1,39 @@
+"""Pass: whether each host's shared memory has room for the versions of the weights that it will have."""
+
+from rl.plan.cluster import Cluster
+from rl.plan.demand import Demand, Facts
+from rl.plan.fit import host_name
+from rl.plan.memory import BYTES, GIB
+from rl.plan.numerics import Numerics
+from rl.plan.places import Places
+from rl.plan.types import Notes
+
+_WRITTEN_AND_READ = 2
+_WHILE_READ = 3
+"""Versions at a time: weight_sync/store.py. Without overlap, the one before is read by nobody."""
+
+
+def check_shared_memory(
+    demand: Demand, facts: Facts, numerics: Numerics, places: Places, cluster: Cluster, notes: Notes
+) -> None:
+    """Hosts whose shared memory is not known are taken to have enough."""
+    shape, generators = facts.models["trainer"].shape, {place.host for place in places.of("generator")}
+    if shape is None or not generators or demand.transport != "shared_memory":
+        return
+    num_versions = _WHILE_READ if demand.overlap else _WRITTEN_AND_READ
+    model, adapter = shape.num_parameters * BYTES[numerics.dtype], demand.learned_adapters
+    taken = float(num_versions * model)
+    if adapter.rank:  # beside the model that they were made for
+        taken = model + num_versions * shape.adapter_elements(adapter) * BYTES[numerics.dtype]
+    ranks = [place.host for place in places.of("trainer")]
+    for number in sorted({*ranks, *generators}):
+        there = cluster.hosts[number].shared_gib
+        needed = taken if number in generators else taken * ranks.count(number) / len(ranks)
+        if there is not None and needed / GIB > there:
+            where = host_name(number, cluster) if len(cluster.hosts) > 1 else "this host"
+            otherwise = "" if demand.command == "serve" else ", or use --weight_sync.transport torchstore"
+            notes.problem(
+                "shared memory",
+                f"{where} has {there:.2f} GiB of shared memory, and published weights take "
+                f"{needed / GIB:.2f}; enlarge /dev/shm (docker run --shm-size=...){otherwise}",
+            )
