@@ -141,14 +141,14 @@ def _train(arguments: list[str]) -> int:
 
         return plan([argument for argument in arguments if argument != "--dry_run"])
     recipe, base = load_recipe(arguments[0])
-    base, found = check_fields(base)
+    base, known = check_fields(base)
 
     def train(hosts: str = "") -> int:
         more = ["--hosts", hosts] if hosts else []
         config, misread = override(base, [*arguments[1:], *more], prog=f"rl train {arguments[0]}")
         from rl.controller.run import run
 
-        return run(recipe, config, source_of(arguments[0]), found=[*found, *misread])
+        return run(recipe, config, source_of(arguments[0]), known=[*known, *misread])
 
     from rl.cluster.rendezvous import group_of, run_as_group
 

@@ -189,7 +189,7 @@ def _abandoned(run_dirs: Sequence[Path]) -> None:
 def _driver() -> str:
     """The version of NVIDIA's kernel module; empty where there is none."""
     try:
-        found = re.search(r"\b(\d{3}\.\d+[.\d]*)\b", Path("/proc/driver/nvidia/version").read_text())
+        match = re.search(r"\b(\d{3}\.\d+[.\d]*)\b", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return ""
-    return found[1] if found else ""
+    return match[1] if match else ""

@@ -38,12 +38,12 @@ def imports(model: Path) -> dict[str, Any]:
     import torchstore  # noqa: F401
     import vllm
 
-    found: dict[str, Any] = {"torch": torch.__version__, "vllm": vllm.__version__}
+    values: dict[str, Any] = {"torch": torch.__version__, "vllm": vllm.__version__}
     if torch.cuda.is_available():
         from rl.models.cuda import activate_flash_attention
 
-        found |= {"CUDA": torch.version.cuda, "varlen attention by": activate_flash_attention()}
-    return found
+        values |= {"CUDA": torch.version.cuda, "varlen attention by": activate_flash_attention()}
+    return values
 
 
 def _batches(vocab_size: int, count: int = 20, multiple_of: int = 1) -> list[Any]:
@@ -92,7 +92,7 @@ def compile_(model: Path) -> dict[str, Any]:
     from rl.types import LoRA, OptimParams
 
     batches = _batches(read_config(model)["vocab_size"])
-    found: dict[str, float] = {}
+    gaps_of: dict[str, float] = {}
     for adapter in (None, "lora"):
         one, other = (
             _engine(model, dtype="bfloat16", adapters=bool(adapter), compile=c) for c in (True, False)
@@ -104,9 +104,9 @@ def compile_(model: Path) -> dict[str, Any]:
                 engine.forward_backward(batch, CrossEntropy(), adapter)
             engine.optim_step(OptimParams(lr=1e-4), adapter)
         gaps = _gap(one, other, batches, adapter)
-        found |= {f"{adapter or 'model'}: {name}": value for name, value in gaps.items()}
+        gaps_of |= {f"{adapter or 'model'}: {name}": value for name, value in gaps.items()}
         _hold(gaps["gap mean"], 0.05)
-    return found
+    return gaps_of
 
 
 def attention(model: Path) -> dict[str, Any]:

@@ -190,9 +190,9 @@ class EngineHandle:
         self, samples: Sequence[Sample], adapter: str | None = None
     ) -> list[np.ndarray]:
         """What `forward` gives, as [T] for each sample, 0 where a token is not a target."""
-        found = await self.forward(await self.pack(samples), adapter)
+        by_sample = await self.forward(await self.pack(samples), adapter)
         nothing = np.zeros(0, np.float32)
-        return [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]
+        return [sample.scatter(by_sample.get(i, nothing)) for i, sample in enumerate(samples)]
 
     async def forward_backward(
         self, batch: Batch, loss: Loss, adapter: str | None = None
@@ -206,9 +206,9 @@ class EngineHandle:
         """`forward_backward`, and what `forward_samples` would have said before it."""
         batch = await self.pack(samples)
         answers = await self._data_parallel("forward_backward_logprobs", batch, loss, adapter)
-        found = {index: values for _, part in answers for index, values in part.items()}
+        by_sample = {index: values for _, part in answers for index, values in part.items()}
         nothing = np.zeros(0, np.float32)
-        logprobs = [sample.scatter(found.get(i, nothing)) for i, sample in enumerate(samples)]
+        logprobs = [sample.scatter(by_sample.get(i, nothing)) for i, sample in enumerate(samples)]
         return combine(metrics for metrics, _ in answers), logprobs
 
     async def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:

@@ -82,8 +82,8 @@ class EngineActor(Actor):
     async def forward_backward_logprobs(
         self, batch: Batch, loss: Loss, adapter: str | None
     ) -> tuple[dict[str, float], dict[int, np.ndarray]]:
-        found: dict[int, np.ndarray] = {}
-        return self._engine.forward_backward(batch, loss, adapter, found), found
+        logprobs: dict[int, np.ndarray] = {}
+        return self._engine.forward_backward(batch, loss, adapter, logprobs), logprobs
 
     @endpoint
     async def optim_step(self, params: OptimParams, adapter: str | None) -> dict[str, float]:

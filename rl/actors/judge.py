@@ -112,8 +112,8 @@ class JudgeServer:
             await serving
 
     async def _chat(self, request: Request) -> Response:
-        said = request.headers.get("authorization", "").encode()
-        if not secrets.compare_digest(said, f"Bearer {self._key}".encode()):
+        authorization = request.headers.get("authorization", "").encode()
+        if not secrets.compare_digest(authorization, f"Bearer {self._key}".encode()):
             return _refusal(401, "the API key is not this run's")
         try:
             asked = _Asked.model_validate_json(await request.body())

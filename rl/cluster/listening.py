@@ -25,15 +25,15 @@ class Listener:
 
 def listeners() -> list[Listener]:
     """Of all servers, runs and workers of this user on this host: each first, then its processes."""
-    found = []
+    sockets = []
     for parent in sorted(_parents()):
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
             process = psutil.Process(parent)
-            found.append(_listener(_command(process), process))
+            sockets.append(_listener(_command(process), process))
             for child in process.children(recursive=True):
                 with suppress(psutil.Error, OSError):
-                    found.append(_listener(_log_of(child) or child.name(), child))
-    return [listener for listener in found if listener.addresses or listener.num_abstract]
+                    sockets.append(_listener(_log_of(child) or child.name(), child))
+    return [listener for listener in sockets if listener.addresses or listener.num_abstract]
 
 
 def _parents() -> set[int]:

@@ -76,9 +76,9 @@ def _first_node(environment: Mapping[str, str]) -> str:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:
         names = _output("scontrol", "show", "hostnames", nodes).split()
-        found = re.search(r"NodeAddr=(\S+)", _output("scontrol", "show", "node", names[0], "-o"))
-        assert found is not None
-        return found[1]
+        match = re.search(r"NodeAddr=(\S+)", _output("scontrol", "show", "node", names[0], "-o"))
+        assert match is not None
+        return match[1]
     except (OSError, subprocess.SubprocessError, IndexError, AssertionError) as error:
         raise ConfigError(
             f"the first of Slurm's nodes {nodes!r} has no address ({error}); set MASTER_ADDR to its IP"

@@ -22,21 +22,21 @@ _PARTS = ("loss", "advantages", "correction", "kl", "entropy", "shaping")
 
 def check_algorithm(config: RunConfig) -> list[str]:
     """Parts of the algorithm that do not go together, and values out of range."""
-    found = []
+    problems = []
     for part, example, parameters in (
         ("loss", "Clip()", ["logprobs", "inputs"]),
         ("advantages", "GroupMean()", ["groups"]),
     ):
         chosen = getattr(config, part)
         if not callable(chosen) or isinstance(chosen, type):
-            found.append(
+            problems.append(
                 f"{part}={shown(chosen)} cannot be called; give one of rl/loss, as {part}={example}, or a "
                 f"function"
             )
         elif why := _does_not_suit(chosen, parameters):
-            found.append(f"{part}={shown(chosen)} {why}")
+            problems.append(f"{part}={shown(chosen)} {why}")
     if config.minibatches > 0 and config.prompts_per_step % config.minibatches:
-        found.append(
+        problems.append(
             f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; "
             f"use a divisor"
         )
@@ -46,49 +46,49 @@ def check_algorithm(config: RunConfig) -> list[str]:
         and type(config.loss).__module__.startswith("rl.loss.")
         and wanted != config.data
     ):
-        found.append(
+        problems.append(
             f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; "
             f"change one of them"
         )
     if config.algorithm.needs_critic and not hasattr(config.advantages, "returns"):
-        found.append(
+        problems.append(
             "advantages needs a critic but has no method returns(groups), which says what the critic learns; "
             "add it, as in GAE"
         )
     if config.data == "rollouts" and config.algorithm.reads_rewards and config.group_size < 2:
         if config.algorithm.compares_in_groups:
-            found.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
+            problems.append(f"group_size={config.group_size} gives every advantage 0; use 2 or more")
         for name, value in (
             ("shaping.length_coef", config.shaping.length_coef),
             ("resampling_rounds", config.resampling_rounds),
         ):
             if value:
-                found.append(
+                problems.append(
                     f"{name}={value} compares the rollouts of a group, of which group_size=1 leaves one; "
                     f"use 2 or more"
                 )
     if config.stream_groups:
-        found += _streaming(config)
+        problems += _streaming(config)
     for part in _PARTS:
-        found += conflicts(getattr(config, part), f"{part}.")
+        problems += conflicts(getattr(config, part), f"{part}.")
     if config.shaping.overlong_tokens > config.env.max_new_tokens:
-        found.append(
+        problems.append(
             f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over "
             f"env.max_new_tokens={config.env.max_new_tokens}; use less"
         )
     if config.reference.refresh_every and config.reference.model is not None:
-        found.append(
+        problems.append(
             "reference.refresh_every would replace the teacher of reference.model by the policy; "
             "set one of them"
         )
     if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
-        found.append(
+        problems.append(
             "loss Distillation needs a teacher; set reference.model, as "
             "reference=ReferenceConfig(model=ModelDir(path))"
         )
     if config.reference.model is not None:
-        found += config.reference.model.validate() or _tokenizers(config, config.reference.model)
-    return found
+        problems += config.reference.model.validate() or _tokenizers(config, config.reference.model)
+    return problems
 
 
 def _does_not_suit(function: Callable, parameters: list[str]) -> str:
@@ -109,24 +109,26 @@ def _does_not_suit(function: Callable, parameters: list[str]) -> str:
 def _streaming(config: RunConfig) -> list[str]:
     """Why the groups of a step have to wait for each other."""
     streamed = f"stream_groups={config.stream_groups}"
-    found = []
+    problems = []
     if config.prompts_per_step % config.stream_groups:
-        found.append(f"{streamed} does not divide prompts_per_step={config.prompts_per_step}; use a divisor")
+        problems.append(
+            f"{streamed} does not divide prompts_per_step={config.prompts_per_step}; use a divisor"
+        )
     if config.algorithm.num_updates > 1:
-        found.append(
+        problems.append(
             f"{streamed} needs minibatches=1 and epochs=1: more than one update deals the whole step out"
         )
     if config.algorithm.needs_critic or config.algorithm.looks_at_the_batch:
-        found.append(
+        problems.append(
             f"{streamed} needs advantages that depend on one group alone; use GroupMean or RLOO, or give "
             f"your own the attribute group_by_group = True"
         )
     if config.resampling_rounds:
-        found.append(
+        problems.append(
             f"{streamed} does not go with resampling_rounds={config.resampling_rounds}, which chooses from "
             f"the whole step; set one of them to 0"
         )
-    return found
+    return problems
 
 
 def _tokenizers(config: RunConfig, teacher: ModelSource) -> list[str]:
@@ -178,7 +180,7 @@ def without_effect(config: RunConfig) -> list[str]:
         ),
     ]
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-    found = []
+    problems = []
     for name, ineffective, reason in unread_sections:
         section, _, leaf = name.partition(".")
         default, value = defaults[section], getattr(config, section)
@@ -187,28 +189,28 @@ def without_effect(config: RunConfig) -> list[str]:
         if ineffective and value != default:
             remedy = "" if ";" in reason else "; leave it out"
             changes = _changes(name, default, value)
-            found += [f"{changed} has no effect with {reason}{remedy}" for changed in changes]
+            problems += [f"{changed} has no effect with {reason}{remedy}" for changed in changes]
     shaping, trainer = config.shaping, config.trainer
     if trainer.lr_min_ratio and trainer.lr_schedule == "constant":
-        found.append(
+        problems.append(
             f"trainer.lr_min_ratio={trainer.lr_min_ratio} has no effect with trainer.lr_schedule=constant; "
             f"set a schedule"
         )
     if trainer.lr_decay_ratio != type(trainer).lr_decay_ratio and trainer.lr_schedule != "wsd":
-        found.append(
+        problems.append(
             f"trainer.lr_decay_ratio={trainer.lr_decay_ratio} has no effect without trainer.lr_schedule=wsd; "
             f"set it"
         )
     if not trainer.decay_all and not trainer.weight_decay:
-        found.append("trainer.decay_all=False has no effect with trainer.weight_decay=0; set a decay")
+        problems.append("trainer.decay_all=False has no effect with trainer.weight_decay=0; set a decay")
     for part in _PARTS:
-        found += unread(getattr(config, part), f"{part}.")
+        problems += unread(getattr(config, part), f"{part}.")
     if rollouts and not reads_rewards and (shaping.overlong_tokens or shaping.length_coef):
-        found.append(
+        problems.append(
             "shaping.overlong_tokens and shaping.length_coef have no effect with nothing that reads rewards; "
             "leave them out"
         )
-    return found
+    return problems
 
 
 def _changes(name: str, default: Any, value: Any) -> list[str]:

@@ -58,12 +58,14 @@ class _Saved:
 
 def check_resume(config: RunConfig) -> list[str]:
     """What is wrong with resume, one line each."""
-    given, path = f"resume={config.resume!r}", Path(config.resume)
+    setting, path = f"resume={config.resume!r}", Path(config.resume)
     example = "give runs/.../checkpoints/step-N"
     match = re.fullmatch(r"step-(\d+)", path.name)
     if match is None:
         there = "" if path.exists() else "does not exist, and "
-        return [f"{given} {there}is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"]
+        return [
+            f"{setting} {there}is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"
+        ]
     try:
         record = read_record(path)
     except RunError as error:
@@ -73,54 +75,54 @@ def check_resume(config: RunConfig) -> list[str]:
     try:
         saved = _Saved(record)
     except (KeyError, TypeError, ValueError, AttributeError):
-        return [f"{given} has a record.json that no checkpoint of a run has; {example}"]
+        return [f"{setting} has a record.json that no checkpoint of a run has; {example}"]
     if config.model.validate():  # listed already
         return []
-    found = _another_run(config, path, saved)
+    problems = _another_run(config, path, saved)
     if int(match[1]) != saved.step:
-        found.append(f"{given} holds step {saved.step}; name it step-{saved.step}")
+        problems.append(f"{setting} holds step {saved.step}; name it step-{saved.step}")
     if saved.step > config.steps or (
         saved.step == config.steps and not is_own(config.resume, config.run_dir)
     ):
-        found.append(f"{given} has done all of steps={config.steps}; raise steps")
-    return found
+        problems.append(f"{setting} has done all of steps={config.steps}; raise steps")
+    return problems
 
 
 def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
-    given, found = f"resume={str(path)!r}", []
+    setting, problems = f"resume={str(path)!r}", []
     if saved.engine not in (None, config.trainer.engine):
-        found.append(
-            f"{given} was saved with trainer.engine={saved.engine}; set --trainer.engine {saved.engine}"
+        problems.append(
+            f"{setting} was saved with trainer.engine={saved.engine}; set --trainer.engine {saved.engine}"
         )
     if saved.model is not None and (differing := _differences(saved.model, _shape(config))):
-        found.append(f"{given} is of another model: {differing}; set model as it was")
+        problems.append(f"{setting} is of another model: {differing}; set model as it was")
     if differing := _differences(vars(saved.lora), vars(config.trainer.lora)):
-        found.append(f"{given} was saved with another trainer.lora: {differing}; set it as it was")
+        problems.append(f"{setting} was saved with another trainer.lora: {differing}; set it as it was")
     for name, value in saved.prompts.items():
         if value != (here := getattr(config, name, None)):
-            found.append(
-                f"{given} was saved with {name}={value}, and the run has {here}: prompts would come twice or "
-                f"never; set --{name} {value}"
+            problems.append(
+                f"{setting} was saved with {name}={value}, and the run has {here}: prompts would come twice "
+                f"or never; set --{name} {value}"
             )
     kind, weights = saved.reference, saved.reference_weights
     if config.algorithm.needs_reference and kind != config.reference_kind:
-        found.append(
-            f"{given} was saved with reference: {kind}, but the run has: {config.reference_kind}; "
+        problems.append(
+            f"{setting} was saved with reference: {kind}, but the run has: {config.reference_kind}; "
             f"set kl, loss, reference.model and trainer.lora as they were"
         )
     elif config.algorithm.needs_reference and weights and not Path(weights).is_dir():
-        found.append(
-            f"{given} notes the reference's weights {weights}, which are gone; give an earlier checkpoint"
+        problems.append(
+            f"{setting} notes the reference's weights {weights}, which are gone; give an earlier checkpoint"
         )
     if config.algorithm.needs_critic:
         try:
             read_record(critic_path(path))
         except RunError:
-            found.append(
-                f"{given} has no critic beside it, in {critic_path(path)}; "
+            problems.append(
+                f"{setting} has no critic beside it, in {critic_path(path)}; "
                 f"set advantages as it was, or move both"
             )
-    return found
+    return problems
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

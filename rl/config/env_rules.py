@@ -27,8 +27,8 @@ def check_env(config: RunConfig) -> list[str]:
     """One line for each problem."""
     try:
         within = [env for env in config.env.made_of if env is not config.env]
-        found = [line for env in (config.env, *within) for line in _not_an_env(env)]
-        return found or _own_checks(config.env) or _at_work(config)
+        problems = [line for env in (config.env, *within) for line in _not_an_env(env)]
+        return problems or _own_checks(config.env) or _at_work(config)
     except ConfigError as error:
         return [str(error)]
     except (Exception, SystemExit) as error:  # the user's own code: say so, rather than show our stack
@@ -41,30 +41,30 @@ def check_env(config: RunConfig) -> list[str]:
 
 
 def _own_checks(env: Env) -> list[str]:
-    found = env.validate()
-    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+    problems = env.validate()
+    if not isinstance(problems, list) or not all(isinstance(line, str) for line in problems):
         raise ConfigError(
-            f"{type(env).__name__}.validate() returned {shown(found)}; return a list of strings, empty where "
-            f"nothing is wrong"
+            f"{type(env).__name__}.validate() returned {shown(problems)}; return a list of strings, empty "
+            f"where nothing is wrong"
         )
-    return found
+    return problems
 
 
 def _not_an_env(env: Env) -> list[str]:
     """What keeps it from being one: methods that are missing, fields that do not suit."""
-    made_of, name, found = type(env), type(env).__name__, []
+    made_of, name, problems = type(env), type(env).__name__, []
     if made_of.generate is Env.generate and made_of.train_problem is Env.train_problem:
-        found.append(f"env {name} has no generate(self, seed), which makes a problem; add it")
+        problems.append(f"env {name} has no generate(self, seed), which makes a problem; add it")
     scores_episodes = isinstance(env, ChatEnv) and (
         type(env).reward_episode is not ChatEnv.reward_episode or env.rewards_groups
     )
     if made_of.reward is Env.reward and not scores_episodes:
         chats = "reward_episode(self, episode), or " if isinstance(env, ChatEnv) else ""
-        found.append(
+        problems.append(
             f"env {name} has no {chats}reward(self, problem, response, stop), which verifies; add it"
         )
     if "__dataclass_fields__" not in vars(made_of) and vars(made_of).get("__annotations__"):
-        found.append(
+        problems.append(
             f"env {name} is no dataclass, so that its own fields are ignored; add @dataclass(frozen=True)"
         )
     try:
@@ -74,45 +74,47 @@ def _not_an_env(env: Env) -> list[str]:
         where = (
             f"its field {fields[0]} is a {type(getattr(env, fields[0])).__name__}" if fields else str(error)
         )
-        found.append(f"env {name} cannot be hashed: {where}; use frozen=True, and tuples")
+        problems.append(f"env {name} cannot be hashed: {where}; use frozen=True, and tuples")
     try:
         left_behind = names_left_behind(env)
     except Exception as error:  # whatever a field of the user's raises
-        found.append(
+        problems.append(
             f"env {name} cannot be sent to other processes ({error}); open files and connections in prepare()"
         )
     else:
-        found += [
+        problems += [
             f"env {name} uses {what}, which other processes cannot import; move it into a module beside the "
             f"recipe's file, and import it from there"
             for what in dict.fromkeys(left_behind)
         ]
-    return found + wrong_methods(env)
+    return problems + wrong_methods(env)
 
 
 def _chat_text(env: ChatEnv, problem: Problem, seed: int) -> str:
     """What its demonstration says. Raises ConfigError where that is no conversation."""
-    said = env.chat_demonstration(problem, seed)
+    turns = env.chat_demonstration(problem, seed)
     if (
-        isinstance(said, str)
-        or not isinstance(said, Sequence)
-        or not all(isinstance(m, Mapping) and "role" in m for m in said)
-        or not any(m["role"] == "assistant" for m in said)
+        isinstance(turns, str)
+        or not isinstance(turns, Sequence)
+        or not all(isinstance(m, Mapping) and "role" in m for m in turns)
+        or not any(m["role"] == "assistant" for m in turns)
     ):
         raise ConfigError(
-            f"{type(env).__name__}.chat_demonstration() returned {shown(said)}; return messages; the "
+            f"{type(env).__name__}.chat_demonstration() returned {shown(turns)}; return messages; the "
             f"assistant's are taught"
         )
-    return "".join(str(m.get("content") or "") for m in said)
+    return "".join(str(m.get("content") or "") for m in turns)
 
 
 def check_chat_env(env: ChatEnv, tokenizer: Tokenizer) -> list[str]:
     """What is wrong with it for the model's chat template, one line each."""
-    found = []
+    problems = []
     if not env.chat:
-        found.append("env.chat=False has no effect on a ChatEnv, which talks in the chat template; remove it")
+        problems.append(
+            "env.chat=False has no effect on a ChatEnv, which talks in the chat template; remove it"
+        )
     if env.stop:
-        found.append("env.stop has no effect on a ChatEnv, whose turns end as the chat template ends them")
+        problems.append("env.stop has no effect on a ChatEnv, whose turns end as the chat template ends them")
     try:
         template = chat_template(tokenizer, env.call_format)
         tools = [tool.schema for tool in env.tools()]
@@ -120,8 +122,8 @@ def check_chat_env(env: ChatEnv, tokenizer: Tokenizer) -> list[str]:
         template.prompt(env.opening(env.train_problem(0)) or [asked], tools)
         template.continuation([asked], tools)
     except ConfigError as error:
-        found.append(str(error))
-    return found
+        problems.append(str(error))
+    return problems
 
 
 def _hashable(value: object) -> bool:

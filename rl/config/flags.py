@@ -46,19 +46,19 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
     if {"-h", "--help"} & set(arguments):
         _show_help(config, prog)
     with postpone_refusals():  # a flag alone may conflict with one that follows
-        changed, found = settings_of(config, arguments)
-        return expand_paths(_without_what_was_switched_off(config, changed)), found
+        changed, problems = settings_of(config, arguments)
+        return expand_paths(_without_what_was_switched_off(config, changed)), problems
 
 
 def settings_of(config: T, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """Any config, changed by flags, and one line for each that makes no sense."""
-    flags, found = _flags(config, arguments)
+    flags, problems = _flags(config, arguments)
     for flag, *values in flags:
         try:
             config = _with(config, flag[2:].split("."), values)
         except ConfigError as error:
-            found.append(str(error))
-    return config, found
+            problems.append(str(error))
+    return config, problems
 
 
 def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str = "") -> Any:
@@ -90,7 +90,7 @@ def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:
 
 def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Each known flag with its values, and what is wrong with the other arguments."""
-    known, flags, found = setting_names(config), [], []
+    known, flags, problems = setting_names(config), [], []
     groups: list[list[str]] = []
     for argument in arguments:
         if argument.startswith("--") and argument.partition("=")[0].strip("-"):
@@ -99,25 +99,25 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
         elif groups:
             groups[-1].append(argument)
         else:
-            found.append(_stray(argument, known))
-    found += repeated(flag for flag, *_ in groups)
+            problems.append(_stray(argument, known))
+    problems += repeated(flag for flag, *_ in groups)
     for flag, *values in groups:
         name = flag[2:]
         if name not in known:
-            found.append(_unknown(config, name, known))
+            problems.append(_unknown(config, name, known))
             continue
         value = attrgetter(name)(config)
         if value is None or callable(value):
-            found.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
+            problems.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
             continue
         several = isinstance(value, tuple)
         if not values:
-            found.append(f"--{name} has no value; write --{name} VALUE")
+            problems.append(f"--{name} has no value; write --{name} VALUE")
             continue
         if not several:
-            found += [_stray(value, known, after=name) for value in values[1:]]
+            problems += [_stray(value, known, after=name) for value in values[1:]]
         flags.append([flag, *(values if several else values[:1])])
-    return flags, found
+    return flags, problems
 
 
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:

@@ -188,8 +188,8 @@ def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> N
     asked = takes[0].rollout.problem
     rehearsal.notes.append(f"asked {shown(asked.question or asked.messages)}")
     for take in takes:
-        said = " then ".join(shown(text) for text in take.texts)
-        rehearsal.notes.append(f"  to {said}: {_outcome(config, take.score)}")
+        answers = " then ".join(shown(text) for text in take.texts)
+        rehearsal.notes.append(f"  to {answers}: {_outcome(config, take.score)}")
         for message in take.rollout.messages:
             if message["role"] == "tool" and str(message["content"]).startswith("Error: "):
                 rehearsal.notes.append(f"  the tool {message['name']} says {shown(message['content'])}")

@@ -31,16 +31,16 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
         return replace(config, resume=str(own or "")), []
     if config.resume == "latest":
         newest = [newest_good(run, needs_critic) for run in Path("runs").glob(f"{recipe}-*")]
-        found = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
+        checkpoint = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
         where = f"a run of {recipe} in runs/"
     elif config.resume and os.path.isdir(os.path.join(config.resume, "checkpoints")):
-        found, where = newest_good(Path(config.resume), needs_critic), f"the run {config.resume}"
+        checkpoint, where = newest_good(Path(config.resume), needs_critic), f"the run {config.resume}"
     else:
         return config, []
-    if found is None:
-        said = f"resume={config.resume!r}: {where} has no complete checkpoint; leave it out"
-        return replace(config, resume=""), [said]
-    return replace(config, resume=str(found)), []
+    if checkpoint is None:
+        problem = f"resume={config.resume!r}: {where} has no complete checkpoint; leave it out"
+        return replace(config, resume=""), [problem]
+    return replace(config, resume=str(checkpoint)), []
 
 
 def newest_good(run_dir: Path, needs_critic: bool) -> Path | None:

@@ -40,50 +40,52 @@ def validate(
         config, wrong = check_fields(config)
     except ConfigError as error:
         return [*known, *str(error).splitlines()]
-    found = [*known, *wrong]
-    env_problems = [line for line in found if line.startswith("env.")]
+    problems = [*known, *wrong]
+    env_problems = [line for line in problems if line.startswith("env.")]
     if not env_problems:  # with a default in its place it is another task
         with break_silence(f"making problems of {type(config.env).__name__}"):
             env_problems = check_env(config)
-        found += env_problems
-    found += check_algorithm(config) + without_effect(config) + check_judge(config) + check_replay(config)
-    found += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
+        problems += env_problems
+    problems += check_algorithm(config) + without_effect(config) + check_judge(config) + check_replay(config)
+    problems += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
     )
     model_problems = config.model.validate()
-    found += model_problems
+    problems += model_problems
     if not model_problems:
-        found += _models_against_layouts(config)
+        problems += _models_against_layouts(config)
         chats = any(env.chat for env in config.env.made_of)
         if chats and (why := config.model.why_no_chat()):
             without = _OF_A_CHAT if isinstance(config.env, ChatEnv) else "set --env.chat False"
-            found.append(f"env.chat=True but the model's tokenizer {why}; {without}")
+            problems.append(f"env.chat=True but the model's tokenizer {why}; {without}")
         elif isinstance(config.env, ChatEnv) and not env_problems:
-            found += check_chat_env(config.env, config.model.tokenizer())
-        found += [
+            problems += check_chat_env(config.env, config.model.tokenizer())
+        problems += [
             f"env.stop has {text!r}, which is not one token of the model's tokenizer; use a text that is"
             for env in config.env.made_of
             for text in config.model.not_one_token(env.stop)
         ]
-    found += _engine(config) + why_no_plan(config, cluster, model_known=not model_problems)
+    problems += _engine(config) + why_no_plan(config, cluster, model_known=not model_problems)
     if config.resume:
-        found += check_resume(config)
+        problems += check_resume(config)
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-        found.append(f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there")
-    found += _run_dir(config, in_place) + config.tracking.validate()
-    if not found and config.data == "rollouts":  # with the model that all of the above holds for
-        found += check_prompts(config.env, config.model.tokenizer(), longest_sequence(config))
-    return found
+        problems.append(
+            f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there"
+        )
+    problems += _run_dir(config, in_place) + config.tracking.validate()
+    if not problems and config.data == "rollouts":  # with the model that all of the above holds for
+        problems += check_prompts(config.env, config.model.tokenizer(), longest_sequence(config))
+    return problems
 
 
 def _run_dir(config: RunConfig, in_place: bool) -> list[str]:
     """Why its directory cannot be made, or is no run's to go on with."""
-    given = f"run_dir={config.run_dir!r}" if config.run_dir else "the directory runs/"
+    setting = f"run_dir={config.run_dir!r}" if config.run_dir else "the directory runs/"
     if in_place and os.path.isdir(config.run_dir):
         if not os.access(config.run_dir, os.R_OK | os.W_OK | os.X_OK):
-            return [f"{given} may not be written to; give another directory"]
-        return [f"{given} {why}"] if (why := why_no_run(Path(config.run_dir))) else []
-    return [f"{given} {why}"] if (why := why_not_made(config.run_dir or "runs/new")) else []
+            return [f"{setting} may not be written to; give another directory"]
+        return [f"{setting} {why}"] if (why := why_no_run(Path(config.run_dir))) else []
+    return [f"{setting} {why}"] if (why := why_not_made(config.run_dir or "runs/new")) else []
 
 
 def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
@@ -98,7 +100,7 @@ def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
 
 
 def _models_against_layouts(config: RunConfig) -> list[str]:
-    found = []
+    problems = []
     for name, (_, model) in _layouts(config).items():
         if model.validate():  # of a teacher, which are listed already
             continue
@@ -107,49 +109,49 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
             try:
                 check_supported(hf)
             except ConfigError as error:
-                found.append(f"{error}, or set --trainer.engine hf")
+                problems.append(f"{error}, or set --trainer.engine hf")
         elif config.trainer.engine == "hf":
             try:
                 check_rope_is_fixed(hf, min(max_positions(hf), config.max_seq_len))
             except ConfigError as error:
-                found.append(str(error))
+                problems.append(str(error))
         limit = min(max_positions(hf), config.max_seq_len)
         if config.env.max_new_tokens >= limit and name != "critic.layout":
-            found.append(
+            problems.append(
                 f"env.max_new_tokens={config.env.max_new_tokens} leaves no room for a prompt in {limit} "
                 f"tokens (the model's positions, max_seq_len); use less"
             )
-    return found
+    return problems
 
 
 def _engine(config: RunConfig) -> list[str]:
     """What the chosen engine does not have; and settings that would be without effect."""
-    trainer, lora, found = config.trainer, config.trainer.lora, []
+    trainer, lora, problems = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
-        found += [
+        problems += [
             f"trainer.{name}=True needs trainer.engine=titan; set one of them"
             for name in ("float8", "compile")
             if getattr(trainer, name)
         ]
-        found += [
+        problems += [
             f"{name}.tensor_parallel and context_parallel need trainer.engine=titan; use {name}.shard"
             for name, (layout, _) in _layouts(config).items()
             if layout.procs_per_row > 1
         ]
     elif trainer.dropout:
-        found.append("trainer.dropout=True needs trainer.engine=hf; torchtitan's models have no dropout")
+        problems.append("trainer.dropout=True needs trainer.engine=hf; torchtitan's models have no dropout")
     if not lora.rank and lora != LoRA():
-        found.append(
+        problems.append(
             "trainer.lora.alpha and trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank"
         )
     if lora.rank and not lora.alpha:
-        found.append("trainer.lora.alpha=0 silences the adapter; use more")
+        problems.append("trainer.lora.alpha=0 silences the adapter; use more")
     if lora.rank and not lora.targets:
-        found.append("trainer.lora.targets is empty; name the layers that get an adapter")
+        problems.append("trainer.lora.targets is empty; name the layers that get an adapter")
     saves_one = not (config.save_every or config.save_every_minutes)
     if config.keep_checkpoints != RunConfig.keep_checkpoints and saves_one:
-        found.append(
+        problems.append(
             f"keep_checkpoints={config.keep_checkpoints} has no effect with save_every=0 and "
             f"save_every_minutes=0, which save the last step alone; set save_every"
         )
-    return found
+    return problems

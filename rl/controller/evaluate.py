@@ -88,17 +88,17 @@ def _measure_all(
 
 def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, float]:
     """What is said of them. sampled: n of each problem, or nothing."""
-    found = eval_metrics(greedy)
+    metrics = eval_metrics(greedy)
     skipped = ("reward/mean", "reward/std", "reward/errors", "group/with_signal")
-    found |= {n: v for n, v in group_metrics(greedy).items() if n not in skipped and math.isfinite(v)}
+    metrics |= {n: v for n, v in group_metrics(greedy).items() if n not in skipped and math.isfinite(v)}
     if sampled:
         rights = [[score.correct for score in group.scores] for group in sampled]
         n = len(rights[0])
         rewards = [score.reward for group in sampled for score in group.scores]
-        found[f"mean reward of {n}"] = statistics.fmean(rewards)
+        metrics[f"mean reward of {n}"] = statistics.fmean(rewards)
         for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n] + [n]:
-            found[f"pass@{k}"] = statistics.fmean(pass_at_k(n, sum(right), k) for right in rights)
-    return found
+            metrics[f"pass@{k}"] = statistics.fmean(pass_at_k(n, sum(right), k) for right in rights)
+    return metrics
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -131,8 +131,8 @@ def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
     config, misread = override(config, flags, prog="rl eval")
     config, wrong = check_fields(config)
     config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
-    if found := [*misread, *wrong, *validate(config)]:
-        raise ConfigError("\n".join(found))
+    if problems := [*misread, *wrong, *validate(config)]:
+        raise ConfigError("\n".join(problems))
     if run_dir is not None:
         config = with_drawn_weights(config, run_dir)
     return replace(config, resume=str(checkpoint or ""))

@@ -76,5 +76,5 @@ async def _abandon_after(recorder: Recorder, step: int) -> None:
 
 def step_of(checkpoint: str) -> int:
     """The step after which it was written; 0 for none."""
-    found = re.fullmatch(r"step-(\d+)", Path(checkpoint).name)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"step-(\d+)", Path(checkpoint).name)
+    return int(match[1]) if match else 0

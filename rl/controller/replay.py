@@ -49,8 +49,8 @@ def replay(arguments: Sequence[str]) -> int:
     config, wrong = check_fields(config)
     checkpoint = _checkpoint_before(run_dir, step)
     config = replace(config, resume=str(checkpoint))
-    if found := [*misread, *wrong, *validate(config)]:
-        raise ConfigError("\n".join(found))
+    if problems := [*misread, *wrong, *validate(config)]:
+        raise ConfigError("\n".join(problems))
     config = with_drawn_weights(config, run_dir)
     recorded = next(
         (r for r in read_records(run_dir / "metrics.jsonl") if r["step"] == step and "loss" in r), {}

@@ -40,10 +40,10 @@ from rl.waiting import beside, give_way_often
 _SAME_SIGNAL_SECONDS = 1.0
 
 
-def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] = ()) -> int:
+def run(recipe: str, config: RunConfig, source: str = "", known: Sequence[str] = ()) -> int:
     """Check, then train. Returns the exit code.
 
-    source: where the recipe is, as `rl train` was told; config.json names it. found: problems that are known
+    source: where the recipe is, as `rl train` was told; config.json names it. known: problems that are known
     already. Raises ConfigError with every problem before any process starts.
     """
     in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
@@ -51,11 +51,11 @@ def run(recipe: str, config: RunConfig, source: str = "", found: Sequence[str] =
     config, missing = with_newest_checkpoint(recipe, config)
     is_named = bool(asked_for) and config.resume == asked_for
     in_place = in_place or is_own(config.resume, config.run_dir)
-    if found := validate(config, [*found, *missing], in_place=in_place):
-        raise ConfigError("\n".join(found))
+    if problems := validate(config, [*known, *missing], in_place=in_place):
+        raise ConfigError("\n".join(problems))
     with modules_of(source):
-        if found := rehearse(config, config.model.tokenizer()).problems:
-            raise ConfigError("\n".join(found))
+        if problems := rehearse(config, config.model.tokenizer()).problems:
+            raise ConfigError("\n".join(problems))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

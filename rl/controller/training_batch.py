@@ -120,7 +120,7 @@ async def build_training_batch(
     counted, learning, means = await compute(lambda: _with_advantages(members, algorithm))
     if not algorithm.advantages_need_forward:
         learning = await _with_forward_passes(learning, scorers)
-    made = [_training_group(those, all_, algorithm) for those, all_ in zip(learning, counted, strict=True)]
+    made = [_training_group(taught, all_, algorithm) for taught, all_ in zip(learning, counted, strict=True)]
     return TrainingBatch(made, list(groups), means=means)
 
 

@@ -32,14 +32,14 @@ def updaters(learning: Learning, actors: Actors) -> tuple[Updater, Updater | Non
 
 def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:
     """The loss inputs that the algorithm reads, each with who knows it."""
-    found: dict[str, Any] = {}
+    scorers: dict[str, Any] = {}
     if algorithm.samples_rollouts and algorithm.reads_old_logprobs:
-        found["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
+        scorers["old_logprobs"] = lambda samples: actors.trainer.forward_samples(samples, actors.adapter)
     if actors.reference is not None:
-        found["ref_logprobs"] = actors.reference.compute_logprobs
+        scorers["ref_logprobs"] = actors.reference.compute_logprobs
     if actors.critic is not None:
-        found["values"] = actors.critic.forward_samples
-    return found
+        scorers["values"] = actors.critic.forward_samples
+    return scorers
 
 
 def rollouts(learning: Learning, tokenizer: Tokenizer, actors: Actors) -> Rollouts:

@@ -205,11 +205,11 @@ class Env:
         completions = await context.sampler.sample(prompt.tokens, n, context.params)
 
         def rollouts() -> list[Rollout]:
-            given = Segment.given(prompt.tokens)
+            prompt_segment = Segment.given(prompt.tokens)
             return [
                 Rollout(
                     problem=prompt.problem,
-                    segments=lay_out([given, Segment(completion.tokens, True, completion.logprobs)]),
+                    segments=lay_out([prompt_segment, Segment(completion.tokens, True, completion.logprobs)]),
                     response=context.tokenizer.decode(completion.tokens.tolist()),
                     stop=completion.stop,
                     versions=completion.versions,

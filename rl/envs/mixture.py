@@ -36,30 +36,30 @@ class Mixture(Env):
         names = [name for name, _ in self.tasks]
         if not names or len(self.made_of) < len(names):
             return ["env.tasks must be pairs of a name and an Env; name at least one"]
-        found = [
+        problems = [
             f"env.tasks has a {type(env).__name__}, a task of several turns; a Mixture has those of one turn"
             for env in self.made_of
             if isinstance(env, ChatEnv)
         ]
         if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
-            found.append(f"env.tasks has the names {names}; give each one of its own")
+            problems.append(f"env.tasks has the names {names}; give each one of its own")
         if self.weights and (len(self.weights) != len(names) or not sum(self.weights)):
-            found.append(
+            problems.append(
                 f"env.weights={self.weights} must be {len(names)} numbers, one for each of env.tasks, "
                 f"not all 0"
             )
         for field in fields(Env):
             if field.name in _THEIR_OWN and getattr(self, field.name) != field.default:
-                found.append(f"env.{field.name} has no effect on a Mixture; set it in each of env.tasks")
+                problems.append(f"env.{field.name} has no effect on a Mixture; set it in each of env.tasks")
         for name, env in self.tasks:
             _, wrong = check_fields(env)
-            found += [f"env.tasks, {name}: {line}" for line in [*wrong, *env.validate()]]
+            problems += [f"env.tasks, {name}: {line}" for line in [*wrong, *env.validate()]]
             if env.max_new_tokens > self.max_new_tokens:
-                found.append(
+                problems.append(
                     f"env.max_new_tokens={self.max_new_tokens} is less than the {env.max_new_tokens} of the "
                     f"task {shown(name)}; raise it to that"
                 )
-        return found
+        return problems
 
     def train_problem(self, seed: int) -> Problem:
         draw = random.Random(derive_seed("task", seed))

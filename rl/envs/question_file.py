@@ -45,8 +45,8 @@ class QuestionFile(Env):
             return 0.0
         if self.match == "exact":
             return float(response.strip() == problem.answer.strip())
-        found = [_number(text) for text in _NUMBER.findall(response)]
-        return float(bool(found) and found[-1] == _number(problem.answer))
+        numbers = [_number(text) for text in _NUMBER.findall(response)]
+        return float(bool(numbers) and numbers[-1] == _number(problem.answer))
 
     def demonstration(self, problem: Problem, seed: int) -> str:
         row = self._row(problem)
@@ -67,8 +67,8 @@ class QuestionFile(Env):
         except ConfigError as error:
             return [str(error)]
         if not there:
-            given = f"env.path={self.path!r} is not a file"
-            return [f"{given}; give a JSON-lines file with question and answer on each line"]
+            setting = f"env.path={self.path!r} is not a file"
+            return [f"{setting}; give a JSON-lines file with question and answer on each line"]
         try:
             count = len(self._read())
         except ConfigError as error:
@@ -77,16 +77,16 @@ class QuestionFile(Env):
             least = f"env.num_eval + 1 = {self.num_eval + 1}"
             return [f"the dataset {self.path} is empty; give it at least {least} lines"]
         if count <= self.num_eval:
-            found = f"the dataset {self.path} has {count} lines, all of them held out"
-            return [f"{found}; lower env.num_eval={self.num_eval}"]
+            problem = f"the dataset {self.path} has {count} lines, all of them held out"
+            return [f"{problem}; lower env.num_eval={self.num_eval}"]
         if not _train_problems(self._file, self._modified(), self.num_eval):
-            found = f"every question of {self.path} is among the {self.num_eval} held-out ones"
-            return [f"{found}; lower env.num_eval"]
+            problem = f"every question of {self.path} is among the {self.num_eval} held-out ones"
+            return [f"{problem}; lower env.num_eval"]
         if self.match == "number":
             bad = [p.id for p in self._read() if not _NUMBER.fullmatch(p.answer.strip())]
             if bad:
-                found = f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}"
-                return [f"{found}; set --env.match exact, or fix them"]
+                problem = f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}"
+                return [f"{problem}; set --env.match exact, or fix them"]
         return []
 
     @property

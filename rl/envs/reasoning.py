@@ -36,15 +36,15 @@ class ReasoningGym(Env):
         return Problem(id=str(seed), question=item["question"], answer=str(item["answer"]))
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
-        if stop != StopReason.STOP or (given := self._given(response)) is None:
+        if stop != StopReason.STOP or (answer := self._given(response)) is None:
             return 0.0
         entry = self._entry(int(problem.id))
-        score = float(self._dataset(int(problem.id)).score_answer(given, entry))
+        score = float(self._dataset(int(problem.id)).score_answer(answer, entry))
         if is_success(score) or self.partial_credit == "none":
             return float(is_success(score))
         if self.partial_credit == "dataset":
             return score
-        return _HALF / (1 + abs(float(given) - float(problem.answer)) / _HALVED_AT)
+        return _HALF / (1 + abs(float(answer) - float(problem.answer)) / _HALVED_AT)
 
     def _given(self, response: str) -> str | None:
         if self.answers == "line":

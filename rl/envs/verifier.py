@@ -163,9 +163,9 @@ def check_parts(score: Score, turn_lengths: Sequence[int]) -> Score:
         ("turns", score.parts.turns, len(turn_lengths)),
         ("tokens", score.parts.tokens, sum(turn_lengths)),
     )
-    for name, given, expected in expectations:
-        if given and len(given) != expected:
-            what = f"the reward function gave {len(given)} rewards for {expected} {name}"
+    for name, value, expected in expectations:
+        if value and len(value) != expected:
+            what = f"the reward function gave {len(value)} rewards for {expected} {name}"
             return Score(0.0, what, cause="type")
     return score
 

@@ -73,8 +73,11 @@ def pack_documents(
     buckets = []
     restore = np.zeros(len(pieces[rank]), int)
     num_computed = 0  # queries of the buckets so far, with padding
-    for those in _buckets(runs, _size_class):
-        (own, is_there), (paths, _) = _padded([own for own, _ in those]), _padded([path for _, path in those])
+    for bucket in _buckets(runs, _size_class):
+        (own, is_there), (paths, _) = (
+            _padded([own for own, _ in bucket]),
+            _padded([path for _, path in bucket]),
+        )
         arrays = local_at[own], gathered_at[paths], positions[own], is_there
         queries, keys, last, real = (torch.from_numpy(array).to(device) for array in arrays)
         buckets.append(Bucket(queries, keys, last, real, blocks(positions[own])))
@@ -98,7 +101,7 @@ def _ranges(ascending: np.ndarray) -> list[tuple[int, int]]:
 
 def _buckets(items: Sequence[T], size_of: Callable[[T], Any]) -> list[list[T]]:
     """Those of one size together, smaller ones first."""
-    return [list(those) for _, those in groupby(sorted(items, key=size_of), key=size_of)]
+    return [list(bucket) for _, bucket in groupby(sorted(items, key=size_of), key=size_of)]
 
 
 def _padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -54,17 +54,17 @@ class PackedDocuments:
     def of_heads(self, num_heads: int) -> tuple[list[_Heads], torch.Tensor]:
         """M -> each bucket's tokens; and [l * M] index into their queries, as `restore`. For all layers."""
         if num_heads not in self._of_heads:
-            found = []
+            blocks = []
             head = torch.arange(num_heads)[None, :, None]
             for bucket in self.buckets:
                 queries, keys = (index[:, None] * num_heads + head for index in (bucket.queries, bucket.keys))
                 padding = ~bucket.is_there[:, None].expand(queries.shape)
-                found.append(_Heads(queries.flatten(), keys.flatten(), padding.reshape(-1, 1)))
-            order = torch.cat([heads.queries for heads in found])
+                blocks.append(_Heads(queries.flatten(), keys.flatten(), padding.reshape(-1, 1)))
+            order = torch.cat([heads.queries for heads in blocks])
             at, restore = torch.arange(len(order)), order.new_empty(len(self.restore) * num_heads)
             # A token's padding comes after it.
             restore.scatter_reduce_(0, order, at, "amin", include_self=False)
-            self._of_heads[num_heads] = found, restore
+            self._of_heads[num_heads] = blocks, restore
         return self._of_heads[num_heads]
 
 

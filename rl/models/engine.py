@@ -121,12 +121,12 @@ class Engine(ABC):
         return logprobs
 
     def forward_backward(
-        self, batch: Batch, loss: Loss, adapter: str | None = None, found: dict[int, np.ndarray] | None = None
+        self, batch: Batch, loss: Loss, adapter: str | None = None, taken: dict[int, np.ndarray] | None = None
     ) -> dict[str, float]:
         """Add the gradient of `loss`, a sum over the batch's target tokens, to that of earlier calls.
 
         Returns this rank's share of the metrics, named `name:sum` or `name:max`; the caller combines
-        data-parallel ranks. `found` is given what `forward` returns. Raises NotFinite on every rank where the
+        data-parallel ranks. `taken` takes what `forward` returns. Raises NotFinite on every rank where the
         loss is not finite on one, and drops all that has accumulated since `optim_step`.
         """
         self._suspension.require("forward_backward")
@@ -142,8 +142,8 @@ class Engine(ABC):
                 output.loss.backward()
                 losses.append(output.loss.detach())
                 metrics.add(measure(output, logprobs.detach(), inputs))
-                if found is not None:
-                    found |= by_sample(logprobs, micro)
+                if taken is not None:
+                    taken |= by_sample(logprobs, micro)
             check_finite(losses, self.device)
         return metrics.totals()
 

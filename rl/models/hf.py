@@ -85,8 +85,8 @@ def check_weights(model_dir: str | Path) -> None:
 
     Raises ConfigError naming the directory or the file that is at fault.
     """
-    found = {path.name: set(_open(path).keys()) for path in weight_files(model_dir)}
-    if not any(found.values()):
+    names = {path.name: set(_open(path).keys()) for path in weight_files(model_dir)}
+    if not any(names.values()):
         raise ConfigError(f"the weights in {model_dir} hold no tensor; fetch them again")
     index = Path(model_dir) / "model.safetensors.index.json"
     if not index.is_file():
@@ -97,12 +97,12 @@ def check_weights(model_dir: str | Path) -> None:
             raise TypeError("its weight_map does not map names to files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of weights ({error}); fetch it again") from error
-    if missing := sorted(set(places.values()) - found.keys()):
+    if missing := sorted(set(places.values()) - names.keys()):
         raise ConfigError(
             f"model directory {model_dir} lacks {len(missing)} of its weight files, such as {missing[0]}; "
             f"fetch them"
         )
-    if missing := sorted(name for name, file in places.items() if name not in found[file]):
+    if missing := sorted(name for name, file in places.items() if name not in names[file]):
         file = places[missing[0]]
         raise ConfigError(f"{file} has no tensor {missing[0]}, which {index.name} names; fetch it again")
 

@@ -123,14 +123,14 @@ class TinyQwen3:
         if twice := sorted({char for char in self.alphabet if self.alphabet.count(char) > 1}):
             return [f"model.alphabet={self.alphabet!r} repeats {''.join(twice)!r}; name each character once"]
         sizes = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "max_length")
-        given = {name: getattr(self, name) for name in sizes}
-        found = [f"model.{name}={size} must be at least 1" for name, size in given.items() if size < 1]
-        if not found and self.num_heads % self.num_kv_heads:
-            found.append(
+        values = {name: getattr(self, name) for name in sizes}
+        problems = [f"model.{name}={size} must be at least 1" for name, size in values.items() if size < 1]
+        if not problems and self.num_heads % self.num_kv_heads:
+            problems.append(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
                 f"use a divisor"
             )
-        return found
+        return problems
 
     def not_one_token(self, texts: Iterable[str]) -> list[str]:
         return [text for text in texts if len(text) != 1 or text not in self.alphabet]

@@ -133,12 +133,12 @@ def give_back(device: torch.device) -> None:
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """Those on the device, each once, but for those of files that are mapped."""
-    found: dict[Any, torch.UntypedStorage] = {}
+    storages: dict[Any, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = local(tensor).untyped_storage()
         if storage.nbytes() and storage.resizable() and storage.device.type == device.type:
-            found.setdefault(storage._cdata, storage)
-    return [*found.values()]
+            storages.setdefault(storage._cdata, storage)
+    return [*storages.values()]
 
 
 def _memory_of(storage: torch.UntypedStorage) -> memoryview:

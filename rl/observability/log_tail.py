@@ -17,6 +17,6 @@ def log_tail(run_dir: Path, error: str) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _BYTES))
             lines = file.read(_BYTES).decode(errors="replace").splitlines()
-        if said := [line for line in lines if line.strip()][-_LINES:]:
-            return f"the end of {path}:\n" + "".join(f"  {line}\n" for line in said)
+        if end := [line for line in lines if line.strip()][-_LINES:]:
+            return f"the end of {path}:\n" + "".join(f"  {line}\n" for line in end)
     return ""

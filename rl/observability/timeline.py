@@ -107,8 +107,10 @@ class Timeline:
             interval = max(span.start, start), span.end
             by_kind[KINDS.get(span.verb, _OTHER)].append(interval)
             by_lane[span.lane].append(interval)
-        controller = (end - start) - covered(interval for those in by_lane.values() for interval in those)
-        seconds = {f"time/{kind}": covered(those) for kind, those in sorted(by_kind.items())}
+        controller = (end - start) - covered(
+            interval for intervals in by_lane.values() for interval in intervals
+        )
+        seconds = {f"time/{kind}": covered(intervals) for kind, intervals in sorted(by_kind.items())}
         seconds |= {f"idle/{lane}": (end - start) - covered(by_lane[lane]) for lane in self._lanes}
         by_host = defaultdict[int, list[tuple[float, float]]](list)
         for lane, hosts in self._hosts.items():

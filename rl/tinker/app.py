@@ -69,8 +69,8 @@ def make_app(
 
     async def malformed(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        said = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
-        return _error(request, 422, "; ".join(said)[:_MAX_FIELD])
+        problems = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
+        return _error(request, 422, "; ".join(problems)[:_MAX_FIELD])
 
     async def unavailable(request: Request, error: Exception) -> Response:
         """Clients ask again at once."""

@@ -190,13 +190,13 @@ class Requests:
         Rows: id, state, finished, and `size`, the result's bytes. Waits for the first, but no longer than
         so many seconds.
         """
-        found = self._ended_after(target, cursor)
-        if not found and seconds > 0:
+        ended = self._ended_after(target, cursor)
+        if not ended and seconds > 0:
             event = self._ended_of.setdefault(target, asyncio.Event())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), seconds)
-            found = self._ended_after(target, cursor)
-        return found
+            ended = self._ended_after(target, cursor)
+        return ended
 
     def _ended_after(self, target: str, cursor: int) -> list[tuple[int, Row]]:
         where = (

@@ -173,7 +173,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     port = listener.getsockname()[1]
     plan = settle(config, hf_config, cluster_at(config.hosts))
     context_length = plan.max_seq_len
-    said = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
+    keys_are = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
     tokenizer, timeline = HFTokenizer(model_dir), Timeline()
     print("starting the training engine and the generators ...", flush=True)
@@ -190,7 +190,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
             served = Served(names, str(model_dir.resolve()), architecture, context_length)
             app = make_app(service, keys, served, config.max_body_mib, tokenizer)
             async with beside(service.run(), _forget(timeline)):
-                print(f"serving {', '.join(names)} at http://{config.host}:{port}; {said}", flush=True)
+                print(f"serving {', '.join(names)} at http://{config.host}:{port}; {keys_are}", flush=True)
                 await _listen(app, listener)
 
 

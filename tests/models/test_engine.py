@@ -312,7 +312,7 @@ def test_the_logprobs_of_a_gradient_are_those_of_a_forward_pass(make):
     engine = make()
     batch, found = pack(samples()), {}
     expected = engine.forward(batch)
-    engine.forward_backward(batch, CrossEntropy(), found=found)
+    engine.forward_backward(batch, CrossEntropy(), taken=found)
     assert found.keys() == expected.keys()
     # holds: exact, the same kernels on the same rows
     assert all(np.abs(found[i] - expected[i]).max() < 1e-5 for i in expected)

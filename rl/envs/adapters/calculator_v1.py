@@ -19,8 +19,8 @@ class CalculatorTask(vf.Task[CalculatorData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def right(self, task: CalculatorData, trace: vf.Trace) -> float:
         """Whether the last answer is the result."""
-        said = [message.content for message in trace.branches[-1].messages if message.role == "assistant"]
-        return float(said[-1] == task.answer)
+        answers = [message.content for message in trace.branches[-1].messages if message.role == "assistant"]
+        return float(answers[-1] == task.answer)
 
 
 class CalculatorConfig(vf.TasksetConfig):
@@ -44,15 +44,15 @@ class CalculatorEnv(vf.Env[CalculatorEnvConfig]):
 
     async def run(self, task: CalculatorTask, agents: vf.Agents) -> None:
         async with agents.solver.interaction(task) as talk:
-            said = await talk.turn()
-            if not said.terminated and (found := value(said.last_reply or "")):
-                await talk.turn(found)
+            turn = await talk.turn()
+            if not turn.terminated and (number := value(turn.last_reply or "")):
+                await talk.turn(number)
 
 
 def value(text: str) -> str:
     """Of an expression of two numbers; empty for any other text."""
-    found = _EXPRESSION.fullmatch(text)
-    if found is None:
+    match = _EXPRESSION.fullmatch(text)
+    if match is None:
         return ""
-    a, b = int(found[1]), int(found[3])
-    return str(a + b if found[2] == "+" else a * b)
+    a, b = int(match[1]), int(match[3])
+    return str(a + b if match[2] == "+" else a * b)

@@ -28,8 +28,8 @@ class MCPEnv(ChatEnv):
     def tools(self) -> Sequence[Tool]:
         """The server's."""
         with ThreadPoolExecutor(1) as thread:  # whoever asks may have an event loop
-            found = thread.submit(asyncio.run, _listed(self._target())).result()
-        return [Tool(schema, self._caller(schema["function"]["name"])) for schema in found]
+            tools = thread.submit(asyncio.run, _listed(self._target())).result()
+        return [Tool(schema, self._caller(schema["function"]["name"])) for schema in tools]
 
     def validate(self) -> list[str]:
         return [] if self.server else ["env.server is empty; give an MCP server's URL, or its command"]
@@ -79,10 +79,10 @@ def schema_of(tool: Any, name: str) -> Schema:
 
 def text_of(result: Any) -> str:
     """Of what call_tool returned. Raises RuntimeError where that is an error."""
-    said = "\n".join(getattr(part, "text", str(part)) for part in result.content)
+    text = "\n".join(getattr(part, "text", str(part)) for part in result.content)
     if result.is_error:
-        raise RuntimeError(said)
-    return said
+        raise RuntimeError(text)
+    return text
 
 
 def _check_json(arguments: Mapping[str, Any]) -> None:

@@ -69,8 +69,8 @@ class OpenEnv(ChatEnv):
         session = episode.state["session"] = _Session(self.url)
         episode.state["rewards"] = {}
         seed = int(episode.problem.id) % 2**32
-        said = self._said(session.ask("reset", {"seed": seed, **dict(self.reset)}))
-        words = "\n\n".join(filter(None, [self.question, said]))
+        observation = self._said(session.ask("reset", {"seed": seed, **dict(self.reset)}))
+        words = "\n\n".join(filter(None, [self.question, observation]))
         if not words:
             raise ValueError("reset() of the server says nothing; set env.question")
         return words

@@ -95,10 +95,10 @@ class TRLTask(ChatEnv):
         """What TRL's trainer calls reward functions with, for a batch of one."""
         opening: list[Message] = episode.state["opening"]
         prompt: Any = [_as_trl_message(message) for message in opening]
-        said = episode.messages[len(opening) :]
+        answers = episode.messages[len(opening) :]
         if environment is None:
-            said = list(_as_written(said, episode.turn_texts))
-        completion: Any = [_as_trl_message(message) for message in said]
+            answers = list(_as_written(answers, episode.turn_texts))
+        completion: Any = [_as_trl_message(message) for message in answers]
         if episode.problem.question and environment is None:
             prompt, completion = episode.problem.question, "".join(episode.turn_texts)
         columns = {n: [v] for n, v in episode.problem.metadata.items() if n not in _NO_COLUMNS}

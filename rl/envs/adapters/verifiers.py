@@ -43,11 +43,11 @@ class Verifiers(VerifiersBase):
         )
         env = _loaded(self)
         row = env.get_dataset()[int(episode.problem.id)]
-        found = await env.run_rollout(vf.RolloutInput(**row), client, "policy", {})
-        if found.get("error"):
-            raise RuntimeError(str(found["error"]))
-        episode.state["reward"] = float(found["reward"])
-        episode.notes["metrics"] = dict(found.get("metrics") or {})
+        output = await env.run_rollout(vf.RolloutInput(**row), client, "policy", {})
+        if output.get("error"):
+            raise RuntimeError(str(output["error"]))
+        episode.state["reward"] = float(output["reward"])
+        episode.notes["metrics"] = dict(output.get("metrics") or {})
 
     def validate(self) -> list[str]:
         if not _is_installed():

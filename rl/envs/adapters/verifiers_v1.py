@@ -63,13 +63,13 @@ class VerifiersV1(VerifiersBase):
         client = EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         context = ModelContext("policy", client, vf.SamplingConfig())
         async with env.serving():
-            found = await env.run_slot(RunSlot(tasks[int(episode.problem.id)]), context)
-        if not found.ok:
-            errors = [*found.errors, *(error for trace in found.traces for error in trace.errors)]
+            run = await env.run_slot(RunSlot(tasks[int(episode.problem.id)]), context)
+        if not run.ok:
+            errors = [*run.errors, *(error for trace in run.traces for error in trace.errors)]
             raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok")
-        trained = [trace for trace in found.traces if trace.agent.trainable]
+        trained = [trace for trace in run.traces if trace.agent.trainable]
         episode.state["reward"] = sum(trace.reward for trace in trained) / max(1, len(trained))
-        episode.notes["metrics"] = [dict(trace.metrics) for trace in found.traces]
+        episode.notes["metrics"] = [dict(trace.metrics) for trace in run.traces]
 
     def validate(self) -> list[str]:
         if not _is_installed():

@@ -16,17 +16,17 @@ def chat_sample(env: ChatEnv, problem: Problem, seed: int, tokenizer: Tokenizer)
     """The tokens that a rollout with these turns would have."""
     template = chat_template(tokenizer, env.call_format)
     tools = _schemas(env)
-    given: list[Message] = list(env.opening(problem))
+    prompt: list[Message] = list(env.opening(problem))
     segments: list[Segment] = []
     for message in env.chat_demonstration(problem, seed):
         if message["role"] != "assistant":
-            given.append(message)
+            prompt.append(message)
             continue
-        tokens = template.continuation(given, tools) if segments else template.prompt(given, tools)
+        tokens = template.continuation(prompt, tools) if segments else template.prompt(prompt, tools)
         target = template.assistant_tokens(message)
         taught = Segment(np.array(target), True, np.zeros(len(target)))
         segments += [Segment.given(tokens), taught]
-        given = []
+        prompt = []
     return segments_sample(segments, id=f"{problem.id}, demonstration")
 
 

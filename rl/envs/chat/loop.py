@@ -154,8 +154,8 @@ class _Walk:
 
     async def _cut_off(self, process: EpisodeProcess, *unanswered: Turn) -> Score:
         self._stop = StopReason.LENGTH
-        said = [turn.told for turn in unanswered]
-        return await process.score(self._stop, said, _tokens(unanswered), _texts(unanswered))
+        told = [turn.told for turn in unanswered]
+        return await process.score(self._stop, told, _tokens(unanswered), _texts(unanswered))
 
     def played(self, score: Score) -> _Played:
         turns = self._session.turns

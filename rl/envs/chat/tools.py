@@ -88,8 +88,8 @@ def as_tool(function: Callable[..., Any]) -> Tool:
     schema = {"name": name, "description": about, "parameters": _plain(shape)}
 
     def run(arguments: Mapping[str, Any], episode: Any) -> Any:
-        given = _checked(model, arguments)
-        return function(**given, **({_EPISODE: episode} if wants_episode else {}))
+        checked = _checked(model, arguments)
+        return function(**checked, **({_EPISODE: episode} if wants_episode else {}))
 
     return Tool({"type": "function", "function": schema}, run)
 

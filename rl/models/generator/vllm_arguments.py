@@ -47,8 +47,8 @@ def memory_args(config: VLLMConfig) -> dict[str, Any]:
     the cache: the other processes of a GPU have theirs, so with a cache of a given size it is given none."""
     if isinstance(config.kv_cache_gib, Fill):
         return {}
-    given = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
-    return given | ({"gpu_memory_utilization": 0.01} if torch.cuda.is_available() else {})
+    cache = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
+    return cache | ({"gpu_memory_utilization": 0.01} if torch.cuda.is_available() else {})
 
 
 def take_own_device() -> None:

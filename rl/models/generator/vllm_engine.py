@@ -216,14 +216,14 @@ class VLLM:
 
     def _drop_requests_with_adapters(self) -> dict[int, Exception]:
         """Their adapters belong to the model that is about to go."""
-        those = {n: r.command for n, r in self._running.items() if r.command.params.adapter}
-        self._drop(list(those))
+        with_adapters = {n: r.command for n, r in self._running.items() if r.command.params.adapter}
+        self._drop(list(with_adapters))
         return {
             command.id: RunError(
                 f"adapter {command.params.adapter!r} was dropped while it was sampled with: another model "
                 f"was loaded"
             )
-            for command in those.values()
+            for command in with_adapters.values()
         }
 
     def _load_adapter(self, manifest: Manifest, name: str, lora: LoRA) -> None:
