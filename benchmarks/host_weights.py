@@ -71,7 +71,7 @@ def receive(how: str, address: str, path: str, streams: int, port: int) -> None:
     Path(path).unlink(missing_ok=True)
     began = time.perf_counter()
     if how == "fetch":
-        remote_files._STREAMS = streams
+        remote_files.STREAMS = streams
         remote_files.fetch_file(address, "run", path, lambda file, size, _: _reserve(file, size))
     else:
         _raw(address.partition(":")[0], port, path, streams, _reserve)

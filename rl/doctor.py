@@ -60,15 +60,16 @@ def doctor_of_hosts(text: str) -> int:
 
     text: as the setting `hosts`. Raises ConfigError where it cannot be read.
     """
-    from rl.cluster.hosts import bandwidth, host_addresses, look_at_hosts
+    from rl.cluster.hosts import bandwidth, host_addresses, look_at
     from rl.errors import ConfigError
 
     addresses, problems = host_addresses(text), list[str]()
-    try:
-        for address, host in zip(addresses, look_at_hosts(text).hosts, strict=True):
+    for address in addresses:
+        try:
+            host = look_at(address)
             print(f"{address:24} {host.num_cores} cores, {host.free_gib:.1f} GiB free, {len(host.gpus)} GPUs")
-    except ConfigError as error:
-        problems += str(error).splitlines()
+        except ConfigError as error:
+            problems += str(error).splitlines()
     for source in addresses:
         for target in addresses:
             if source != target and not any(f"host {target} does not answer" in line for line in problems):

@@ -7,10 +7,13 @@ host's memory and temporary files is removed.
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from rl.host_protocol import (
 )
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 from rl.waiting import beside
+from rl.weight_sync.files import version_of
 from rl.weight_sync.remote_files import send_file
 
 SILENCE_SECONDS = 45.0
@@ -104,7 +108,8 @@ class HostAgent:
             elif do == "noise":
                 await _send_noise(int(request["count"]), writer)
             elif do == "measure":
-                measured = await asyncio.to_thread(_measure, request["address"], int(request["count"]))
+                asked = request["address"], int(request["count"]), int(request.get("streams", 1))
+                measured = await asyncio.to_thread(_measure, *asked)
                 writer.write(line(measured))
             else:
                 raise Refusal(f"knows no request {do!r}; use the same rl on all hosts")
@@ -152,7 +157,7 @@ class HostAgent:
         """Of a run's shared memory."""
         run = self._runs.get(request["run"])
         for path in filter(None, (request["path"], request.get("base"))):
-            if run is None or Path(path).parent != run.shared:
+            if run is None or Path(path).parent != run.shared or version_of(Path(path)) < 0:
                 raise Refusal(f"has no file {path} of this run")
         try:
             await send_file(request, writer)
@@ -190,22 +195,30 @@ async def _send_noise(count: int, writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
-def _measure(address: str, count: int) -> dict[str, Any]:
-    """Seconds in which so many bytes come from another host's worker."""
+def _measure(address: str, count: int, streams: int) -> dict[str, Any]:
+    """Seconds in which so many bytes come from another host's worker, over so many connections."""
     try:
-        answer, connection = ask(address, {"do": "noise", "count": count}, _GREETING_SECONDS)
-        with connection:
-            began, received = time.perf_counter(), 0
-            buffer = bytearray(_CHUNK)
-            while received < answer["size"]:
-                if not (size := connection.recv_into(buffer)):
-                    raise ConnectionError("it closed the connection")
-                received += size
-        return {"seconds": time.perf_counter() - began, "size": received}
+        with ThreadPoolExecutor(streams) as threads, ExitStack() as opened:
+            asked = {"do": "noise", "count": count // streams}
+            connections = [ask(address, asked, _GREETING_SECONDS)[1] for _ in range(streams)]
+            for connection in connections:
+                opened.enter_context(connection)
+            began = time.perf_counter()
+            sizes = [*threads.map(partial(_drain, count=count // streams), connections)]
+        return {"seconds": time.perf_counter() - began, "size": sum(sizes)}
     except HostUnreachable as error:
         return {"unreachable": str(error)}
     except OSError as error:
         return {"unreachable": unreachable(address, error)}
+
+
+def _drain(connection: socket.socket, count: int) -> int:
+    received, buffer = 0, bytearray(_CHUNK)
+    while received < count:
+        if not (size := connection.recv_into(buffer)):
+            raise ConnectionError("it closed the connection")
+        received += size
+    return received
 
 
 async def _look_at_gpus() -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from rl.cluster.machine import look_at_host, versions
 from rl.errors import ConfigError
 from rl.host_protocol import HostUnreachable, address_of, ask, parse_address, written
 from rl.plan.cluster import GPU, Cluster, Host
+from rl.weight_sync.remote_files import STREAMS
 
 _SECONDS = 10.0
 _PROBE_BYTES, _PROBE_SECONDS = 2**27, 60.0
@@ -64,7 +65,7 @@ def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
     """Each with what comes from the first; and a line for each that does not reach it."""
     linked, problems = [*hosts[:1]], list[str]()
     for host in hosts[1:]:
-        rate = bandwidth(hosts[0].address, host.address, _LINK_BYTES)
+        rate = bandwidth(hosts[0].address, host.address, _LINK_BYTES, STREAMS)
         if isinstance(rate, str):
             ends = f"host {host.address} does not reach host {hosts[0].address}"
             problems.append(f"{ends} ({rate}); let hosts connect to each other on any port")
@@ -126,10 +127,10 @@ def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
     return problems
 
 
-def bandwidth(source: str, target: str, num_bytes: int = _PROBE_BYTES) -> float | str:
-    """GB/s over one connection, as the target's worker measures it; or why there is none."""
+def bandwidth(source: str, target: str, num_bytes: int = _PROBE_BYTES, streams: int = 1) -> float | str:
+    """GB/s over so many connections, as the target's worker measures it; or why there is none."""
     try:
-        asked = {"do": "measure", "address": source, "count": num_bytes}
+        asked = {"do": "measure", "address": source, "count": num_bytes, "streams": streams}
         answer, connection = ask(target, asked, _PROBE_SECONDS)
         connection.close()
     except HostUnreachable as error:

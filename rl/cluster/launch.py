@@ -230,6 +230,7 @@ class _Start:
         for engine in self.engines:
             _, spawn, config = self._way(by_name[engine.name], transport)
             engine.place(spawn, config)
+            self._timeline.move(engine.name, _hosts_of([by_name[engine.name]]))
 
     async def _start_engine(self, engine: EngineHandle) -> None:
         try:

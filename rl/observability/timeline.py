@@ -41,7 +41,7 @@ class Timeline:
         hosts: Mapping[str, Collection[int]] | None = None,
     ):
         self._clock = clock
-        self._hosts = hosts or {}
+        self._hosts = dict(hosts or {})
         self._window_start = clock()
         self._spans: list[Span] = []  # ended, and not yet behind the window
         self._open: dict[int, tuple[str, str, float]] = {}
@@ -74,6 +74,10 @@ class Timeline:
             yield
         finally:
             del self._starting[number]
+
+    def move(self, lane: str, hosts: Collection[int]) -> None:
+        """The lane's actor is on these hosts from now on."""
+        self._hosts[lane] = hosts
 
     def now(self) -> float:
         """Seconds, of the clock that spans are measured by."""
@@ -113,8 +117,8 @@ class Timeline:
         seconds = {f"time/{kind}": covered(intervals) for kind, intervals in sorted(by_kind.items())}
         seconds |= {f"idle/{lane}": (end - start) - covered(by_lane[lane]) for lane in self._lanes}
         by_host = defaultdict[int, list[tuple[float, float]]](list)
-        for lane, hosts in self._hosts.items():
-            for host in hosts:
+        for lane in self._lanes:
+            for host in self._hosts.get(lane, ()):
                 by_host[host] += by_lane[lane]
         seconds |= {f"idle/host-{n}": (end - start) - covered(by_host[n]) for n in sorted(by_host)}
         self.overhead_seconds += controller

@@ -36,8 +36,8 @@ class Host:
     """One host, as far as a run may use it. `free_gib`: of its own memory, not the GPUs'.
 
     address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
-    not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one,
-    over one connection. shared_gib: what its /dev/shm holds in all. None: not known.
+    not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one.
+    shared_gib: what its /dev/shm holds in all. None: not known.
     """
 
     num_cores: int

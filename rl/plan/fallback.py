@@ -43,6 +43,7 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     Spare hosts take the place of lost ones; where none is left, the layout gets smaller.
     """
     changed, trainer = _with_caches(_bare(demand), plan), demand.trainer
+    changed = replace(changed, delta="auto")  # which the run has settled
     spare = [host for host in trainer.spare_hosts if host not in lost]
     others = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
     for replica in _engines(plan):

@@ -3,12 +3,13 @@
 from typing import Literal
 
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts
+from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.memory import BYTES
 from rl.plan.numerics import Numerics
 from rl.plan.places import Places
 from rl.plan.types import Link, Notes
 
+_ROLES: tuple[RoleName, RoleName] = ("trainer", "generator")
 _CORES = 4
 """Each of the connections of a fetch uses one on both hosts (weight_sync/remote_files.py)."""
 _GB_PER_S = 0.6
@@ -30,20 +31,21 @@ def links(demand: Demand, facts: Facts, numerics: Numerics) -> tuple[Link, ...]:
 
 def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cluster, notes: Notes) -> bool:
     """Whether what changed goes from host to host in the place of whole weights."""
-    asked = demand.delta
+    asked, on = demand.delta, {place.host for role in _ROLES for place in places.of(role)}
     has_none = _has_none(demand, numerics, places)
-    if asked == "on" and has_none:
+    if asked == "on" and has_none and demand.command == "train":  # others take a run's setting as it is
         notes.problem("links", f"weight_sync.delta=on has no effect: {has_none}; leave it out")
     if has_none:
         return False
     if asked != "auto":
         notes.settle("weight_sync.delta", asked, asked, "asked for")
         return asked == "on"
-    rates = [host.gb_per_s for host in cluster.hosts if host.gb_per_s is not None]
+    hosts = [cluster.hosts[number] for number in sorted(on)]
+    rates = [host.gb_per_s for host in hosts if host.gb_per_s is not None]
     if not rates:
         notes.settle("weight_sync.delta", asked, "off", "the links were not measured")
         return False
-    of_cores = _GB_PER_S * min(_CORES, *(host.num_cores for host in cluster.hosts))
+    of_cores = _GB_PER_S * min(_CORES, *(host.num_cores for host in hosts))
     is_slow = min(rates) < of_cores
     why = f"the slowest link carries {min(rates):.2g} GB/s, and differences are made at {of_cores:.2g}"
     notes.settle("weight_sync.delta", asked, "on" if is_slow else "off", why)
@@ -52,7 +54,7 @@ def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cl
 
 def _has_none(demand: Demand, numerics: Numerics, places: Places) -> str:
     """Why no difference can go from host to host; empty where one can."""
-    sources, targets = ({place.host for place in places.of(role)} for role in ("trainer", "generator"))
+    sources, targets = ({place.host for place in places.of(role)} for role in _ROLES)
     if len(sources | targets) < 2 or not targets:
         return "no generator reads weights of another host"
     if demand.transport != "shared_memory":

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from rl.weight_sync.files import RELEASED, hold, hold_released, pattern_of, vers
 
 _SECONDS = 30.0
 """Without a byte."""
-_STREAMS = 4
+STREAMS = 4
+"""Connections by which a file comes."""
 _FIRST_BYTES = delta.PART_BYTES  # a file of no more takes one connection
 _PART_BYTES = 2**20  # of a further one at least
 _LENGTH_BYTES = 4
@@ -99,10 +100,10 @@ def _fetch(
 
         first = min(size, _FIRST_BYTES)
         count = take(connection, 0, first, answer.get("is_delta", False))
-        parts = min(_STREAMS, -(-(size - first) // _PART_BYTES))
+        parts = min(STREAMS, -(-(size - first) // _PART_BYTES))
         bounds = [first + (size - first) * i // max(1, parts) for i in range(parts + 1)]
         if parts:
-            with ThreadPoolExecutor(_STREAMS) as threads:
+            with ThreadPoolExecutor(STREAMS) as threads:
                 count += sum(threads.map(receive, bounds[:-1], bounds[1:]))
     return count
 
@@ -126,7 +127,11 @@ def _receive_delta(connection: socket.socket, base: Bytes, target: Bytes, begin:
         length = bytearray(_LENGTH_BYTES)
         _receive(connection, memoryview(length))
         encoded = bytearray(int.from_bytes(length, "big"))
-        count += _LENGTH_BYTES + _receive(connection, memoryview(encoded))
+        count += _LENGTH_BYTES
+        if not encoded:  # the sender's base is gone
+            count += _receive(connection, target[part].data)
+            continue
+        count += _receive(connection, memoryview(encoded))
         delta.decode(bytes(encoded), base[part], target[part])
     return count
 
@@ -166,16 +171,21 @@ def _locked(path: Path) -> Iterator[None]:
 async def send_file(request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
     """Bytes `begin` to `begin + count` of the file `path`, after a line with the size of the whole.
 
-    base: the path of an earlier version. Where that is here, and as large, what changed since is sent: part
-    by part, after its length. Raises FileNotFoundError where the file is released.
+    base: the path of an earlier version. Where that is here, and as large, what changed since is sent, part
+    by part. The file takes no other version meanwhile; its base may, and what is left is then sent as it is.
+    Who does not read for long loses the connection.
+
+    Raises FileNotFoundError where the file is released.
     """
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_SECONDS * 1000))
     with ExitStack() as kept:
         file = hold(request["path"])
         kept.callback(os.close, file)
         size = os.fstat(file).st_size
         begin = request.get("begin", 0)
         end = min(begin + request.get("count", size), size)
-        base = _same_size(request.get("base"), size, kept)
+        base = Base.open(request.get("base", ""), size)
         writer.write(line({"size": size, "is_delta": base is not None}))
         await writer.drain()
         if base is None:
@@ -183,23 +193,44 @@ async def send_file(request: Mapping[str, Any], writer: asyncio.StreamWriter) ->
                 with os.fdopen(os.dup(file), "rb") as whole:
                     await asyncio.get_running_loop().sendfile(writer.transport, whole, begin, end - begin)
             return
-        new, old = _mapped(file), _mapped(base)
+        new = _mapped(file)
         for part in delta.parts(begin, end):
-            encoded = await asyncio.to_thread(delta.encode, new[part], old[part])
+            encoded = await asyncio.to_thread(base.difference_to, new[part], part)
             writer.write(len(encoded).to_bytes(_LENGTH_BYTES, "big") + encoded)
+            if not encoded:
+                writer.write(new[part].data)
             await writer.drain()
 
 
-def _same_size(path: str | None, size: int, kept: ExitStack) -> int | None:
-    """A descriptor of the base, where it is here and has this size."""
-    if not path:
+class Base:
+    """An earlier version of a file, which may be overwritten at any moment: it is known by its name alone."""
+
+    def __init__(self, path: str, file: int):
+        self._path, self._status = path, os.fstat(file)
+        self._bytes = _mapped(file)
+
+    @staticmethod
+    def open(path: str, size: int) -> "Base | None":
+        """None where it is not here, or not of this size."""
+        for name in (path, f"{path}{RELEASED}") if path else ():
+            with suppress(FileNotFoundError), open(name, "r+b") as file:
+                if os.fstat(file.fileno()).st_size == size:
+                    return Base(path, file.fileno())
         return None
-    try:
-        file = hold_released(path)
-    except FileNotFoundError:
-        return None
-    kept.callback(os.close, file)
-    return file if os.fstat(file).st_size == size else None
+
+    def difference_to(self, new: Bytes, part: slice) -> bytes:
+        """What makes `new` out of this part; empty where this is another version by now."""
+        encoded = delta.encode(new, self._bytes[part]) if self._is_there else b""
+        return encoded if self._is_there else b""
+
+    @property
+    def _is_there(self) -> bool:
+        """It gets another name before anything else is written."""
+        for name in (self._path, f"{self._path}{RELEASED}"):
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(name), self._status):
+                    return True
+        return False
 
 
 def _mapped(file: int) -> Bytes:

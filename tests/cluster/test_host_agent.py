@@ -351,7 +351,8 @@ def test_what_is_no_request_disturbs_nobody(tmp_path):
                 writer.close()
             for request in ({"do": "nothing"}, {"do": "file", "run": "run", "path": "/etc/passwd"},
                             {"do": "file", "run": "other", "path": str(shared(tmp_path) / "x")},
-                            {"do": "file", "run": "run", "path": str(shared(tmp_path) / "x"), "base": "/etc/passwd"}):  # fmt: skip
+                            {"do": "file", "run": "run", "path": str(shared(tmp_path) / "model-rank0.bin.lock")},
+                            {"do": "file", "run": "run", "path": str(shared(tmp_path) / "model-v2-rank0.bin"), "base": "/etc/model-v1-rank0.bin"}):  # fmt: skip
                 with pytest.raises(HostRefuses, match="knows no request|has no file"):
                     await asyncio.to_thread(ask, agent.address, request, 10)
             assert len(lease.born(MESH)) == 2 and await lease.worker()

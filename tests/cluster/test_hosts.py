@@ -14,6 +14,7 @@ from rl.cluster.machine import PACKAGES, versions
 from rl.config.settle import cluster_of, settle
 from rl.errors import ConfigError
 from rl.host_protocol import HostRefuses, HostUnreachable
+from rl.weight_sync.remote_files import STREAMS
 
 GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
 GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": []}
@@ -35,6 +36,7 @@ def answers(monkeypatch):
         assert seconds <= 60
         if request["do"] == "measure":
             assert request["address"] == A and address == B and request["count"] < 2**25
+            assert request["streams"] == STREAMS  # as weights come
             return made.get("link", {"size": 1e7, "seconds": 0.1}), Nothing()
         assert request == {"do": "look"}
         answer = made[address]

@@ -65,7 +65,7 @@ def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controlle
 
 
 def test_a_host_is_idle_while_nobody_on_it_works():
-    """The trainer is on both; nothing was asked of host 2 yet."""
+    """The trainer is on two, then on the first alone. Of host 2 nothing was asked, as where it has not joined."""
     clock = Clock()
     timeline = Timeline(
         clock=clock, hosts={"trainer": {0, 1}, "generator-0": {1}, "reward-0": {0}, "generator-1": {2}}
@@ -79,9 +79,14 @@ def test_a_host_is_idle_while_nobody_on_it_works():
     clock.now = 10.0
     window = timeline.window()
     assert {n: v for n, v in window.items() if n.startswith("idle/host")} == {
-        "idle/host-0": 7.0, "idle/host-1": 4.0, "idle/host-2": 10.0,
+        "idle/host-0": 7.0, "idle/host-1": 4.0,
     }  # fmt: skip
     assert window["time/controller"] == 4.0 and "idle/generator-1" not in window
+    timeline.move("trainer", {0})
+    with timeline.span("trainer", "forward_backward"):
+        clock.now = 11.0
+    window = timeline.window()
+    assert window["idle/host-0"] == 0.0 and window["idle/host-1"] == 1.0
 
 
 def test_time_between_steps_is_skipped():

@@ -44,6 +44,7 @@ CASES = {
     "slow": (config(), linked(None, SLOW), True, "the slowest link carries 0.1 GB/s, and " + CORES),
     "as fast": (config(), linked(None, FAST), False, "the slowest link carries 2.4 GB/s, and " + CORES),
     "one of two": (config(on=(1, 2)), linked(None, 9.0, SLOW), True, "the slowest link carries 0.1 GB/s"),
+    "a slow link to a host without weights": (config(), linked(None, 9.0, SLOW), False, "the slowest link carries 9 GB/s"),
     "few cores": (config(), linked(None, 1.0, cores=1), False, "differences are made at 0.6"),
     "many cores": (config(), linked(None, 1.5, cores=64), True, CORES),
     "not measured": (config(), linked(None, None), False, "the links were not measured"),
@@ -78,3 +79,12 @@ def test_where_none_can_go_it_is_off_and_cannot_be_asked_for(case):
     assert plan_or_problems(asked, "train", hosts) == [
         f"weight_sync.delta=on has no effect: {why}; leave it out"
     ]
+
+
+def test_what_else_takes_a_runs_setting_is_not_refused():
+    """An evaluation on fewer hosts, a replay, which has no generator, and engines that lost a host."""
+    for command in ("eval", "replay"):
+        assert settled(plan_or_problems(config("on", on=(0,)), command, linked(None, SLOW))) == (False, [])
+    both = config("on", on=(1,), shard=2, trainer_on=(0, 1))
+    both = replace(both, trainer=replace(both.trainer, min_hosts=1))
+    assert settled(plan_or_problems(both, "train", linked(None, SLOW)))[0]

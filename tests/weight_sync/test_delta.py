@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.host_protocol import ask, greeting, request_of
+from rl.paths import lock
 from rl.weight_sync import delta, remote_files
 from rl.weight_sync.files import pattern_of, version_of, without_version
 from rl.weight_sync.manifest import LocalShard, Manifest
@@ -194,8 +196,9 @@ def test_a_base_of_the_same_name_with_other_bytes_costs_time_and_nothing_else(ho
     assert torch.equal(hosts.fetch(3)[1], later)
 
 
-def test_a_base_is_not_written_to_while_it_is_used(hosts, monkeypatch):
-    """It is released on the source, and the trainer wants a file for the version after."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_trainer_takes_the_base_as_it_is_used_and_what_is_left_comes_whole(hosts, monkeypatch, when):
+    """Before or after a part of it was read. There are three files all the while, and no part comes twice."""
     rng = torch.Generator().manual_seed(0)
     data = weights(rng)
     first = hosts.publish(1, data)
@@ -203,15 +206,36 @@ def test_a_base_is_not_written_to_while_it_is_used(hosts, monkeypatch):
     later = changed(data, 0.02, rng)
     hosts.publish(2, later)
     asyncio.run(hosts.writer.release(first))
-    encode, published = delta.encode, []
+    inode = (hosts.source / "model-v1-rank0.bin.released").stat().st_ino
+    encode, calls = delta.encode, []
 
-    def encode_later(new, base):
-        if not published:
-            published.append(hosts.publish(3, torch.zeros_like(data)))
-        return encode(new, base)
+    def encode_and_publish(new, base):
+        calls.append(1)
+        if len(calls) == 2 and when == "before":
+            hosts.publish(3, torch.zeros_like(data))
+        encoded = encode(new, base)
+        if len(calls) == 2 and when == "after":
+            hosts.publish(3, torch.zeros_like(data))
+        return encoded
 
-    monkeypatch.setattr(delta, "encode", encode_later)
+    monkeypatch.setattr(remote_files, "STREAMS", 1)
+    monkeypatch.setattr(delta, "encode", encode_and_publish)
     count, got = hosts.fetch(2)
+    assert torch.equal(got, later) and len(calls) == 2
+    assert (hosts.source / "model-v3-rank0.bin").stat().st_ino == inode
     # holds: meaning, the first part came as what changed, and the others whole: nothing came twice
-    assert torch.equal(got, later) and count < NUM_BYTES - delta.PART_BYTES // 2
+    assert NUM_BYTES - delta.PART_BYTES < count < NUM_BYTES - delta.PART_BYTES // 2
     assert not hosts.fetch(3)[1].any()
+
+
+def test_who_asks_and_never_reads_keeps_no_file_for_long(hosts, monkeypatch):
+    """As a host that lost its power: the trainer would need another file for each."""
+    monkeypatch.setattr(remote_files, "_SECONDS", 1.0)
+    hosts.publish(1, weights(torch.Generator().manual_seed(0)).repeat(4))
+    path = hosts.source / "model-v1-rank0.bin"
+    with contextlib.closing(ask(hosts.address, {"path": str(path)}, 5.0)[1]), path.open("r+b") as file:
+        assert not lock(file.fileno())  # while it is sent
+        end = time.monotonic() + 30
+        while not lock(file.fileno()):
+            assert time.monotonic() < end
+            time.sleep(0.1)
