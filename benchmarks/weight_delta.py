@@ -33,7 +33,7 @@ RUNS = (
 """Link, learning rate, weight_sync.delta."""
 NOTES = """Each row is a run of its own. Sent: bytes that reached the generator's host over those of the whole version, by the generator's log, without
 the first version, which is always whole. Sync: `time/sync` of a step, from the trainer's copy to the last generator that has loaded. Runs of one learning rate had
-the same metrics and samples, bit for bit, whether what changed was sent or the whole. Both hosts share the machine's two cores, one each, which make and
+the same metrics, bit for bit, whether what changed was sent or the whole. Both hosts share the machine's two cores, one each, which make and
 apply the differences too."""
 
 
