@@ -200,7 +200,7 @@ def test_a_version_that_cannot_be_freed_ends_the_run_at_the_deadline_of_publishi
     """The launcher's store asks the transport to free a version; that one hangs."""
 
     class Transport:
-        def __init__(self, directory, run):
+        def __init__(self, directory, run, with_delta):
             pass
 
         async def release(self, manifest):
