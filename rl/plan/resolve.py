@@ -73,7 +73,8 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     made = _with(made, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics)
     delta = settle_delta(demand, numerics, places, cluster, notes)
-    check_shared_memory(demand, facts, numerics, places, cluster, notes)
+    if not any(problem.made_by == "fit" for problem in notes.problems):  # of weights that fit elsewhere
+        check_shared_memory(demand, facts, numerics, places, cluster, notes)
     if notes.problems:
         return None, tuple(notes.problems)
     longest = longest_sequence(demand, facts)
