@@ -51,7 +51,7 @@ def fetch_file(
             return 0
         base = kept.enter_context(_earlier(path)) if with_delta else None
         try:
-            count = _fetch(host, run, path, f"{common}.partial", reserve, base)
+            count = _Fetch(host, run, path, base).into(f"{common}.partial", reserve)
         except HostUnreachable as error:
             raise WeightsUnreachable(f"weights at {path} could not be fetched: {error}") from error
         except OSError as error:
@@ -62,50 +62,50 @@ def fetch_file(
         return count
 
 
-def _fetch(
-    host: str,
-    run: str,
-    path: str,
-    partial: str,
-    reserve: Callable[[str, int, str], None],
-    base: tuple[str, Bytes] | None,
-) -> int:
-    """How many bytes came."""
+class _Fetch:
+    """Of one file, over several connections."""
 
-    def request(begin: int, count: int, base_path: str) -> tuple[dict[str, Any], socket.socket]:
-        asked = {"do": "file", "run": run, "path": path, "begin": begin, "count": count, "base": base_path}
-        return ask(host, asked, _SECONDS)
+    def __init__(self, host: str, run: str, path: str, base: tuple[str, Bytes] | None):
+        """base: the path of an earlier version that is here, and its bytes."""
+        self._host, self._asked = host, {"do": "file", "run": run, "path": path}
+        self._base_path, self._base = base or ("", np.empty(0, np.uint8))
+        self._target = self._base
 
-    base_path, base_bytes = base or ("", np.empty(0, np.uint8))
-    answer, connection = request(0, _FIRST_BYTES, base_path)
-    with connection:
-        size = answer["size"]
-        reserve(partial, size, base_path)
-        with open(partial, "r+b") as file:
-            target = _mapped(file.fileno())
-
-        def receive(begin: int, end: int) -> int:
-            answer, connection = request(begin, end - begin, base_path)
-            with connection:
-                return take(connection, begin, end, answer.get("is_delta", False))
-
-        def take(connection: socket.socket, begin: int, end: int, is_delta: bool) -> int:
-            if is_delta:
-                try:
-                    return _receive_delta(connection, base_bytes, target, begin, end)
-                except ValueError:  # another base of the same name: a trainer was started again
-                    _, connection = request(begin, end - begin, "")
-            with connection:
-                return _receive(connection, target[begin:end].data)
-
-        first = min(size, _FIRST_BYTES)
-        count = take(connection, 0, first, answer.get("is_delta", False))
-        parts = min(STREAMS, -(-(size - first) // _PART_BYTES))
-        bounds = [first + (size - first) * i // max(1, parts) for i in range(parts + 1)]
-        if parts:
+    def into(self, partial: str, reserve: Callable[[str, int, str], None]) -> int:
+        """All of it, into a file of this name. How many bytes came."""
+        size, is_delta, connection = self._request(0, _FIRST_BYTES, self._base_path)
+        with connection:
+            reserve(partial, size, self._base_path)
+            with open(partial, "r+b") as file:
+                self._target = _mapped(file.fileno())
+            first = min(size, _FIRST_BYTES)
+            count = self._take(connection, is_delta, 0, first)
+        if parts := min(STREAMS, -(-(size - first) // _PART_BYTES)):
+            bounds = [first + (size - first) * i // parts for i in range(parts + 1)]
             with ThreadPoolExecutor(STREAMS) as threads:
-                count += sum(threads.map(receive, bounds[:-1], bounds[1:]))
-    return count
+                count += sum(threads.map(self._part, bounds[:-1], bounds[1:]))
+        return count
+
+    def _request(self, begin: int, count: int, base: str) -> tuple[int, bool, socket.socket]:
+        """The file's size, whether what changed comes, and where from."""
+        asked = {**self._asked, "begin": begin, "count": count, "base": base}
+        answer, connection = ask(self._host, asked, _SECONDS)
+        return answer["size"], answer.get("is_delta", False), connection
+
+    def _part(self, begin: int, end: int) -> int:
+        _, is_delta, connection = self._request(begin, end - begin, self._base_path)
+        with connection:
+            return self._take(connection, is_delta, begin, end)
+
+    def _take(self, connection: socket.socket, is_delta: bool, begin: int, end: int) -> int:
+        if not is_delta:
+            return _receive(connection, self._target[begin:end].data)
+        try:
+            return _receive_delta(connection, self._base, self._target, begin, end)
+        except ValueError:  # another base of the same name: a trainer was started again
+            _, _, whole = self._request(begin, end - begin, "")
+            with whole:
+                return _receive(whole, self._target[begin:end].data)
 
 
 def _receive(connection: socket.socket, target: memoryview) -> int:
