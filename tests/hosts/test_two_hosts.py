@@ -24,6 +24,7 @@ from tests.hosts.runs import (
     wait_for,
 )
 from tests.hosts.slurm import install, slurm
+from tests.integration.runs import read_metrics
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="namespaces need root")
 
@@ -57,6 +58,12 @@ def test_a_run_over_two_hosts(directory):
     sampled = {json.loads(line)["policy_version"][0] for line in (run_dir / "rollouts.jsonl").open()}
     assert max(sampled) >= 1  # with weights that the trainer had changed
     assert not (run_dir / ".hosts").exists()
+    for name, host, rank in (("trainer-0", 0, 0), ("trainer-1", 1, 1), ("generator-0", 1, 0)):
+        first = (run_dir / "logs" / f"{name}.log").read_text().splitlines()[0]
+        assert f"host {made[host].worker_address}, rank {rank}: process " in first
+    last = [line for line in read_metrics(run_dir) if "loss" in line][-1]
+    # holds: meaning, each host was idle for a part of the step
+    assert 0 < last["idle/host-0"] < last["time/step"] and 0 <= last["idle/host-1"] < last["time/step"]
 
 
 @pytest.mark.slow
