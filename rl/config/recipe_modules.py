@@ -190,7 +190,12 @@ def _paths(module: ModuleType) -> list[str]:
 
 def _module_path(file: str) -> str:
     """A module's file, or its package's directory."""
-    path = os.path.abspath(file)
+    return _normal(file if os.path.isabs(file) else os.path.abspath(file))
+
+
+@functools.cache  # asked of every module that is imported, again and again
+def _normal(file: str) -> str:
+    path = os.path.normpath(file)
     return os.path.dirname(path) if os.path.basename(path).startswith("__init__.") else path
 
 
