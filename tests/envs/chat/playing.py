@@ -19,30 +19,36 @@ def play(
 ):
     """through: what stands between the episodes and their host; it may note the host for the policy."""
 
+    rollouts = []
+
     async def walk():
         host, door = EpisodeHost(env, reward_seconds), AgentEndpoint(tokenizer)
         context = RolloutContext(policy, tokenizer, SamplingParams(900), max_tokens, through(host), door)
         try:
-            return await env.drive(Prompt(problem, ()), n, context)
+            rollouts.extend(await env.drive(Prompt(problem, ()), n, context))
         finally:
             await door.close()
             host.close()
 
-    return asyncio.run(walk())
+    asyncio.run(walk())  # what it returned would be written out: `signal` has the task in an error's text
+    return rollouts
 
 
 def play_here(env, tokenizer, policy, problem, n=1, max_tokens=20_000):
     """Rollouts of episodes whose code runs in a thread of this process, as it would in one of its own."""
 
+    rollouts = []
+
     async def walk():
         door = AgentEndpoint(tokenizer)
         context = RolloutContext(policy, tokenizer, SamplingParams(900), max_tokens, Here(env), door)
         try:
-            return await env.drive(Prompt(problem, ()), n, context)
+            rollouts.extend(await env.drive(Prompt(problem, ()), n, context))
         finally:
             await door.close()
 
-    return asyncio.run(walk())
+    asyncio.run(walk())  # what it returned would be written out: `signal` has the task in an error's text
+    return rollouts
 
 
 class Here:
