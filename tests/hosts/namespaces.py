@@ -22,6 +22,15 @@ PORT = 7000
 TMPDIR = "/dev/shm/tmp"
 """Of each host: in what no other has."""
 _START_SECONDS = 60.0
+_INIT = """
+import os, time
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        time.sleep(0.2)
+"""
+"""A host's first process: it reaps orphans, as init does; Slurm waits for what has ended and was not reaped."""
 
 
 @dataclass
@@ -110,7 +119,7 @@ def hosts(count: int, unshared: Sequence[Path] = ()) -> Iterator[list[Host]]:
 
 def _start_host(name: str, number: int, address: str, unshared: Sequence[Path]) -> Host:
     own = "; ".join(f"mount -t tmpfs tmpfs {path}" for path in ["/dev/shm", *map(str, unshared)])
-    script = f"hostname {name}; {own}; mkdir {TMPDIR}; echo ready; exec sleep infinity"
+    script = f"hostname {name}; {own}; mkdir {TMPDIR}; echo ready; exec {sys.executable} -S -c '{_INIT}'"
     process = subprocess.Popen(
         ["unshare", "--net", "--mount", "--pid", "--fork", "--uts", "--ipc", "--kill-child", "--mount-proc",
          "sh", "-c", script],

@@ -1,5 +1,7 @@
 """A real Slurm whose nodes are hosts of tests/hosts/namespaces.py. `python -m tests.hosts.slurm COMMAND ...` runs a
 command with it, as on a login node. `install()` needs Debian's packages: slurm-wlm and munge.
+
+A signal other than KILL reaches a node's task, and not what that has started, as with the usual proctrack/cgroup.
 """
 
 import os
