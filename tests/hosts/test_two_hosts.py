@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -154,9 +153,8 @@ def test_a_job_of_slurms_that_is_told_to_end_goes_on_when_its_turn_comes_again(
     assert "TERM@" in (directory / "run" / "slurm.sh").read_text()
     # Slurm holds a job that was queued again for two minutes; an operator would wait.
     subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], env=environment, check=False)
-    wait_for(lambda: re.search("JobState=(COMPLETED|FAILED|CANCELLED)", state()), directory / "run")
+    wait_for(lambda: "JobState=COMPLETED" in state(), directory / "run")
     output = (directory / "run" / "slurm-1.log").read_text()
-    assert "JobState=COMPLETED" in state(), output[-6000:]
     assert "going on from " in output  # the checkpoint that it saved as it was told to end
     assert "held-out accuracy after 12 steps" in output
     check_same(numbers(directory / "run"), on_one_host)
