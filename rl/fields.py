@@ -162,8 +162,8 @@ def _problem(name: str, value: Any, hint: Any) -> str | None:
     broken = [bound for bound in bounds if not _CHECKS[type(bound)][0](value, bound)]
     if not broken:
         return None
-    broken_ones = broken if Le(MOST) in bounds else bounds  # MOST is worth words only where it is passed
-    return f"{name}={shown(value)} must be {' and '.join(_CHECKS[type(b)][1](b) for b in broken_ones)}"
+    named = broken if Le(MOST) in bounds else bounds  # MOST is worth words only where it is passed
+    return f"{name}={shown(value)} must be {' and '.join(_CHECKS[type(b)][1](b) for b in named)}"
 
 
 def _classes(hint: Any) -> tuple[type, ...]:

@@ -30,6 +30,11 @@ def without_version(path: str) -> str:
     return _VERSION.sub("", path)
 
 
+def names_of(path: str) -> tuple[str, str]:
+    """Under which a version has its bytes: until it is released, and then until another takes the file."""
+    return path, f"{path}{RELEASED}"
+
+
 def hold(path: str | Path) -> int:
     """A descriptor of the file. Until it is closed, the file takes no other version.
 
@@ -48,9 +53,10 @@ def hold(path: str | Path) -> int:
 
 def hold_released(path: str) -> int:
     """As `hold`; a file that is released will do. Raises FileNotFoundError."""
+    published, released = names_of(path)
     with suppress(FileNotFoundError):
-        return hold(path)
-    return hold(f"{path}{RELEASED}")
+        return hold(published)
+    return hold(released)
 
 
 def release_files(released: Iterable[str]) -> None:

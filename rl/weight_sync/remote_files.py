@@ -21,7 +21,15 @@ from rl.errors import WeightsUnreachable
 from rl.host_protocol import HostUnreachable, ask, line
 from rl.weight_sync import delta
 from rl.weight_sync.delta import Bytes
-from rl.weight_sync.files import RELEASED, hold, hold_released, pattern_of, version_of, without_version
+from rl.weight_sync.files import (
+    RELEASED,
+    hold,
+    hold_released,
+    names_of,
+    pattern_of,
+    version_of,
+    without_version,
+)
 
 _SECONDS = 30.0
 """Without a byte."""
@@ -212,7 +220,7 @@ class Base:
     @staticmethod
     def open(path: str, size: int) -> "Base | None":
         """None where it is not here, or not of this size."""
-        for name in (path, f"{path}{RELEASED}") if path else ():
+        for name in names_of(path) if path else ():
             with suppress(FileNotFoundError), open(name, "r+b") as file:
                 if os.fstat(file.fileno()).st_size == size:
                     return Base(path, file.fileno())
@@ -226,7 +234,7 @@ class Base:
     @property
     def _is_there(self) -> bool:
         """It gets another name before anything else is written."""
-        for name in (self._path, f"{self._path}{RELEASED}"):
+        for name in names_of(self._path):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(name), self._status):
                     return True

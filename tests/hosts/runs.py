@@ -62,7 +62,7 @@ def numbers(run_dir: Path) -> list[dict[str, float]]:
 def left_on(host: Host) -> list[str]:
     """What a run has left there: files in shared memory and for temporary files, and processes but its worker.
 
-    The first process of a namespace reaps nobody: a zombie is what has ended.
+    A zombie has no command, and is what has ended.
     """
     files = host.output("find", "/dev/shm", "-path", "*rl-0*").split()
     commands = []
