@@ -1,0 +1,249 @@
+"""Predicts runs before they are run, and says how far one controller goes.
+
+`python -m benchmarks.simulation [--hosts N ...] [--gpu_hosts N ...] [--write]` measures this machine and a quickstart on
+it, predicts quickstart and SmolLM2 on one and on two hosts, runs them, and simulates hosts up to 1,024. As root, with
+`make tasks` and `rl fetch smollm2`, on an idle machine: half an hour. --write: into docs/simulation.md.
+"""
+
+import argparse
+import logging
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.pages import Rows, machine, write_page
+from benchmarks.runs import run
+from benchmarks.simulation import workloads
+from benchmarks.simulation.probe import probe
+from benchmarks.simulation.seconds import Machine
+from benchmarks.simulation.workloads import Case
+from benchmarks.simulation.world import Options, Outcome, Workload, simulate
+from rl.models.tokenizer import HFTokenizer
+
+_VETH = 1.2e9  # bytes a second between two hosts of this machine: docs/host_weights.md
+_GBIT = 1.25e8
+_FEW = 4  # steps of a large simulation
+_FAILURES = 3  # expected in a run
+_FAILING = (8, 32)  # hosts, where some are lost
+_PARTS = ("step", "generate", "train", "sync_blocking")
+NOTES = """Predicted from the parts above alone, before the run. Two hosts are namespaces of this machine, a core each; they have the trainer
+on one and generator and rewards on the other. Medians of the steps but the first; answers are taken to be as long as the demonstrations
+that the policy has learned from."""
+SCALE = """Each generator has 16 prompts x 8 samples a step; the trainer has one host in four, a copy of the model on each; one step off-policy. Controller: the
+share of the time for which one core of this machine would be busy with its work, its threads and Monarch's messages included. Lag: of its event loop,
+by which everything that it waits for is late. Last host: seconds from a version's publishing until the last host has it. Most sent: by any host, of what its
+link carries."""
+REMEDIES = """Trees: a host that has a version sends it to two others. Relays: processes beside the controller, each with so many
+processes' heartbeats and answers, which reach it in one message. Neither is built; the rows say what they would give."""
+FAILURES = """Hosts but the controller's are lost at random and are back after 60 s; a process takes 20 s to start and a death 2 s to be
+noticed. Lost: seconds beyond the same run without failures, for each. A checkpoint every two steps. At one failure of a host in 1,000
+hours, a run on so many hosts loses the last column."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hosts", type=int, nargs="*", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--gpu_hosts", type=int, nargs="*", default=[4, 16, 64, 256])
+    parser.add_argument("--write", action="store_true", help="write docs/simulation.md")
+    options = parser.parse_args()
+    machine()
+    logging.disable(logging.WARNING)  # deaths that are meant
+    here = probe(_VETH)
+    parts = parts_table(here)
+    shown(parts)
+    predictions = {case.name: predicted(case, here) for case in workloads.cases()}
+    print(predictions, flush=True)
+    compared = comparison(predictions, {case.name: measured(case) for case in workloads.cases()})
+    shown(compared)
+    linked = replace(here, link=10 * _GBIT)
+    of_cpus = scale(workloads.cpu_hosts, linked, options.hosts, smollm2_work())
+    remedies, failures = remedy_table(linked, max(options.hosts)), failure_table(linked, _FAILING)
+    gpus = workloads.with_gpus(here, 400 * _GBIT)
+    of_gpus = scale(workloads.gpu_hosts, gpus, options.gpu_hosts, Workload([512, 1024, 1536, 2048], 200))
+    if options.write:
+        hosts, gpu_hosts = (" ".join(map(str, each)) for each in (options.hosts, options.gpu_hosts))
+        command = f"python -m benchmarks.simulation --hosts {hosts} --gpu_hosts {gpu_hosts} --write"
+        assumed = "The same, with eight H100 a host, links of 400 Gbit/s and the sizes of Qwen3-8B. The GPUs' rates are assumed, not measured."
+        write_page(
+            "simulation", "Runs that are simulated", command, parts, "## Against real runs", NOTES, compared,
+            "## SmolLM2 on hosts like this one, links of 10 Gbit/s", SCALE, of_cpus, REMEDIES, remedies, FAILURES, failures,
+            "## GPUs", assumed, of_gpus,
+        )  # fmt: skip
+
+
+def shown(rows: Rows) -> None:
+    print("\n".join(" | ".join(cells) for cells in rows), flush=True)
+
+
+def parts_table(here: Machine) -> Rows:
+    rows = [["part", "measured"]]
+    for threads, device in sorted(here.devices.items()):
+        cores = f"{threads} core{'s' * (threads > 1)}"
+        rows += [
+            [f"{cores}, {dtype}, GFLOP/s", f"{flops / 1e9:.0f}"] for dtype, flops in device.flops.items()
+        ]
+        rows.append([f"{cores}, memory, GB/s", f"{device.memory / 1e9:.1f}"])
+        rows.append([f"{cores}, smallest operation, us", f"{device.op * 1e6:.1f}"])
+    rows += [
+        [f"quickstart, {name}, ms", f"{value * 1e3:.2f}"] for name, value in vars(here.overheads).items()
+    ]
+    controls = here.controls
+    rows.append(["a call, us of the controller's core", f"{controls.call * 1e6:.0f}"])
+    rows.append(["a MB of it, us of the controller's core", f"{controls.byte * 1e12:.0f}"])
+    return [*rows, ["until its answer, us", f"{controls.latency * 1e6:.0f}"]]
+
+
+def tokenizer_of(case: Case) -> HFTokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        return HFTokenizer(case.config.model.materialize(Path(directory)))
+
+
+def smollm2_work() -> Workload:
+    case = workloads.cases()[-1]
+    return workloads.workload(case.config, tokenizer_of(case))
+
+
+def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(step.get(f"time/{name}", 0.0) for step in steps[1:]) for name in _PARTS}
+
+
+def predicted(case: Case, here: Machine) -> dict[str, float]:
+    work = workloads.workload(case.config, tokenizer_of(case))
+    return medians(simulate(case.config, case.cluster, here, work).steps)
+
+
+def measured(case: Case) -> dict[str, float]:
+    if case.num_hosts == 1:
+        return medians(run(case.recipe, *workloads.FLAGS)["steps"])
+    from tests.hosts.runs import train, two_hosts
+    from tests.integration.runs import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="rl-simulation-", dir="/var/tmp") as directory:
+        with two_hosts(Path(directory)) as made:
+            train(made, case.recipe, *workloads.FLAGS, "--run_dir", f"{directory}/run", seconds=1200)
+        return medians([line for line in read_metrics(Path(directory) / "run") if "loss" in line])
+
+
+def comparison(predictions: dict[str, dict[str, float]], runs: dict[str, dict[str, float]]) -> Rows:
+    rows = [["run", *(f"{name}, s: predicted, measured (ratio)" for name in _PARTS)]]
+    for name, prediction in predictions.items():
+        pairs = [(prediction[part], runs[name][part]) for part in _PARTS]
+        rows.append([name, *(f"{a:.2f}, {b:.2f} ({a / b:.2f})" if b else f"{a:.2f}, 0" for a, b in pairs)])
+    return rows
+
+
+def scale(of, here: Machine, counts: Sequence[int], work: Workload) -> Rows:
+    header = [
+        "hosts",
+        "generators",
+        "samples a step",
+        "s/step",
+        "samples/s",
+        "generators",
+        "trainer",
+        "controller",
+    ]
+    rows = [[*header, "lag, ms: median, p99", "last host, s", "most sent", "the limit"]]
+    for count in counts:
+        config, cluster = of(count, _FEW)
+        outcome = simulate(config, cluster, here, work)
+        rows.append([str(count), *row(config, outcome, here)])
+        print(rows[-1], flush=True)
+    return rows
+
+
+def row(config, outcome: Outcome, here: Machine) -> list[str]:
+    samples = config.prompts_per_step * config.group_size
+    used = shares(outcome, here)
+    lag = np.percentile(np.array(outcome.lags) * 1e3, [50, 99])
+    return [
+        str(config.generator.num_replicas), f"{samples:,}", f"{outcome.step_seconds:.1f}",
+        f"{samples / outcome.step_seconds:,.0f}",
+        *(f"{used[name]:.0%}" for name in ("generators", "trainer", "controller")),
+        f"{lag[0]:.0f}, {lag[1]:.0f}", f"{max(outcome.fetches, default=0.0):.2f}", f"{used['links']:.0%}",
+        max(used, key=lambda name: used[name]),
+    ]  # fmt: skip
+
+
+def shares(outcome: Outcome, here: Machine) -> dict[str, float]:
+    """Of the run's time: for how much of it each part works. The fullest is the limit."""
+    most = max(*outcome.sent, *outcome.received)
+    return {
+        "generators": outcome.generators_busy,
+        "trainer": outcome.trainer_busy,
+        "controller": outcome.controller / outcome.seconds,
+        "links": most / here.link / outcome.seconds,
+    }
+
+
+def remedy_table(here: Machine, count: int) -> Rows:
+    rows = [
+        [
+            "hosts",
+            "remedy",
+            "s/step",
+            "samples/s",
+            "controller",
+            "lag, ms: median, p99",
+            "last host, s",
+            "most sent",
+        ]
+    ]
+    variants = {
+        "none": Options(),
+        "trees": Options(tree=True),
+        "relays of 16": Options(relay=16),
+        "both": Options(tree=True, relay=16),
+        "both, and what changed alone (3%)": Options(tree=True, relay=16, delta=0.03),
+    }
+    config, cluster = workloads.cpu_hosts(count, _FEW)
+    work = smollm2_work()
+    for name, options in variants.items():
+        outcome = simulate(config, cluster, here, work, options)
+        cells = row(config, outcome, here)
+        rows.append([str(count), name, cells[2], cells[3], cells[6], cells[7], cells[8], cells[9]])
+        print(rows[-1], flush=True)
+    return rows
+
+
+def failure_table(here: Machine, counts: Sequence[int]) -> Rows:
+    rows = [
+        [
+            "hosts",
+            "lost",
+            "times",
+            "restarts of the trainer",
+            "s for each",
+            "of the time, at one in 1,000 h of a host",
+        ]
+    ]
+    work = smollm2_work()
+    for count in counts:
+        config, cluster = workloads.cpu_hosts(count, 5 * _FEW)
+        trainer, generator = (replace(each, max_restarts=1000) for each in (config.trainer, config.generator))
+        config = replace(config, trainer=trainer, generator=generator, save_every=2)
+        whole = simulate(config, cluster, here, work)
+        trainers = len(config.trainer.hosts)
+        for name, hosts in (("generators", range(trainers, count)), ("trainer", range(1, trainers))):
+            rate = _FAILURES / (whole.seconds / 3600) / len(hosts)
+            outcome = simulate(
+                config, cluster, here, work, Options(failures_per_hour=rate, failing=tuple(hosts))
+            )
+            lost = (outcome.seconds - whole.seconds) / max(1, outcome.num_failures)
+            cells = [
+                str(outcome.num_failures),
+                str(outcome.restarts),
+                f"{lost:.0f}",
+                f"{lost * len(hosts) / 3.6e6:.3%}",
+            ]
+            rows.append([str(count), f"a host of {name}", *cells])
+            print(rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What the parts of this machine take: its cores, Monarch's messages, and a quickstart of two sizes on it.
+
+Nothing of another model than the quickstart's is measured: how long larger ones take follows from their sizes.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from monarch.actor import Actor, endpoint
+
+from benchmarks.runs import run
+from benchmarks.simulation.seconds import Controls, Device, Machine, Overheads, Work
+from configs.quickstart import quickstart
+from rl.plan.memory import ModelShape
+
+_WIDTH, _MLP, _TOKENS = (
+    576,
+    1536,
+    2048,
+)  # of the matrices that are multiplied: as large as those of a small model
+_GROUPS = (64, 8)  # of a step, of the two quickstarts
+STEPS = 12
+
+
+def probe(link: float) -> Machine:
+    """link: bytes a second between two hosts."""
+    devices = {threads: device(threads) for threads in (1, torch.get_num_threads())}
+    controls = asyncio.run(messages())
+    return Machine(
+        devices, overheads(devices, [quickstart_steps(groups) for groups in _GROUPS]), controls, link
+    )
+
+
+def seconds(work: Callable[[], object], least: float = 0.5) -> float:
+    """The median of as many calls as take so long."""
+    work()
+    taken: list[float] = []
+    while sum(taken) < least or len(taken) < 3:
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def device(threads: int) -> Device:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        flops = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            left, right = torch.randn(_TOKENS, _WIDTH, dtype=dtype), torch.randn(_WIDTH, _MLP, dtype=dtype)
+            taken = seconds(lambda left=left, right=right: left @ right)
+            flops[str(dtype).removeprefix("torch.")] = 2 * _TOKENS * _WIDTH * _MLP / taken
+        source = torch.zeros(64 * 2**20)
+        target = torch.empty_like(source)
+        memory = 2 * source.nbytes / seconds(lambda: target.copy_(source))
+        small = torch.ones(64, 64)
+        op = seconds(lambda: [small * small for _ in range(1000)]) / 1000
+    finally:
+        torch.set_num_threads(before)
+    return Device(flops, memory, op)
+
+
+class Echo(Actor):
+    @endpoint
+    async def echo(self, message: bytes) -> bytes:
+        return message
+
+
+async def messages() -> Controls:
+    """What a call costs this process's core, and how long its answer takes."""
+    from monarch.actor import this_host
+
+    mesh = this_host().spawn_procs(per_host={"procs": 1})
+    echo = mesh.spawn("echo", Echo)
+    small, large = bytes(500), bytes(2**20)
+
+    async def calls(message: bytes, count: int, at_once: int) -> tuple[float, float]:
+        """Seconds of the core, and of the clock, for each."""
+        cpu, began = time.process_time(), time.perf_counter()
+        for _ in range(count // at_once):
+            await asyncio.gather(*(_called(echo, message) for _ in range(at_once)))
+        return (time.process_time() - cpu) / count, (time.perf_counter() - began) / count
+
+    try:
+        await calls(small, 100, 1)
+        core, _ = await calls(small, 2000, 20)
+        _, latency = await calls(small, 200, 1)
+        for_large, _ = await calls(large, 100, 1)
+    finally:
+        await mesh.stop("measured")
+    return Controls(core, max(0.0, for_large - core) / (2 * len(large)), latency)
+
+
+async def _called(echo: Any, message: bytes) -> None:
+    await echo.echo.call(message)
+
+
+def quickstart_steps(groups: int) -> list[dict[str, float]]:
+    """Metrics of each step but the first two of a real run."""
+    settings = ("--steps", STEPS, "--prompts_per_step", groups, "--eval_every", 10**6, "--warmup.steps", 40)
+    return run("quickstart", *settings)["steps"][2:]
+
+
+def overheads(devices: dict[int, Device], runs: Sequence[Sequence[dict[str, float]]]) -> Overheads:
+    """What the quickstart took beyond what its sizes explain. runs: of many groups and of few."""
+    config, nothing = quickstart(), Overheads(0, 0, 0, 0, 0, 0, 0)
+    work = Work(ModelShape.of(config.model.config()), "float32", devices[max(devices)], nothing)
+
+    def middle(steps: Sequence[dict[str, float]], name: str) -> float:
+        return statistics.median(step.get(name, 0.0) for step in steps)
+
+    many, few = runs
+    longest = config.env.max_new_tokens  # some answer of a step is as long
+    in_steps = [middle(steps, "time/generate") / longest for steps in (many, few)]
+    alone = [middle(steps, "tokens/sampled") / longest for steps in (many, few)]  # that decode, on average
+    known = [work.decode(round(sequences)) for sequences in alone]
+    sequence = ((in_steps[0] - known[0]) - (in_steps[1] - known[1])) / (alone[0] - alone[1])
+    decode = max(0.0, in_steps[1] - known[1] - alone[1] * sequence)
+    tokens, targets = (round(middle(few, name)) for name in ("tokens/computed", "tokens/trained"))
+    train = max(0.0, middle(few, "time/train") - work.train(tokens, targets, 0) - work.optim(1))
+    publish = max(0.0, middle(many, "time/sync_blocking") - work.publish(1))
+    load = max(0.0, middle(many, "time/sync") - middle(many, "time/sync_blocking") - work.load())
+    reward = middle(many, "time/reward") / _GROUPS[0]
+    # Of what a step of training takes, a half is the optimizer's: nothing tells them apart.
+    return Overheads(train / 2, train / 2, decode, max(0.0, sequence), publish, load, reward)

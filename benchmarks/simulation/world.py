@@ -1,0 +1,417 @@
+"""Hosts, links and failures; and a whole run on them, by the project's own Plan, pools, store, buffer and recovery."""
+
+import asyncio
+import io
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.fakes import AtOnce
+from benchmarks.simulation.clock import SimulatedLoop
+from benchmarks.simulation.processes import ASK_BYTES, Generator, Remote, RewardWorker, Trainer, completion
+from benchmarks.simulation.seconds import BYTES, Machine, Work
+from benchmarks.simulation.shares import Shared
+from rl.actors.actors import Actors, Revival
+from rl.actors.generator_pool import GeneratorPool
+from rl.actors.generator_replica import GeneratorReplica, Updates
+from rl.actors.replica import Replica
+from rl.actors.reward import RewardPool
+from rl.config import RunConfig
+from rl.config.learning import learning_of
+from rl.config.settle import settle
+from rl.controller.recovery import train_and_export
+from rl.models.tokenizer import HFTokenizer
+from rl.observability.recorder import Recorder
+from rl.observability.sinks import TrackingConfig, open_sinks
+from rl.observability.timeline import Timeline
+from rl.plan.cluster import Cluster
+from rl.plan.memory import ModelShape
+from rl.plan.types import EngineSpec, GeneratorSpec, Plan
+from rl.plan.types import Replica as ReplicaPlan
+from rl.types import Completion, VersionRange
+from rl.waiting import Signal, beside, together
+from rl.weight_sync.manifest import MODEL, Manifest
+from rl.weight_sync.store import WeightStore
+
+_SMALL = 1 << 16  # bytes: what is less takes its latency alone, whatever else is on the link
+_LAG_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the recipe does not say. lengths: of answers, one drawn for each. prompt_tokens: on average. shared_tokens:
+    the same ones of every prompt, which a generator has in its cache."""
+
+    lengths: Sequence[int]
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """failures_per_hour: of each of the hosts `failing`. tree: a host that has a version sends it to others, to
+    `fan_out` at a time. relay: processes whose messages reach the controller as one. delta: the share of a version's
+    bytes that goes between hosts. speed: of the controller's core; see SimulatedLoop."""
+
+    seed: int = 0
+    failures_per_hour: float = 0.0
+    failing: tuple[int, ...] = ()
+    tree: bool = False
+    fan_out: int = 2
+    relay: int = 1
+    delta: float = 1.0
+    speed: float = 1.0
+
+
+@dataclass
+class Outcome:
+    """Seconds are those of the simulated clock. steps: each one's metrics. sent, received: bytes by host."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    controller: float = 0.0  # seconds for which its core worked
+    lags: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
+    trainer_busy: float = 0.0
+    generators_busy: float = 0.0  # of all, on average
+    fetches: list[float] = field(
+        default_factory=list
+    )  # seconds from a version's publishing until a host has it
+    num_failures: int = 0
+    restarts: int = 0  # of the trainer
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / len(self.steps)
+
+
+class World:
+    """What processes ask of their surroundings."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        hf_config: dict,
+        machine: Machine,
+        work: Workload,
+        options: Options,
+    ):
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        self.loop, self.plan, self.machine, self.options = loop, plan, machine, options
+        self.hf_config, self.shape = hf_config, ModelShape.of(hf_config)
+        self.shared_tokens = work.shared_tokens
+        self.timeline = Timeline(clock=loop.time, hosts=plan.hosts)
+        self._lengths = np.array(work.lengths)
+        self._most, self._context = max(work.lengths), work.prompt_tokens + int(np.mean(work.lengths)) // 2
+        self._rng, self._tokens = random.Random(options.seed), np.random.default_rng(options.seed)
+        hosts = range(len(plan.cluster.hosts))
+        self.up, self.down = ([Shared(loop, lambda n: machine.link / n) for _ in hosts] for _ in range(2))
+        self._sources: dict[int, set[int]] = {}  # version -> hosts that have all of it, or their shards
+        self._shards: dict[int, tuple[int, ...]] = {}
+        self._published: dict[int, float] = {}
+        self._fetching: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._sending = [0 for _ in hosts]
+        self._sent = Signal()
+        self._there: set[Remote] = set()
+        self._lost: set[int] = set()
+        self._returned = Signal()
+        self.outcome = Outcome()
+
+    # ---- the workload
+
+    def lengths(self, n: int) -> list[int]:
+        return self._tokens.choice(self._lengths, n).tolist()
+
+    def completion(self, length: int, versions: VersionRange) -> Completion:
+        return completion(self._tokens, length, self._most, self.shape.vocab_size, versions)
+
+    def work_of(self, replica: ReplicaPlan, rank: int = 0) -> Work:
+        process, spec = replica.processes[rank], replica.spec
+        assert isinstance(spec, EngineSpec | GeneratorSpec)
+        device = self.machine.device(process.threads, bool(process.gpus))
+        config = spec.config
+        parts = config.layout.tensor_parallel if isinstance(spec, EngineSpec) else len(replica.processes)
+        return Work(self.shape, config.dtype, device, self.machine.overheads, parts, self._context)
+
+    # ---- messages
+
+    async def message(self, host: int, size: int, to_controller: bool = False) -> None:
+        """One way between the controller and a process."""
+        controls = self.machine.controls
+        self.loop.charge(controls.call / 2 / self.options.relay + size * controls.byte)
+        source, target = (host, 0) if to_controller else (0, host)
+        if host and size >= _SMALL:
+            await asyncio.gather(self.up[source].use(size), self.down[target].use(size))
+        elif host:
+            self.up[source].done += size
+            self.down[target].done += size
+        await asyncio.sleep(controls.latency / 2)
+
+    async def call(self, host: int) -> None:
+        """And its answer, with nothing of size in either."""
+        await self.message(host, ASK_BYTES)
+        await self.message(host, ASK_BYTES, to_controller=True)
+
+    # ---- weights
+
+    def published(self, version: int, hosts: Sequence[int]) -> None:
+        """Each of the hosts has shards of it."""
+        self._shards[version] = tuple(dict.fromkeys(hosts))
+        self._sources[version] = {*self._shards[version]} if len(self._shards[version]) == 1 else set()
+        self._published[version] = self.loop.time()
+        for old in [v for v in self._shards if v < version - 3]:
+            del self._shards[old], self._sources[old], self._published[old]
+
+    async def fetch(self, host: int, version: int) -> None:
+        """Once for each host, whoever asks."""
+        if host in self._sources.get(version, ()) or version not in self._shards:
+            return
+        key = host, version
+        if key not in self._fetching:
+            self._fetching[key] = asyncio.create_task(self._fetch(host, version))
+            self._fetching[key].add_done_callback(lambda _: self._fetching.pop(key))
+        await asyncio.shield(self._fetching[key])
+
+    async def _fetch(self, host: int, version: int) -> None:
+        shards = self._shards[version]
+        size = self.shape.num_parameters * BYTES[self._dtype] * self.options.delta
+        missing = size * sum(source != host for source in shards) / len(shards)
+        if self.options.tree:
+            await self._fetch_from_one(host, version, missing)
+        else:
+            senders = [source for source in shards if source != host]
+            sends = [self.up[source].use(missing / len(senders)) for source in senders]
+            await asyncio.gather(*sends, self.down[host].use(missing))
+        if version in self._sources:
+            self._sources[version].add(host)
+            self.outcome.fetches.append(self.loop.time() - self._published[version])
+
+    async def _fetch_from_one(self, host: int, version: int, size: float) -> None:
+        """Of those that have all of it the one that sends to fewest; the first have it from all that have shards."""
+        shards = self._shards[version]
+
+        def free() -> list[int]:
+            whole = self._sources.get(version, set())
+            senders = whole or {*shards}
+            return [
+                source
+                for source in senders
+                if source != host and self._sending[source] < self.options.fan_out
+            ]
+
+        await self._sent.wait_for(lambda: bool(free()))
+        source = min(free(), key=lambda each: (self._sending[each], each))
+        self._sending[source] += 1
+        try:
+            await asyncio.gather(self.up[source].use(size), self.down[host].use(size))
+        finally:
+            self._sending[source] -= 1
+            self._sent.notify()
+
+    @property
+    def _dtype(self) -> str:
+        spec = self.plan.of("generator")[0].spec
+        assert isinstance(spec, GeneratorSpec)
+        return spec.config.dtype
+
+    def between_hosts(self, trainer: Trainer, method: str, num_rows: int) -> float:
+        """Seconds of a trainer's collectives on its links, one after the other with its computing."""
+        layout, hosts = trainer.config.layout, trainer.hosts
+        of_copy = [{*hosts[i : i + layout.num_procs // layout.replicate]} for i in
+                   range(0, len(hosts), layout.num_procs // layout.replicate)]  # fmt: skip
+        spanned, parameters = max(map(len, of_copy)), self.shape.num_parameters
+        size = 0.0
+        if method == "forward_backward" and spanned > 1:
+            a_row = (2 * BYTES[self._dtype] + 4) * parameters
+            size = num_rows * a_row * (spanned - 1) / spanned
+        elif method == "optim_step" and layout.replicate > 1 and spanned == 1 and len({*hosts}) > 1:
+            size = 2 * 4 * parameters * (layout.replicate - 1) / layout.replicate
+        for host in {*hosts} if size else ():
+            self.up[host].done += size
+            self.down[host].done += size
+        return size / self.machine.link
+
+    # ---- failures
+
+    def comes(self, process: Remote) -> None:
+        self._there.add(process)
+        if self._lost.intersection(process.hosts):
+            process.is_dead.set()
+
+    def leaves(self, process: Remote) -> None:
+        self._there.discard(process)
+
+    async def back(self, host: int) -> None:
+        await self._returned.wait_for(lambda: host not in self._lost)
+
+    async def fail(self) -> None:
+        """Hosts are lost, each at its own rate, and come back. Never returns."""
+        rate = self.options.failures_per_hour / 3600
+
+        async def lose(host: int) -> None:
+            while True:
+                await asyncio.sleep(self._rng.expovariate(rate))
+                self.outcome.num_failures += 1
+                self._lost.add(host)
+                for process in [each for each in self._there if host in each.hosts]:
+                    process.is_dead.set()
+                await asyncio.sleep(self.machine.controls.repair)
+                self._lost.discard(host)
+                self._returned.notify()
+
+        if rate:
+            await together(lose(host) for host in self.options.failing)
+        await asyncio.Event().wait()
+
+    # ---- what is measured
+
+    async def measure_lag(self) -> None:
+        while True:
+            due = self.loop.time() + _LAG_SECONDS
+            await asyncio.sleep(_LAG_SECONDS)
+            self.outcome.lags.append(self.loop.time() - due)
+
+
+class _Run:
+    """The actors of a Plan, and what is left of them."""
+
+    def __init__(self, config: RunConfig, world: World, run_dir: Path):
+        self.world, self._config, self._plan = world, config, world.plan
+        self.generators: list[Generator] = []
+        (of_trainer,) = self._plan.of("trainer")
+        assert isinstance(of_trainer.spec, EngineSpec)
+        hosts = [process.host for process in of_trainer.processes]
+        self.trainer = Trainer(
+            world, hosts, lambda rank: world.work_of(of_trainer, rank), of_trainer.spec.config,
+            self._plan.deadlines, world.timeline,
+        )  # fmt: skip
+        self._max_restarts = of_trainer.max_restarts
+
+    def actors(self) -> Actors:
+        async def released(manifest: Manifest) -> None:
+            pass
+
+        plan, store, changed = self._plan, WeightStore(released), Signal()
+        of_generators, of_rewards = plan.of("generator"), plan.of("reward")
+
+        def make(number: int, updates: Updates, notified: Signal) -> GeneratorReplica:
+            replica = of_generators[number]
+            spec = replica.spec
+            assert isinstance(spec, GeneratorSpec)
+            in_flight = spec.updates == "in_flight"
+            return GeneratorReplica(
+                replica.name,
+                lambda: self._generator(replica),
+                replica.max_restarts,
+                in_flight,
+                updates,
+                notified,
+            )
+
+        generators = GeneratorPool("generator", make, len(of_generators), MODEL, store)
+        rewards = [
+            Replica(each.name, lambda each=each: self._reward(each), each.max_restarts, changed)
+            for each in of_rewards
+        ]
+        pool = RewardPool("reward worker", rewards, changed, max_episodes=0)
+        revival = Revival(self.trainer.start, [self.trainer], self._max_restarts)
+        self.revival = revival
+        return Actors(self.trainer, generators, pool, store, plan.deadlines, revival=revival)
+
+    async def _generator(self, replica: ReplicaPlan) -> Generator:
+        world, host, spec = self.world, replica.processes[0].host, replica.spec
+        assert isinstance(spec, GeneratorSpec)
+        await self._started(host)
+        generator = Generator(replica.name, world, host, world.work_of(replica), spec.config)
+        self.generators.append(generator)
+        world.comes(generator)
+        return generator
+
+    async def _reward(self, replica: ReplicaPlan) -> RewardWorker:
+        host = replica.processes[0].host
+        await self._started(host)
+        worker = RewardWorker(replica.name, self.world, host)
+        self.world.comes(worker)
+        return worker
+
+    async def _started(self, host: int) -> None:
+        await self.world.back(host)
+        await asyncio.sleep(self.world.machine.controls.start)
+
+
+@asynccontextmanager
+async def _recorded(config: RunConfig, world: World, run_dir: Path) -> AsyncIterator[Recorder]:
+    sinks = open_sinks(TrackingConfig(sinks=("tensorboard",)), run_dir, {})
+    recorder = Recorder(run_dir, config.steps, world.timeline, sinks, out=io.StringIO())
+    step = recorder.step
+
+    def keep(number: int, metrics: dict[str, float], *others: object) -> None:
+        began = world.loop.time()
+        own = world.timeline.window  # its numbers are the recorder's, which asks once
+
+        def window() -> dict[str, float]:
+            numbers = own()
+            world.outcome.steps.append(dict(metrics) | numbers | {"at": began, "number": number})
+            return numbers
+
+        with mock.patch.object(world.timeline, "window", window):
+            step(number, metrics, *others)
+
+    with mock.patch.object(recorder, "step", keep):
+        async with recorder:
+            yield recorder
+
+
+def simulate(
+    config: RunConfig, cluster: Cluster, machine: Machine, work: Workload, options: Options = Options()
+) -> Outcome:
+    """A whole run but for its warm-up and its evaluations."""
+    plan = settle(config, cluster=cluster)
+    loop = SimulatedLoop(options.speed)
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-simulation-") as directory,
+        mock.patch("rl.observability.files.Writer", AtOnce),
+        mock.patch("rl.observability.sinks.Writer", AtOnce),
+        mock.patch.object(time, "monotonic", loop.time),
+    ):
+        run_dir = Path(directory)
+        tokenizer = HFTokenizer(config.model.materialize(run_dir))
+
+        async def main() -> Outcome:
+            world = World(plan, config.model.config(), machine, work, options)
+            run = _Run(config, world, run_dir)
+            actors = run.actors()
+            async with (
+                _recorded(config, world, run_dir) as recorder,
+                beside(actors.generators.run(), actors.rewards.run(), world.measure_lag()),
+            ):
+                await together((run.revival.start(), actors.generators.started(), actors.rewards.started()))
+                began, busy = loop.time(), loop.busy
+                outcome = world.outcome
+                outcome.lags.clear()
+                learning = learning_of(config)
+                async with beside(world.fail()):
+                    await train_and_export(
+                        learning, config.resume, actors, tokenizer, recorder, goes_on=False
+                    )
+                outcome.seconds, outcome.controller = loop.time() - began, loop.busy - busy
+                outcome.steps = list({int(step["number"]): step for step in outcome.steps}.values())
+            outcome.restarts = run.revival.num_restarts
+            outcome.sent, outcome.received = [up.done for up in world.up], [down.done for down in world.down]
+            total = sum(generator.seconds_busy for generator in run.generators)
+            outcome.generators_busy = total / len(plan.of("generator")) / outcome.seconds
+            idle = sum(step["idle/trainer"] for step in outcome.steps)
+            outcome.trainer_busy = 1 - idle / sum(step["time/step"] for step in outcome.steps)
+            return outcome
+
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(main())
