@@ -5,6 +5,7 @@ Kubernetes reads a Secret by its name.
 """
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from rl.errors import ConfigError, RunError
 _SUBMIT_SECONDS = 60.0
 _TERMINATED = 128 + 15  # what `rl train` ends with where a signal had it save a checkpoint and end
 _PORT = 29500
+_LONGEST_NAME = 52  # of the 63 characters of a label a pod's number and Kubernetes' own suffix take some
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,13 @@ class KubernetesJob:
     """How often the job is started again after a pod was lost; it goes on from the newest checkpoint."""
 
     def manifest(self, name: str, command: Sequence[str]) -> str:
-        """JSON, which kubectl takes as YAML. Raises ConfigError where something is missing."""
+        """Two documents of YAML, written as JSON. name: of the Job, which no other in its namespace may have.
+
+        Raises ConfigError where something is missing.
+        """
         if missing := [setting for setting in ("image", "claim") if not getattr(self, setting)]:
             raise ConfigError("\n".join(f"--kubernetes.{setting} is missing; give it" for setting in missing))
-        service, metadata = f"rl-{name}".replace("_", "-").lower(), {"namespace": self.namespace}
+        service, metadata = _label(f"rl-{name}"), {"namespace": self.namespace}
         resources = {
             name: str(value)
             for name, value in {
@@ -168,11 +173,22 @@ class KubernetesJob:
             "metadata": {"name": service, **metadata},
             "spec": {"clusterIP": "None", "selector": {"rl-run": service}, "publishNotReadyAddresses": True},
         }
-        return json.dumps({"apiVersion": "v1", "kind": "List", "items": [headless, job]}, indent=1) + "\n"
+        return "---\n".join(json.dumps(document, indent=1) + "\n" for document in (headless, job))
 
     def submit(self, file: Path) -> str:
-        """What kubectl answers. Raises RunError."""
-        return _run("kubectl", "apply", "-f", str(file))
+        """What kubectl answers. Raises RunError.
+
+        An earlier submission that is still there is an error: applied once more, it would start nothing.
+        """
+        try:
+            return _run("kubectl", "create", "-f", str(file))
+        except RunError as error:
+            if "AlreadyExists" not in str(error):
+                raise
+            raise RunError(
+                f"this run was submitted before, and its Job is still there (kubectl get -f {file}); to go "
+                f"on from the newest checkpoint, end it with kubectl delete -f {file}, and submit again"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -187,6 +203,11 @@ def command_of(source: str, arguments: Sequence[str], run_dir: Path) -> list[str
     """What runs on each host: it begins, or goes on."""
     words = [sys.executable, "-m", "rl", "train", source, *arguments]
     return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
+
+
+def _label(text: str) -> str:
+    """As Kubernetes names things, with room for a pod's number behind it."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:_LONGEST_NAME].strip("-")
 
 
 def _run(*command: str) -> str:

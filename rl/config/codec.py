@@ -25,7 +25,7 @@ def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
     write_whole(run_dir / _NAME, text.encode())
 
 
-_OF_JOBS = ("slurm.sh", "slurm-", "kubernetes.json", "plan.json")
+_OF_JOBS = ("slurm.sh", "slurm-", "kubernetes.yaml", "plan.json")
 """How files begin that are in a run's directory before a scheduler starts the run."""
 
 

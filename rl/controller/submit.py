@@ -61,7 +61,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         file, text = run_dir / "slurm.sh", jobs.slurm.script(recipe, command, run_dir)
         nodes = jobs.slurm.nodes
     else:
-        file, text = run_dir / "kubernetes.json", jobs.kubernetes.manifest(recipe, command)
+        file, text = run_dir / "kubernetes.yaml", jobs.kubernetes.manifest(run_dir.name, command)
         nodes = jobs.kubernetes.nodes
     made = _plan_of(config, cluster, nodes) if is_dry else None
     if isinstance(made, list):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from configs.quickstart import quickstart
 from rl.cli import _dispatch
@@ -88,8 +89,8 @@ def test_a_job_that_was_told_to_end_is_queued_again(tmp_path, code, requeued):
 def test_a_manifest_for_kubernetes(tmp_path):
     submit(tmp_path, *KUBERNETES, "--kubernetes.nodes", "3", "--kubernetes.gpus_per_node", "8", "--kubernetes.secret", "tokens",
            "--kubernetes.memory_gib", "64", "--kubernetes.namespace", "team")  # fmt: skip
-    file = tmp_path / "run" / "kubernetes.json"
-    service, job = json.loads(file.read_text())["items"]
+    file = tmp_path / "run" / "kubernetes.yaml"
+    service, job = yaml.safe_load_all(file.read_text())
     assert (service["kind"], job["kind"]) == ("Service", "Job") and service["spec"]["clusterIP"] == "None"
     assert {item["metadata"]["namespace"] for item in (service, job)} == {"team"}
     spec = job["spec"]
@@ -100,7 +101,7 @@ def test_a_manifest_for_kubernetes(tmp_path):
     assert variables == {
         "RANK": None,
         "WORLD_SIZE": "3",
-        "MASTER_ADDR": "rl-quickstart-0.rl-quickstart",
+        "MASTER_ADDR": "rl-run-0.rl-run",
         "MASTER_PORT": "29500",
     }
     assert (
@@ -117,7 +118,7 @@ def test_a_manifest_for_kubernetes(tmp_path):
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/runs"}
     assert (
         tmp_path / "called"
-    ).read_text() == f"kubectl apply -f {file}\n" and "a secret" not in file.read_text()
+    ).read_text() == f"kubectl create -f {file}\n" and "a secret" not in file.read_text()
 
 
 def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, capsys):
@@ -164,6 +165,26 @@ def test_a_scheduler_that_is_not_here_or_refuses(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match=r"sbatch is not here; submit .*slurm.sh where it is"):
         submit(tmp_path, *SLURM)
+
+
+def test_a_run_whose_job_is_still_there_is_not_started_in_silence(tmp_path):
+    refuses = "echo 'Error from server (AlreadyExists): jobs.batch \"rl-run\" already exists' >&2; exit 1"
+    (tmp_path / "bin" / "kubectl").write_text(f"#!/bin/sh\n{refuses}\n")
+    file = tmp_path / "run" / "kubernetes.yaml"
+    with pytest.raises(
+        RunError, match=f"submitted before.* end it with kubectl delete -f {file}, and submit again"
+    ):
+        submit(tmp_path, *KUBERNETES)
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [("Run_7.b", "rl-run-7-b"), ("-x-", "rl-x"), ("a" * 80, "rl-" + "a" * 49), ("_", "rl"), ("été", "rl-t")],
+)
+def test_a_job_is_named_by_its_runs_directory(tmp_path, directory, name):
+    assert _dispatch(["train", "quickstart", *KUBERNETES, "--run_dir", str(tmp_path / directory)]) == 0
+    made = yaml.safe_load_all((tmp_path / directory / "kubernetes.yaml").read_text())
+    assert [each["metadata"]["name"] for each in made] == [name, name]
 
 
 def test_which_words_are_a_jobs():

@@ -9,6 +9,8 @@ import pytest
 import transformers
 
 from configs.calculator import calculator
+from rl.cluster.jobs import KubernetesJob
+from tests.hosts import api_server as kubectl
 from tests.hosts.namespaces import hosts
 from tests.hosts.runs import (
     MORTAL,
@@ -162,35 +164,62 @@ def test_a_job_of_slurms_that_is_told_to_end_goes_on_when_its_turn_comes_again(
 
 
 @pytest.mark.slow
-def test_the_pods_of_a_manifest_give_the_numbers_of_one_host(directory, on_one_host):
-    """What a kubelet would start: each pod's command, with its variables, its index and the Service's names."""
-    program = directory / "kubectl"
-    program.write_text("#!/bin/sh\necho applied\n")
-    program.chmod(0o755)
+def test_a_job_of_kubernetes_gives_the_numbers_of_one_host(directory, on_one_host):
+    """kubectl hands the manifest to an API server that is as strict as a real one. Its pods are started as their kubelets would."""
+    kubectl.install()
     run_dir = directory / "run"
-    words = [*RL, "train", MORTAL, *OVER_BOTH, "--run_dir", str(run_dir), "--launcher", "kubernetes",
-             "--kubernetes.nodes", "2", "--kubernetes.image", "rl", "--kubernetes.claim", "runs"]  # fmt: skip
-    environment = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}"}
-    subprocess.run(words, env=environment, check=True, capture_output=True, timeout=60)
-    _, job = json.loads((run_dir / "kubernetes.json").read_text())["items"]
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    with hosts(spec["parallelism"]) as made:
-        names = directory / "names"
-        names.write_text("".join(
-            f"{host.address} {job['metadata']['name']}-{i}.{pod['subdomain']}\n" for i, host in enumerate(made)
-        ))  # fmt: skip
-        started = []
-        for index, host in enumerate(made):
-            host.output("mount", "--bind", str(names), "/etc/hosts")
-            variables = {each["name"]: each.get("value", str(index)) for each in container["env"]}
-            how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(host.start(*container["command"], env=variables, **how))
-        outputs = [process.communicate(timeout=240)[0] for process in started]
-        assert [process.returncode for process in started] == [0, 0], outputs
-        assert [left_on(host) for host in made] == [[], []]
+    words = [*RL, "train", MORTAL, *OVER_BOTH, "--run_dir", str(run_dir), "--launcher", "kubernetes", "--kubernetes.nodes", "2",
+             "--kubernetes.image", "rl", "--kubernetes.claim", "runs", "--kubernetes.namespace", "team",
+             "--kubernetes.secret", "tokens", "--kubernetes.gpus_per_node", "8", "--kubernetes.memory_gib", "64"]  # fmt: skip
+    with kubectl.api_server() as cluster:
+        environment = {**os.environ, **cluster.kubeconfig(directory / "kubeconfig")}
+        how = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+        first = subprocess.run(words, **how)
+        assert first.returncode == 0, first.stderr
+        assert "job.batch/rl-run created" in first.stdout and "service/rl-run created" in first.stdout
+        again = subprocess.run(words, **how)
+        assert again.returncode == 1 and again.stderr.count("\n") == 1 and "submitted before" in again.stderr
+        pods = cluster.pods("team", "rl-run")
+        names = [cluster.names_of("team", pod) for pod in pods]
+        with hosts(len(pods)) as made:
+            names_file = directory / "names"
+            names_file.write_text("".join(
+                f"{host.address} {' '.join(of_pod)}\n" for host, of_pod in zip(made, names, strict=True)
+            ))  # fmt: skip
+            started = []
+            for pod, host in zip(pods, made, strict=True):
+                host.output("mount", "--bind", str(names_file), "/etc/hosts")
+                (container,) = pod["spec"]["containers"]
+                output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+                started.append(host.start(*container["command"], env=kubectl.variables_of(pod), **output))
+            outputs = [process.communicate(timeout=240)[0] for process in started]
+            assert [process.returncode for process in started] == [0, 0], outputs
+            assert [left_on(host) for host in made] == [[], []]
     check_same(numbers(run_dir), on_one_host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ('"subdomain"', '"subDomain"', 'unknown field "spec.template.spec.subDomain"'),
+        ('"8"', '"eight"', "is no quantity"),
+        ('"completions": 2', '"completions": "2"', "spec.completions: expected int"),
+        ('"restartPolicy": "Never"', '"restartPolicy": "Always"', "restartPolicy: Never or OnFailure"),
+    ],
+)
+def test_the_api_server_of_these_tests_refuses_what_a_real_one_would(directory, right, wrong, what):
+    kubectl.install()
+    manifest = KubernetesJob(nodes=2, image="rl", claim="runs", gpus_per_node=8).manifest("one", ["rl"])
+    assert right in manifest
+    with kubectl.api_server() as cluster:
+        environment = {**os.environ, **cluster.kubeconfig(directory / "kubeconfig")}
+        for text, code in ((manifest.replace(right, wrong), 1), (manifest, 0)):
+            (directory / "job.yaml").write_text(text)
+            words = ["kubectl", "apply", "-f", str(directory / "job.yaml")]
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+            assert done.returncode == code, done.stderr
+            assert code == 0 or what in done.stderr
 
 
 @pytest.mark.slow
@@ -232,6 +261,7 @@ def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
 AGENT = """
 from dataclasses import dataclass, replace
 from configs.calculator import calculator
+from rl.cluster.jobs import KubernetesJob
 from rl.config import JudgeConfig
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
