@@ -45,7 +45,7 @@ class OneSentence(ChatEnv):
 
     def reward_episode(self, episode: Episode) -> dict[str, float]:
         verdict = self.judge.grade(episode.problem.question, episode.response)
-        episode.notes["judge"] = verdict.said
+        episode.notes["judge"] = verdict.answer
         return {"grade": verdict.grade}
 
 

@@ -177,16 +177,16 @@ def _serve(arguments: list[str]) -> int:
     if twice := repeated("--" + flag[2:] for flag in flags):
         raise ConfigError("\n".join(twice))
     options = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-    said = io.StringIO()
+    written = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(written):
             config = tyro.cli(
                 ServeConfig, args=arguments, prog="rl serve", use_underscores=True, config=options
             )
     except SystemExit as exit:
         if not exit.code:
             raise
-        lines = [line.strip(" │╭╰─╮╯") for line in said.getvalue().splitlines()]
+        lines = [line.strip(" │╭╰─╮╯") for line in written.getvalue().splitlines()]
         known = ("Unrecognized options:", "Error parsing")
         what = next((line for line in lines if line.startswith(known)), "name a model, as rl serve MODEL")
         raise ConfigError(f"{what}; rl serve --help lists the settings") from None

@@ -136,20 +136,20 @@ def trees(model: Path) -> dict[str, Any]:
 
     samples = [supervised_sample(p, tokens(20 + i)) for p in (tokens(200), tokens(150)) for i in range(8)]
     exact = _engine(model, dtype="float32").forward(pack(samples, max_tokens=512))
-    norms, found = [], {}
+    norms, figures = [], {}
     for way, share in (("plain", False), ("trees", True)):
         batch = pack(samples, max_tokens=512, multiple_of=engine.config.row_multiple, share_prefixes=share)
         got = engine.forward(batch)
-        found[f"{way}, gap mean"] = float(np.mean([np.abs(got[i] - exact[i]).mean() for i in exact]))
+        figures[f"{way}, gap mean"] = float(np.mean([np.abs(got[i] - exact[i]).mean() for i in exact]))
         for _ in range(2):  # the first compiles
             began = time.monotonic()
             engine.forward_backward(batch, CrossEntropy())
             norms.append(engine.optim_step(OptimParams(lr=0.0))["grad_norm"])
-            found[f"{way}, s"] = time.monotonic() - began
-    found["gradient norms apart"] = abs(norms[-1] / norms[0] - 1)
-    _hold(found["trees, gap mean"], 1.5 * found["plain, gap mean"] + 1e-3)
-    _hold(found["gradient norms apart"], 0.05)
-    return found
+            figures[f"{way}, s"] = time.monotonic() - began
+    figures["gradient norms apart"] = abs(norms[-1] / norms[0] - 1)
+    _hold(figures["trees, gap mean"], 1.5 * figures["plain, gap mean"] + 1e-3)
+    _hold(figures["gradient norms apart"], 0.05)
+    return figures
 
 
 def suspend(model: Path) -> dict[str, Any]:
@@ -204,9 +204,9 @@ def context_parallel(model: Path) -> dict[str, Any]:
     return {"logprobs": {i: row.tolist() for i, row in engine.forward(batch).items()}}
 
 
-def _hold(found: float, limit: float) -> None:
-    if not found < limit:
-        raise RuntimeError(f"{found:.3g} is not under {limit:g}")
+def _hold(value: float, limit: float) -> None:
+    if not value < limit:
+        raise RuntimeError(f"{value:.3g} is not under {limit:g}")
 
 
 def stack(dtype: str, limit: float, **generator: Any) -> Callable[[Path], dict[str, Any]]:

@@ -78,13 +78,13 @@ class EpisodeProcess(Protocol):
     async def score(
         self,
         stop: StopReason,
-        said: Sequence[Message],
+        untold: Sequence[Message],
         turn_tokens: Sequence[Sequence[int]],
         answers: Sequence[str],
     ) -> Score:
         """Of an episode that something else has ended.
 
-        said: messages that no `step` was told of. turn_tokens, answers: the policy's turns among them.
+        untold: messages that no `step` was told of. turn_tokens, answers: the policy's turns among them.
         """
         ...
 

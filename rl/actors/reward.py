@@ -194,11 +194,11 @@ class RemoteEpisode:
     async def score(
         self,
         stop: StopReason,
-        said: Sequence[Message],
+        untold: Sequence[Message],
         turn_tokens: Sequence[Sequence[int]],
         answers: Sequence[str],
     ) -> Score:
-        return await self._verb("score", stop, said, turn_tokens, answers)
+        return await self._verb("score", stop, untold, turn_tokens, answers)
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
         return await self._verb("score_group", members)

@@ -112,7 +112,7 @@ def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:
 def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
     problems, here = [], versions()
     for package in sorted({*answer["versions"], *here}):
-        there, ours = (found.get(package, "none") for found in (answer["versions"], here))
+        there, ours = (each.get(package, "none") for each in (answer["versions"], here))
         if there != ours:
             problems.append(
                 f"host {address} has {package} {there}, and this one {ours}; install the same on all hosts"

@@ -177,9 +177,9 @@ def _name(thing: Any) -> str:
 def _find(name: str, where: str) -> Any:
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(MOVED.get(module, module))
+        value: Any = importlib.import_module(MOVED.get(module, module))
         for part in path.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"{where} names {name!r}, which is not there ({error}); give a recipe") from error

@@ -32,17 +32,17 @@ def _own_judge(config: RunConfig) -> list[str]:
             *(f"judge.{name} has no effect without judge.model; set it" for name in changed),
             *(
                 f"{name}.base_url is empty and the run has no judge; set it, or judge.model"
-                for name, found in _judges(config)
-                if not found.base_url
+                for name, each in _judges(config)
+                if not each.base_url
             ),
         ]
     judges = list(_judges(config))
-    if judges and all(found.base_url for _, found in judges):
+    if judges and all(each.base_url for _, each in judges):
         return [f"{judges[0][0]}.base_url is set, so nobody asks judge.model; leave one of them out"]
     if judge.model.random_weights:
         return ["judge.model has random weights, which judge nothing; use a ModelDir"]
-    if found := judge.model.validate():
-        return [f"judge.model: {problem}" for problem in found]
+    if problems := judge.model.validate():
+        return [f"judge.model: {problem}" for problem in problems]
     if why := judge.model.why_no_chat():
         return [f"judge.model's tokenizer {why}; use a model that chats"]
     heads = judge.model.config().get("num_key_value_heads")

@@ -38,7 +38,7 @@ class Verdict:
 
     grade: float  # from 0 to 1
     asked: Sequence[Message]
-    said: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Judge:
         form = {"type": "number", "minimum": 0, "maximum": self.best}
         text = f"Question: {question}\n\nAnswer: {answer}"
         told = f'{self.rubric}\nReply with JSON alone: {{"grade": NUMBER}}, from 0 to {self.best:g}.'
-        asked, said = self._ask(told, text, "grade", form)
-        value = verdict_in(said, "grade")
+        asked, answer = self._ask(told, text, "grade", form)
+        value = verdict_in(answer, "grade")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= self.best:
-            raise self._no_verdict(f"a grade from 0 to {self.best:g}", said)
-        return Verdict(value / self.best, asked, said)
+            raise self._no_verdict(f"a grade from 0 to {self.best:g}", answer)
+        return Verdict(value / self.best, asked, answer)
 
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
@@ -79,10 +79,10 @@ class Judge:
         for one, two, number_of_first in ((first, second, 1), (second, first, 2)):
             text = f"Question: {question}\n\nAnswer 1: {one}\n\nAnswer 2: {two}"
             told = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
-            _, said = self._ask(told, text, "better", {"enum": [1, 2]})
-            value = verdict_in(said, "better")
+            _, answer = self._ask(told, text, "better", {"enum": [1, 2]})
+            value = verdict_in(answer, "better")
             if isinstance(value, bool) or value not in (1, 2):
-                raise self._no_verdict("1 or 2", said)
+                raise self._no_verdict("1 or 2", answer)
             wins += value == number_of_first
         return wins / 2
 
@@ -96,13 +96,13 @@ class Judge:
         }
         return asked, self.complete(asked, schema if self.structured else None)
 
-    def _no_verdict(self, wanted: str, said: str) -> JudgeFailed:
+    def _no_verdict(self, wanted: str, answer: str) -> JudgeFailed:
         remedy = (
             f"raise its max_tokens={self.max_tokens}"
             if self.structured
             else "set structured=True, or use a judge that keeps to the form"
         )
-        return JudgeFailed(f"the judge did not reply with {wanted}: {said!a:.200}; {remedy}")
+        return JudgeFailed(f"the judge did not reply with {wanted}: {answer!a:.200}; {remedy}")
 
     def complete(self, messages: Sequence[Message], schema: Mapping[str, Any] | None = None) -> str:
         """Its reply, for verdicts of your own. Raises JudgeFailed.

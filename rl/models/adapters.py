@@ -123,12 +123,12 @@ class Adapters:
                         raise ConfigError(
                             f"{path} lacks the optimizer's {key} of {parameter}; load its weights alone"
                         )
-                    given = saved[f"{parameter}/{key}"]
+                    value = saved[f"{parameter}/{key}"]
                     if isinstance(tensor, DTensor):
-                        given = distribute_tensor(
-                            given, tensor.device_mesh, tensor.placements, src_data_rank=None
+                        value = distribute_tensor(
+                            value, tensor.device_mesh, tensor.placements, src_data_rank=None
                         )
-                    tensor.copy_(given)
+                    tensor.copy_(value)
 
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:

@@ -72,7 +72,7 @@ def test_a_judge_without_a_url_is_the_runs_own(monkeypatch):
             return verdict, asked
 
     verdict, [(prompt, n, params)] = asyncio.run(main())
-    assert verdict.grade == 0.7 and verdict.said == "7"
+    assert verdict.grade == 0.7 and verdict.answer == "7"
     assert Tokenizer().decode(prompt).startswith("Grade.") and n == 1
     assert (params.temperature, params.max_new_tokens, params.stop_token_ids) == (0.0, 64, (0,))
     assert json.loads(params.json_schema)["required"] == ["grade"]

@@ -42,7 +42,7 @@ def test_a_grade_is_the_whole_reply_which_a_schema_holds(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "k3y")
     with endpoint('{"grade": 7.5}') as (url, asked):
         verdict = Judge(url, "m", rubric="From 0 to 10.").grade("2 + 2?", "4")
-    assert verdict.grade == 0.75 and verdict.said == '{"grade": 7.5}'
+    assert verdict.grade == 0.75 and verdict.answer == '{"grade": 7.5}'
     schema = asked[0]["response_format"]["json_schema"]["schema"]
     assert schema["properties"] == {"grade": {"type": "number", "minimum": 0, "maximum": 10}}
     assert asked[0]["messages"][0]["content"].startswith("From 0 to 10.\nReply with JSON alone")

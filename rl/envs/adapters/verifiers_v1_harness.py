@@ -56,11 +56,11 @@ class ChatHarness(Harness[HarnessConfig]):
                 asked = client.chat.completions.create(
                     model=ctx.model, messages=messages, tools=tools or omit
                 )
-                said = (await asked).choices[0].message
-                messages.append(said.model_dump(exclude_none=True))
-                if not said.tool_calls:
-                    return ProgramResult(0, said.content or "", "")
-                for call in said.tool_calls:
+                message = (await asked).choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    return ProgramResult(0, message.content or "", "")
+                for call in message.tool_calls:
                     messages.append(
                         {"role": "tool", "tool_call_id": call.id, "content": await _called(call, places)}
                     )

@@ -132,10 +132,10 @@ class EpisodeRunner:
         elif calls := message.get("tool_calls"):
             new = [self._call(call, counts) for call in calls]
         else:
-            said = _messages(self._run(self._env.step(self.episode)), "step")
-            if said is None:
+            told = _messages(self._run(self._env.step(self.episode)), "step")
+            if told is None:
                 return Reply(done=True)
-            new = said
+            new = told
         self.episode.messages += new
         return Reply(new, self.episode.done, counts)
 
@@ -146,13 +146,13 @@ class EpisodeRunner:
     def reward(
         self,
         stop: StopReason = StopReason.STOP,
-        said: Sequence[Message] = (),
+        untold: Sequence[Message] = (),
         turn_tokens: Sequence[Sequence[int]] = (),
         answers: Sequence[str] = (),
     ) -> Any:
-        """What reward_episode() returned. said and what follows it: what no `step` was told of."""
+        """What reward_episode() returned. untold and what follows it: what no `step` was told of."""
         self.episode.stop = stop
-        self._hear(said)
+        self._hear(untold)
         self.episode.turn_tokens += turn_tokens
         self.episode.answers += answers
         return self._run(self._env.reward_episode(self.episode))
@@ -218,13 +218,13 @@ def _as_text(result: object) -> str:
         return str(result)
 
 
-def _messages(said: object, who: str) -> list[Message] | None:
-    if said is None:
+def _messages(value: object, who: str) -> list[Message] | None:
+    if value is None:
         return None
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    if not isinstance(said, Sequence):
-        raise BadReturn(f"{who}() returned {said!r:.60}; return a string, a list of messages, or None")
-    if wrong := next(filter(None, map(wrong_with, said)), ""):
-        raise BadReturn(f"{who}() returned {said!r:.60}: {wrong}")
-    return [dict(message) for message in said]
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence):
+        raise BadReturn(f"{who}() returned {value!r:.60}; return a string, a list of messages, or None")
+    if wrong := next(filter(None, map(wrong_with, value)), ""):
+        raise BadReturn(f"{who}() returned {value!r:.60}: {wrong}")
+    return [dict(message) for message in value]

@@ -146,10 +146,10 @@ class ChatSession:
     @property
     def versions(self) -> VersionRange | None:
         """Of all turns."""
-        found = [turn.completion.versions for turn in self.turns]
-        if not found:
+        versions = [turn.completion.versions for turn in self.turns]
+        if not versions:
             return None
-        return VersionRange(min(v.oldest for v in found), max(v.newest for v in found))
+        return VersionRange(min(v.oldest for v in versions), max(v.newest for v in versions))
 
     def forget(self, turn: Turn) -> None:
         """Nobody got this turn: it is not learned from."""
