@@ -71,7 +71,7 @@ class Generator(Actor):
 
 
 class GeneratorProcesses:
-    """The running ranks of one generator. See replica.Member."""
+    """The running ranks of one generator. See member.GeneratorMember."""
 
     def __init__(self, name: str, mesh: Any, actors: Any, deadlines: Deadlines, timeline: Timeline):
         self._mesh = mesh

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rl.actors.generator import GeneratorProcesses
+from rl.actors.member import GeneratorMember, Visitor
 from rl.actors.remote import ProcessDied
-from rl.actors.replica import Replica, State, Visitor
+from rl.actors.replica import Replica, State
 from rl.actors.turns import Turns
 from rl.errors import RunError, WeightsUnreachable
 from rl.models.generator.wave import Wave
@@ -87,11 +87,11 @@ class _Request:
 
 @dataclass
 class _OpenWave:
-    member: GeneratorProcesses
+    member: GeneratorMember
     requests: list[_Request] = field(default_factory=list)
 
 
-class GeneratorReplica(Replica[GeneratorProcesses]):
+class GeneratorReplica(Replica[GeneratorMember]):
     """A generator that can be spawned again, and that follows the WeightStore.
 
     Invariants: it serves only once it has the weights of some version, with `version` their number; and it is
@@ -102,7 +102,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
     def __init__(
         self,
         name: str,
-        spawn: Callable[[], Awaitable[GeneratorProcesses]],
+        spawn: Callable[[], Awaitable[GeneratorMember]],
         max_restarts: int,
         in_flight_updates: bool,
         updates: Updates,
@@ -123,7 +123,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         self._given_up: list[int] = []  # keys of requests of the present turn that nobody waits for any more
         self._sent: set[asyncio.Task[Any]] = set()
 
-    async def serve(self, member: GeneratorProcesses) -> None:
+    async def serve(self, member: GeneratorMember) -> None:
         self.version = None
         self._enter(State.LOADING)
         epoch, began = self._updates.epoch, None
@@ -152,7 +152,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
             self.version = loaded.version
             self._enter(State.SERVING)
 
-    async def _take(self, member: GeneratorProcesses, manifest: Manifest) -> Manifest | None:
+    async def _take(self, member: GeneratorMember, manifest: Manifest) -> Manifest | None:
         """What was loaded: this version, or a newer one; None where all are forgotten meanwhile."""
         async with self._updates.together(manifest.version):
             if self.version is None and manifest.adapter is not None:
@@ -190,7 +190,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
             self._enter(State.DRAINING)
         await self._changed.wait_for(lambda: self.load == 0)
 
-    async def _leave(self, member: GeneratorProcesses) -> None:
+    async def _leave(self, member: GeneratorMember) -> None:
         """Until it may be there again: then it has no weights."""
         assert self._turns is not None
         await self._drain()
@@ -201,7 +201,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         await self._turns.come(self.name)
         self._enter(State.LOADING)
 
-    async def _spawn_in_turn(self) -> GeneratorProcesses:
+    async def _spawn_in_turn(self) -> GeneratorMember:
         if self._turns is not None:
             if not self._may_stay():
                 self._enter(State.SUSPENDED)
@@ -213,7 +213,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
             self._left()
             raise
 
-    async def _live(self, member: GeneratorProcesses) -> ProcessDied:
+    async def _live(self, member: GeneratorMember) -> ProcessDied:
         try:
             return await super()._live(member)
         finally:
@@ -230,7 +230,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         request = _Request(next(self._keys), prompt, n, params)
         return await self.ask(lambda member: self._in_wave(member, request), load=n)
 
-    async def _in_wave(self, member: GeneratorProcesses, request: "_Request") -> list[Completion]:
+    async def _in_wave(self, member: GeneratorMember, request: "_Request") -> list[Completion]:
         if self._wave is None or self._wave.member is not member:
             self._wave = _OpenWave(member)
             asyncio.get_running_loop().call_soon(self._close_wave, self._wave)
@@ -242,13 +242,13 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
                 self._give_up(member, request.key)
             raise
 
-    def _give_up(self, member: GeneratorProcesses, key: int) -> None:
+    def _give_up(self, member: GeneratorMember, key: int) -> None:
         """The generator ends what nobody waits for. One message for all of a turn of the event loop."""
         if not self._given_up:
             asyncio.get_running_loop().call_soon(self._send_given_up, member)
         self._given_up.append(key)
 
-    def _send_given_up(self, member: GeneratorProcesses) -> None:
+    def _send_given_up(self, member: GeneratorMember) -> None:
         keys, self._given_up = self._given_up, []
         if member is self._member:  # a dead one samples nothing
             self._keep(asyncio.create_task(_quietly(member.give_up_samples(keys))))
@@ -274,7 +274,7 @@ class GeneratorReplica(Replica[GeneratorProcesses]):
         wanted = self._updates.wanted
         return wanted is not None and wanted.version != self.version
 
-    async def _load(self, member: GeneratorProcesses, manifest: Manifest) -> None:
+    async def _load(self, member: GeneratorMember, manifest: Manifest) -> None:
         async with self._updates.store.reading(manifest):
             await member.load_weights(manifest)
 

@@ -8,8 +8,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from rl.actors.member import Member, Visitor
 from rl.actors.remote import EarlyDeaths, ProcessDied, ProcessSilent
 from rl.errors import RunError
 from rl.waiting import Signal
@@ -31,31 +32,6 @@ class State(StrEnum):
 
 _ENDS = (State.ABSENT, State.DEAD)
 """Of those that do not serve, and need not ever."""
-
-
-class Member(Protocol):
-    """The processes behind a replica, once they answer."""
-
-    async def check(self) -> None:
-        """Raises ProcessDied where they are gone or hang."""
-        ...
-
-    async def kill(self) -> None:
-        """End them, whatever they are doing."""
-        ...
-
-
-class Visitor(Protocol):
-    """A host that joins a run and leaves it, and the next that takes its place."""
-
-    @property
-    def visit(self) -> int:
-        """A number of its own for each stay of a host; 0 while none is there."""
-        ...
-
-    async def arrival(self, last: int) -> None:
-        """Returns once a host is there whose visit is another than the last."""
-        ...
 
 
 M = TypeVar("M", bound=Member)

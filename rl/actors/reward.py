@@ -86,7 +86,7 @@ class RewardWorker(Actor):
 
 
 class RewardProcess:
-    """A running reward worker. See replica.Member."""
+    """A running reward worker. See member.Member."""
 
     def __init__(
         self, name: str, mesh: Any, actor: Any, limit_seconds: float, deadlines: Deadlines, timeline: Timeline

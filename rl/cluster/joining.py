@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Slot:
-    """A host of the plan that may join: one after the other may take it. A Visitor (rl/actors/replica.py)."""
+    """A host of the plan that may join: one after the other may take it. A Visitor (rl/actors/member.py)."""
 
     def __init__(self, planned: Host, needed_gib: float, who: str):
         """needed_gib: of a host's own memory. who: starts there, for people."""

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl.actors.member import Visitor
 from rl.actors.remote import ProcessDied
-from rl.actors.replica import Visitor
 from rl.cluster.ends import kill_those_that_log_to
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease

@@ -1,8 +1,10 @@
 import asyncio
 import itertools
+import multiprocessing
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from rl.errors import RunError
 from rl.weight_sync import shared_memory
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard, assemble
 from rl.weight_sync.shared_memory import SharedMemory
+from tests.weight_sync import pushed
+from tests.weight_sync.pushed import Pushed
 
 
 def publish(transport, version, ranks):
@@ -207,3 +211,58 @@ def test_a_file_that_was_taken_while_it_was_opened_is_not_read(tmp_path, monkeyp
     monkeypatch.setattr(shared_memory.fcntl, "flock", too_late)
     with pytest.raises(RunError, match="policy version 1 was released"):
         transport.fetch(first)
+
+
+def test_a_transport_that_pushes_has_what_the_first_promises(tmp_path):
+    """See pushed.py. A receiver that has fetched before is sent the next version; a released one is refused."""
+    directory = tmp_path / "of-its-sockets"
+    directory.mkdir()
+    transport = Pushed(str(directory))
+    full = torch.randn(7, 5)
+    manifests = [publish(transport, 1, rows("w", full, 3))]
+    with receiver(directory) as ask:
+        assert torch.equal(ask(manifests[0]), full)
+        assert ask.counts() == {"pushed": 0, "pulled": 3}
+        manifests.append(publish(transport, 2, rows("w", full + 1, 2)))
+        assert torch.equal(ask(manifests[1]), full + 1)
+        assert ask.counts() == {"pushed": 2, "pulled": 3}
+    manifests.append(publish(transport, 3, rows("w", full + 2, 1)))  # its receiver is gone
+    asyncio.run(transport.release(manifests[1]))
+    with receiver(directory) as ask:
+        with pytest.raises(RunError, match="released before it was read"):
+            ask(manifests[1])
+        assert torch.equal(ask(manifests[2]), full + 2)
+        assert ask.counts() == {"pushed": 0, "pulled": 1}
+
+
+@contextmanager
+def receiver(directory):
+    """ask(manifest): the tensor "w", as another process fetches it."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_receive_versions, args=(str(directory), there))
+    process.start()
+    counts = {}
+
+    def ask(manifest):
+        here.send(manifest)
+        answer, own = here.recv()
+        counts.update(own)
+        if isinstance(answer, Exception):
+            raise answer
+        return torch.from_numpy(answer)
+
+    ask.counts = lambda: counts
+    yield ask
+    process.kill()
+    process.join()
+
+
+def _receive_versions(directory, pipe):
+    transport = Pushed(directory)
+    while True:
+        try:
+            answer = fetch(transport, pipe.recv())["w"].numpy()
+        except RunError as error:
+            answer = error
+        pipe.send((answer, pushed._process(directory).counts))
