@@ -11,10 +11,12 @@ import json
 import os
 import secrets
 import socket
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
 from rl.errors import ConfigError, RunError
+from rl.host_tls import VARIABLES, client_context
 
 OWN_HOST = "RL_HOST"
 """In the environment of processes that a worker started: its address, host:port."""
@@ -83,7 +85,9 @@ def line(message: Mapping[str, Any]) -> bytes:
 
 
 def signed(request: Mapping[str, Any], greeting: bytes) -> bytes:
-    """The line of a request, after a worker's greeting."""
+    """The line of a request, after a worker's greeting. Raises ConnectionError where none came."""
+    if not greeting:
+        raise ConnectionError(f"it sent no greeting: is {next(iter(VARIABLES))} set there, and not here?")
     return line({"request": request, "mac": _mac(json.loads(greeting)["nonce"], request)})
 
 
@@ -106,8 +110,11 @@ def ask(address: str, request: Mapping[str, Any], seconds: float) -> tuple[dict[
     """One request, and its answer's first line; the caller closes the socket. Raises HostUnreachable."""
     connection = None
     try:
-        connection = socket.create_connection(parse_address(address), timeout=seconds)
+        host, port = parse_address(address)
+        connection = socket.create_connection((host, port), timeout=seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls := client_context():
+            connection = tls.wrap_socket(connection, server_hostname=host)
         connection.sendall(signed(request, _read_line(connection)))
         answer = checked(address, _read_line(connection))
     except BaseException as error:
@@ -120,18 +127,20 @@ def ask(address: str, request: Mapping[str, Any], seconds: float) -> tuple[dict[
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Byte by byte: what follows a line is not a line."""
+    """Byte by byte: what follows a line is not a line. Empty where the connection is closed."""
     text = bytearray()
     while not text.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte:
-            raise ConnectionError("it closed the connection")
+            return b""
         text += byte
     return bytes(text)
 
 
 def checked(address: str, text: bytes) -> dict[str, Any]:
-    """A worker's answer. Raises HostRefuses."""
+    """A worker's answer. Raises HostRefuses, and ConnectionError where none came."""
+    if not text:
+        raise ConnectionError("it closed the connection")
     answer: dict[str, Any] = json.loads(text)
     if error := answer.get("error"):
         raise HostRefuses(f"host {address} {error}")
@@ -140,4 +149,7 @@ def checked(address: str, text: bytes) -> dict[str, Any]:
 
 def unreachable(address: str, error: BaseException) -> str:
     what = str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLError):
+        names = ", ".join(VARIABLES)
+        return f"host {address} has no TLS with this one ({what}); set {names} on both, for its address"
     return f"host {address} does not answer ({what}); start there: rl worker --listen {address}"

@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 
+from rl.host_tls import VARIABLES as TLS_VARIABLES
+
 _DEFAULTS = {
     # Find a dead process within a second; Monarch's default is up to ten. It reads this as it is imported.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
@@ -48,7 +50,10 @@ def kernel_cache() -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """What is set already stays as it is."""
+    """What is set already stays as it is. Monarch reads where its certificates are as it is imported, too."""
+    for ours, theirs in TLS_VARIABLES.items():
+        if ours in os.environ:
+            os.environ[theirs] = os.environ[ours]
     by_system = _GNU_OPENMP | _LOOPBACK if sys.platform == "linux" else _OTHER_OPENMP
     for name, value in (_DEFAULTS | by_system).items():
         os.environ.setdefault(name, value)

@@ -33,6 +33,7 @@ from rl.host_protocol import (
     unreachable,
     written,
 )
+from rl.host_tls import server_context
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 from rl.waiting import beside
 from rl.weight_sync.files import version_of
@@ -41,6 +42,7 @@ from rl.weight_sync.remote_files import send_file
 SILENCE_SECONDS = 45.0
 """Without a word from a controller, its run is ended here."""
 _GREETING_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 5.0  # less than who connects waits: it is told
 _JOIN_SECONDS = 3.0
 _CHUNK = 2**20
 _MOST_NOISE = 2**30
@@ -62,10 +64,13 @@ class HostAgent:
     async def serve(self) -> None:
         """Until cancelled; then no process of a run is left."""
         self._gpus = await _look_at_gpus()
-        server = await asyncio.start_server(self._accept, self._host, self._port, limit=LONGEST_LINE)
+        tls: dict[str, Any] = {}
+        if context := server_context():
+            tls = {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
+        server = await asyncio.start_server(self._accept, self._host, self._port, limit=LONGEST_LINE, **tls)
         port = server.sockets[0].getsockname()[1]
         self.address = written(self._host, port)
-        print(f"rl worker: listening on {self.address}", flush=True)
+        print(f"rl worker: listening {'by TLS ' if tls else ''}on {self.address}", flush=True)
         try:
             async with server, beside(*([self._ask_to_join()] if self._join else [])):
                 await reap_orphans()

@@ -15,6 +15,7 @@ from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
 from rl.errors import one_line
 from rl.host_protocol import MARK, written
+from rl.host_tls import transport
 from rl.plan.cluster import Cluster, Host
 from rl.plan.demand import ENGINE_ROLES, RoleName
 from rl.plan.types import Plan, WorkerSpec
@@ -184,7 +185,7 @@ class Hosts:
         from monarch.config import configure
 
         configure(**TIMEOUTS)
-        enable_transport(f"tcp://{written(self.address, 0)}")
+        enable_transport(transport(written(self.address, 0)))
 
     async def attach(self, name: str, hosts: tuple[int, ...]) -> Any:
         from monarch.actor import attach_to_workers

@@ -26,6 +26,7 @@ from rl.host_protocol import (
     signed,
     unreachable,
 )
+from rl.host_tls import client_context
 from rl.processes import ProcessInfo
 from rl.waiting import within
 
@@ -89,7 +90,8 @@ class Lease:
         try:
             async with within(_CONNECT_SECONDS):
                 host, port = parse_address(self.address)
-                reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
+                tls = client_context()
+                reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE, ssl=tls)
                 first = await reader.readline()
             writer.write(signed({**self._request, "lease": lease}, first))
             async with within(_START_SECONDS):

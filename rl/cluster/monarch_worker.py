@@ -6,6 +6,7 @@ import threading
 import time
 
 from rl.host_protocol import listen, written
+from rl.host_tls import transport
 from rl.processes import PARENT, Reaper, adopt_orphans, allow_many_files, end_with_parent
 
 TIMEOUTS = {"message_delivery_timeout": "1h", "channel_reconnect_timeout": "1h"}
@@ -28,7 +29,7 @@ def main() -> None:
     with listen(host) as listener:
         place = written(host, listener.getsockname()[1])
     # A fresh port and a fresh identity: a controller that knew an earlier one keeps its closed link to it.
-    address = f"{new_service_proc_id()}@tcp://{place}"
+    address = f"{new_service_proc_id()}@{transport(place)}"
     threading.Thread(target=_reap, daemon=True).start()
     print(address, flush=True)
     run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import transformers
 
 from configs.calculator import calculator
 from rl.cluster.jobs import KubernetesJob
+from tests.certificates import Authority, environment
 from tests.hosts import api_server as kubectl
-from tests.hosts.namespaces import hosts
+from tests.hosts.namespaces import hosts, worker
 from tests.hosts.runs import (
     MORTAL,
     OVER_BOTH,
@@ -20,6 +22,7 @@ from tests.hosts.runs import (
     check_same,
     left_on,
     numbers,
+    start,
     steps_of,
     train,
     two_hosts,
@@ -73,6 +76,25 @@ def test_a_host_list_gives_the_numbers_of_one_host(directory, on_one_host):
     with two_hosts(directory) as made:
         train(made, MORTAL, *OVER_BOTH, "--run_dir", directory / "run")
     check_same(numbers(directory / "run"), on_one_host)
+
+
+@pytest.mark.slow
+def test_hosts_that_speak_tls_give_the_numbers_of_one_host(directory, on_one_host):
+    """rl worker, Monarch's processes, and the weights between hosts; who has no certificate is refused."""
+    with hosts(2) as made, ExitStack() as kept:
+        everybody = [*(host.address for host in made), made[0].address.rpartition(".")[0] + ".254"]
+        kept.enter_context(environment(Authority(directory).variables("hosts", everybody)))
+        for host in made:
+            kept.enter_context(worker(host, directory / f"worker-{host.number}.log"))
+        train(made, MORTAL, *OVER_BOTH, "--run_dir", directory / "run")
+        with environment({}):
+            stranger = start(made, MORTAL, *OVER_BOTH, "--run_dir", directory / "another")
+            output, _ = stranger.communicate(timeout=60)
+        assert stranger.returncode == 2 and "it sent no greeting: is RL_TLS_CERT set there" in output
+        assert [left_on(host) for host in made] == [[], []]
+    check_same(numbers(directory / "run"), on_one_host)
+    for host in made:
+        assert "listening by TLS on" in (directory / f"worker-{host.number}.log").read_text()
 
 
 @pytest.mark.slow
