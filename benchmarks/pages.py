@@ -42,6 +42,7 @@ PAGES = {
     "prefix_trees": ("benchmarks/prefix_trees.py",),
     "prefix_trees_recipe": ("benchmarks/prefix_trees_recipe.py",),
     "rl_step": ("benchmarks/rl_step.py", "benchmarks/trl_step.py"),
+    "simulation": ("benchmarks/simulation/__main__.py", "configs/smollm2.py", "configs/quickstart.py"),
     "soak": ("benchmarks/soak.py", "configs/quickstart.py"),
     "tinker_database": ("benchmarks/tinker_database.py",),
     "tinker_load": ("benchmarks/tinker_load.py",),

@@ -10,6 +10,7 @@ LAYERS = [
     {
         "rl.errors",
         "rl.host_protocol",
+        "rl.host_tls",
         "rl.causes",
         "rl.bounds",
         "rl.fields",

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation.clock import SimulatedLoop
-from benchmarks.simulation.processes import Trainer
+from benchmarks.simulation.processes import Remote, Trainer
 from benchmarks.simulation.seconds import Controls, Device, Machine, Overheads, Work
 from benchmarks.simulation.shares import Shared
 from benchmarks.simulation.workloads import STEPS, cases, cpu_hosts, gpu_hosts, with_gpus, without_pauses
 from benchmarks.simulation.world import Options, Workload, World, simulate
 from configs.quickstart import quickstart
+from rl.actors.remote import ProcessDied
 from rl.config import RewardConfig
 from rl.config.settle import settle
 from rl.models.layout import Layout
@@ -86,19 +87,20 @@ def test_a_limit_lets_the_oldest_in_first_and_a_pause_holds_up_all():
 def test_what_is_given_up_makes_room(limit):
     async def main():
         link = Shared(asyncio.get_running_loop(), lambda n: 10 / n, limit)
-        tasks = [asyncio.ensure_future(link.use(100)) for _ in range(3)]
+        tasks = [asyncio.ensure_future(link.use(100)) for _ in range(4)]
 
         async def give_up():
             await asyncio.sleep(1.0)
-            tasks[0].cancel()
-            await asyncio.wait([tasks[0]])
+            for task in tasks[:2]:  # in one turn of the loop
+                task.cancel()
+            await asyncio.wait(tasks[:2])
 
-        first = await ends(give_up(), *tasks[1:])
+        first = await ends(give_up(), *tasks[2:])
         return first, await ends(link.use(10))
 
     shared, alone = run(main)
-    # Without a limit: 3.33 of each in the first second, then 5 a second. With it: 10 s each, after the first's second.
-    assert shared[1:] == pytest.approx([1 + (100 - 10 / 3) / 5] * 2 if limit is None else [11.0, 21.0])
+    # Without a limit: 2.5 of each in the first second, then 5 a second. With it: 10 s each, after the first's second.
+    assert shared[1:] == pytest.approx([1 + (100 - 2.5) / 5] * 2 if limit is None else [11.0, 21.0])
     assert alone[0] - max(shared) == pytest.approx(1.0)
 
 
@@ -120,7 +122,7 @@ def test_the_clock_runs_while_the_controller_computes_and_not_while_the_simulati
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         own, simulations, charged, busy = runner.run(main())
     assert own > 4 * simulations and charged >= 3.0 and busy > own + 3.0
-    assert run(main)[:3] == (0.0, 0.0, 3.0)
+    assert run(main) == (0.0, 0.0, 0.0, 0.0)
 
 
 def world(config, cluster, options=BY_SEED):
@@ -147,17 +149,20 @@ def test_versions_come_to_hosts_by_links(options, in_units):
 
     async def main():
         there = world(config, hosts(8), options)
-        there.published(1, [0])
-        twice = [there.fetch(host, 1) for host in range(1, 8) for _ in range(2)]
-        took = await ends(*twice)
-        later = await ends(*(there.fetch(host, 1) for host in range(8)))
+        processes = [Remote(f"generator-{host}", there, [host]) for host in range(8)]
+        for version in range(options.delta == 1, 2):  # what changed is sent to who has the version before
+            there.published(version, [0])
+            began = there.loop.time()
+            twice = [there.fetch(process, version) for process in processes[1:] for _ in range(2)]
+            took = [end - began for end in await ends(*twice)]
+        later = await ends(*(there.fetch(process, 1) for process in processes))
         assert later == [there.loop.time()] * 8  # who has it fetches nothing
         return sorted(took)[::2], there.up, there.down
 
     took, up, down = run(main)
     unit = 4 * ModelShape.of(config.model.config()).num_parameters / HERE.link
     assert took == pytest.approx([unit * seconds for seconds in in_units])
-    size = unit * HERE.link * options.delta
+    size = unit * HERE.link * (1 if options.delta == 1 else 1 + options.delta)
     assert [each.done for each in down] == pytest.approx([0] + [size] * 7)
     assert sum(each.done for each in up) == pytest.approx(7 * size)
 
@@ -166,7 +171,7 @@ def test_a_host_with_shards_lacks_those_of_the_others():
     async def main():
         there = world(quickstart(), hosts(4))
         there.published(1, [0, 1])
-        await asyncio.gather(there.fetch(0, 1), there.fetch(3, 1))
+        await asyncio.gather(*(there.fetch(Remote("generator", there, [host]), 1) for host in (0, 3)))
         return [each.done for each in there.up], [each.done for each in there.down]
 
     size = 4 * ModelShape.of(quickstart().model.config()).num_parameters
@@ -175,31 +180,65 @@ def test_a_host_with_shards_lacks_those_of_the_others():
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "sums"),
+    ("layout", "num_hosts", "learns", "scores"),
     [
-        (Layout(shard=2), 3 * (4 + 4 + 4) / 2, 0),  # gathered twice and reduced, for each row
-        (Layout(replicate=2), 0, 2 * 4 / 2),  # added up once a step
-        (Layout(replicate=2, shard=2), 0, 2 * 4 / 2),  # each copy on a host of its own
+        (
+            Layout(shard=2),
+            2,
+            3 * (4 + 4 + 4) / 2,
+            3 * 4 / 2,
+        ),  # gathered twice and reduced, for each of three rows
+        (Layout(replicate=2), 2, 3 * 2 * 4 / 2, 0),  # added up for each row
+        (Layout(replicate=2, shard=2), 2, 3 * 2 * 4 / 2, 0),  # each copy on a host of its own
+        (
+            Layout(replicate=2, shard=2),
+            4,
+            3 * ((4 + 4 + 4) / 2 + 2 * 4 / 2 / 2),
+            3 * 4 / 2,
+        ),  # over two hosts each
     ],
 )
-def test_a_trainers_collectives_go_over_its_links(layout, rows, sums):
+def test_a_trainers_collectives_go_over_its_links(layout, num_hosts, learns, scores):
     base = quickstart()
-    config = replace(base, trainer=replace(base.trainer, layout=layout, hosts=(0, 1)))
+    placed = tuple(range(num_hosts))
+    config = replace(base, trainer=replace(base.trainer, layout=layout, hosts=placed))
 
     async def main():
-        there = world(config, hosts(2))
+        there = world(config, hosts(num_hosts))
         (replica,) = there.plan.of("trainer")
-        placed = [process.host for process in replica.processes]
-        trainer = Trainer(
-            there, placed, lambda rank: None, replica.spec.config, there.plan.deadlines, there.timeline
-        )
-        return [
-            there.between_hosts(trainer, method, 3)
-            for method in ("forward_backward", "optim_step", "forward")
-        ]
+        ranks = [process.host for process in replica.processes]
+        others = replica.spec.config, there.plan.deadlines, there.timeline
+        trainer = Trainer(there, ranks, lambda rank: None, *others)
+        rows = {"forward_backward": 3, "forward": 3, "optim_step": 0}
+        return trainer.hosts_of_weights, [there.between_hosts(trainer, *each) for each in rows.items()]
 
+    of_weights, seconds = run(main)
     parameters = ModelShape.of(base.model.config()).num_parameters
-    assert run(main) == pytest.approx([rows * parameters / 1e6, sums * parameters / 1e6, 0])
+    assert seconds == pytest.approx([learns * parameters / 1e6, scores * parameters / 1e6, 0])
+    assert len({*of_weights}) == num_hosts // layout.replicate  # one copy publishes
+
+
+def test_what_a_lost_host_had_and_sent_is_lost():
+    """Its version is fetched again, and from others; who waits for it hears of its end."""
+    config = replace(quickstart(), reward=RewardConfig(num_procs=1))
+
+    async def main():
+        there = world(config, hosts(4), replace(BY_SEED, failures_per_hour=3.6e6, failing=(1,)))
+        processes = [Remote(f"generator-{host}", there, [host]) for host in range(4)]
+        there.published(1, [0])
+        await there.fetch(processes[1], 1)
+        there.comes(processes[1])
+        fail = asyncio.ensure_future(there.fail())
+        with pytest.raises(ProcessDied, match="its host is lost"):
+            await processes[1].sleep(1e3)
+        before = there.down[1].done
+        again = Remote("generator-1", there, [1])
+        await there.fetch(again, 1)
+        fail.cancel()
+        return before, there.down[1].done
+
+    before, after = run(main)
+    assert after == 2 * before > 0
 
 
 def test_seconds_follow_from_sizes():

@@ -1,7 +1,7 @@
 """The simulation's clock: it jumps over waits, and runs while the controller computes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -12,7 +12,7 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 
 class SimulatedLoop(VirtualLoop):
-    """Its time is what was waited for, and the CPU time of this process but for the simulation's own.
+    """Its time is what was waited for, and the CPU time of this process but for the simulation's own work.
 
     So a controller that has more to do than one core can makes the run longer, and its event loop lags, as it would.
     The controller's threads count as if they had the loop's core.
@@ -36,8 +36,8 @@ class SimulatedLoop(VirtualLoop):
         return computed + self.charged
 
     def charge(self, seconds: float) -> None:
-        """The controller's core does this now."""
-        self.charged += seconds
+        """The controller's core does this now: so many seconds of this machine's."""
+        self.charged += seconds / self._speed if self._speed else 0.0
 
     @contextmanager
     def spare(self) -> Iterator[None]:
@@ -49,6 +49,28 @@ class SimulatedLoop(VirtualLoop):
             self._depth -= 1
             if not self._depth:
                 self._spared += time.process_time() - began
+
+
+class Spared:
+    """Awaited, it runs a coroutine whose own steps are the simulation's work. What it awaits is the controller's."""
+
+    def __init__(self, loop: SimulatedLoop, coroutine: Coroutine[Any, Any, Any]):
+        self._loop, self._coroutine = loop, coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step, argument = self._coroutine.send, None
+        while True:
+            with self._loop.spare():
+                try:
+                    future = step(argument)
+                except StopIteration as end:
+                    return end.value
+            try:
+                yield future
+            except BaseException as error:
+                step, argument = self._coroutine.throw, error
+            else:
+                step, argument = self._coroutine.send, None
 
 
 def spared(function: Callable[P, R]) -> Callable[P, R]:

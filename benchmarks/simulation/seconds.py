@@ -85,6 +85,7 @@ class Work:
     """Of one model in one dtype on one device.
 
     parts: ranks that have a part of each layer each. context: tokens of a sequence that decodes, on average.
+    recomputes: activations are computed again in backward.
     """
 
     shape: ModelShape
@@ -93,6 +94,7 @@ class Work:
     overheads: Overheads
     parts: int = 1
     context: int = 0
+    recomputes: bool = False
 
     @property
     def weight_bytes(self) -> float:
@@ -123,10 +125,11 @@ class Work:
 
         tokens: computed; targets: scored; pairs: of a token and one that it attends to.
         """
-        shape, device, passes = self.shape, self.device, 3 if learns else 1
+        shape, device = self.shape, self.device
+        passes = (4 if self.recomputes else 3) if learns else 1
         ops = shape.num_layers * (_LAYER_OPS + (_LAYER_OPS_BACKWARD if learns else 0)) * device.op
         logits = shape.vocab_size / self.parts
-        head = passes * 2 * shape.dim * logits / device.flops[self.dtype]
+        head = (3 if learns else 1) * 2 * shape.dim * logits / device.flops[self.dtype]
         head += (_LOGIT_PASSES if learns else _LOGIT_PASSES / 3) * logits * 4 / device.memory
         width = shape.num_heads * shape.head_dim / self.parts
         attention = passes * 4 * width * shape.num_layers * pairs / device.flops[self.dtype]
@@ -152,7 +155,7 @@ class Work:
         return self._layers(tokens, 1)
 
     def publish(self, ranks: int) -> float:
-        """Each rank writes its part of the fp32 weights in the dtype that travels."""
+        """Each rank of one copy of the model writes its part of the fp32 weights in the dtype that travels."""
         moved = self.shape.num_parameters * (4 + BYTES[self.dtype]) / ranks
         return self.overheads.publish + moved / self.device.memory
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.fakes import AtOnce
 from benchmarks.simulation.clock import SimulatedLoop
-from benchmarks.simulation.processes import ASK_BYTES, Generator, Remote, RewardWorker, Trainer, completion
+from benchmarks.simulation.processes import Generator, Remote, RewardWorker, Trainer, completion
 from benchmarks.simulation.seconds import BYTES, Machine, Work
 from benchmarks.simulation.shares import Shared
 from rl.actors.actors import Actors, Revival
@@ -115,10 +115,10 @@ class World:
         self._rng, self._tokens = random.Random(options.seed), np.random.default_rng(options.seed)
         hosts = range(len(plan.cluster.hosts))
         self.up, self.down = ([Shared(loop, lambda n: machine.link / n) for _ in hosts] for _ in range(2))
-        self._sources: dict[int, set[int]] = {}  # version -> hosts that have all of it, or their shards
+        self._whole: dict[int, set[int]] = {}  # version -> hosts that have all of it
         self._shards: dict[int, tuple[int, ...]] = {}
         self._published: dict[int, float] = {}
-        self._fetching: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._fetching: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._sending = [0 for _ in hosts]
         self._sent = Signal()
         self._there: set[Remote] = set()
@@ -140,82 +140,84 @@ class World:
         device = self.machine.device(process.threads, bool(process.gpus))
         config = spec.config
         parts = config.layout.tensor_parallel if isinstance(spec, EngineSpec) else len(replica.processes)
-        return Work(self.shape, config.dtype, device, self.machine.overheads, parts, self._context)
+        recomputes = isinstance(spec, EngineSpec) and spec.config.activation_checkpointing == "full"
+        return Work(
+            self.shape, config.dtype, device, self.machine.overheads, parts, self._context, recomputes
+        )
 
     # ---- messages
 
-    async def message(self, host: int, size: int, to_controller: bool = False) -> None:
-        """One way between the controller and a process."""
+    def sent(self, host: int, size: int, to_controller: bool) -> list[tuple[Shared, float]]:
+        """What a message between the controller and a process takes of links. The controller's core pays for it."""
         controls = self.machine.controls
         self.loop.charge(controls.call / 2 / self.options.relay + size * controls.byte)
+        if not host:
+            return []
         source, target = (host, 0) if to_controller else (0, host)
-        if host and size >= _SMALL:
-            await asyncio.gather(self.up[source].use(size), self.down[target].use(size))
-        elif host:
-            self.up[source].done += size
-            self.down[target].done += size
-        await asyncio.sleep(controls.latency / 2)
-
-    async def call(self, host: int) -> None:
-        """And its answer, with nothing of size in either."""
-        await self.message(host, ASK_BYTES)
-        await self.message(host, ASK_BYTES, to_controller=True)
+        if size >= _SMALL:
+            return [(self.up[source], size), (self.down[target], size)]
+        self.up[source].done += size
+        self.down[target].done += size
+        return []
 
     # ---- weights
 
     def published(self, version: int, hosts: Sequence[int]) -> None:
         """Each of the hosts has shards of it."""
         self._shards[version] = tuple(dict.fromkeys(hosts))
-        self._sources[version] = {*self._shards[version]} if len(self._shards[version]) == 1 else set()
+        self._whole[version] = {*self._shards[version]} if len(self._shards[version]) == 1 else set()
         self._published[version] = self.loop.time()
         for old in [v for v in self._shards if v < version - 3]:
-            del self._shards[old], self._sources[old], self._published[old]
+            del self._shards[old], self._whole[old], self._published[old]
 
-    async def fetch(self, host: int, version: int) -> None:
+    async def fetch(self, process: Remote, version: int) -> None:
         """Once for each host, whoever asks."""
-        if host in self._sources.get(version, ()) or version not in self._shards:
-            return
+        (host,) = process.hosts
         key = host, version
-        if key not in self._fetching:
-            self._fetching[key] = asyncio.create_task(self._fetch(host, version))
-            self._fetching[key].add_done_callback(lambda _: self._fetching.pop(key))
-        await asyncio.shield(self._fetching[key])
+        while host not in self._whole.get(version, ()) and version in self._shards:
+            if key in self._fetching:
+                await process.wait(self._fetching[key])
+                continue
+            self._fetching[key] = self.loop.create_future()
+            try:
+                await self._fetch(process, host, version)
+            finally:
+                self._fetching.pop(key).set_result(None)
 
-    async def _fetch(self, host: int, version: int) -> None:
+    async def _fetch(self, process: Remote, host: int, version: int) -> None:
         shards = self._shards[version]
-        size = self.shape.num_parameters * BYTES[self._dtype] * self.options.delta
+        size = self.shape.num_parameters * BYTES[self._dtype]
+        if version - 1 in self._whole and host in self._whole[version - 1]:
+            size *= self.options.delta
         missing = size * sum(source != host for source in shards) / len(shards)
+        senders = [source for source in shards if source != host]
         if self.options.tree:
-            await self._fetch_from_one(host, version, missing)
-        else:
-            senders = [source for source in shards if source != host]
-            sends = [self.up[source].use(missing / len(senders)) for source in senders]
-            await asyncio.gather(*sends, self.down[host].use(missing))
-        if version in self._sources:
-            self._sources[version].add(host)
+            senders = await self._sender(process, host, version, senders)
+        for source in senders:
+            self._sending[source] += 1
+        try:
+            each = missing / len(senders)
+            await process.use(*((self.up[source], each) for source in senders), (self.down[host], missing))
+        finally:
+            for source in senders:
+                self._sending[source] -= 1
+            self._sent.notify()
+        if version in self._whole:
+            self._whole[version].add(host)
             self.outcome.fetches.append(self.loop.time() - self._published[version])
 
-    async def _fetch_from_one(self, host: int, version: int, size: float) -> None:
+    async def _sender(self, process: Remote, host: int, version: int, shards: list[int]) -> list[int]:
         """Of those that have all of it the one that sends to fewest; the first have it from all that have shards."""
-        shards = self._shards[version]
 
         def free() -> list[int]:
-            whole = self._sources.get(version, set())
-            senders = whole or {*shards}
-            return [
-                source
-                for source in senders
-                if source != host and self._sending[source] < self.options.fan_out
-            ]
+            able = self._whole.get(version) or shards
+            return [each for each in able if each != host and self._sending[each] < self.options.fan_out]
 
-        await self._sent.wait_for(lambda: bool(free()))
-        source = min(free(), key=lambda each: (self._sending[each], each))
-        self._sending[source] += 1
-        try:
-            await asyncio.gather(self.up[source].use(size), self.down[host].use(size))
-        finally:
-            self._sending[source] -= 1
-            self._sent.notify()
+        while not free():
+            await process.wait(asyncio.ensure_future(self._sent.wait()))
+        if not self._whole.get(version):
+            return shards
+        return [min(free(), key=lambda each: (self._sending[each], each))]
 
     @property
     def _dtype(self) -> str:
@@ -224,17 +226,19 @@ class World:
         return spec.config.dtype
 
     def between_hosts(self, trainer: Trainer, method: str, num_rows: int) -> float:
-        """Seconds of a trainer's collectives on its links, one after the other with its computing."""
+        """Seconds of a trainer's collectives on its links, one after the other with its computing.
+
+        For each row FSDP gathers the weights, twice where gradients follow, and reduces the gradients within a copy of
+        the model; then copies add theirs up, a row's, too (torch's default, which the engine leaves as it is).
+        """
         layout, hosts = trainer.config.layout, trainer.hosts
-        of_copy = [{*hosts[i : i + layout.num_procs // layout.replicate]} for i in
-                   range(0, len(hosts), layout.num_procs // layout.replicate)]  # fmt: skip
-        spanned, parameters = max(map(len, of_copy)), self.shape.num_parameters
-        size = 0.0
-        if method == "forward_backward" and spanned > 1:
-            a_row = (2 * BYTES[self._dtype] + 4) * parameters
-            size = num_rows * a_row * (spanned - 1) / spanned
-        elif method == "optim_step" and layout.replicate > 1 and spanned == 1 and len({*hosts}) > 1:
-            size = 2 * 4 * parameters * (layout.replicate - 1) / layout.replicate
+        a_copy = len(hosts) // layout.replicate
+        spanned = max(len({*hosts[i : i + a_copy]}) for i in range(0, len(hosts), a_copy))
+        parameters, learns = self.shape.num_parameters, method == "forward_backward"
+        gathered = (2 if learns else 1) * BYTES[self._dtype] * parameters + (4 * parameters if learns else 0)
+        size = num_rows * gathered * (spanned - 1) / spanned
+        if learns and len({*hosts}) > spanned:
+            size += num_rows * 2 * 4 * parameters / spanned * (layout.replicate - 1) / layout.replicate
         for host in {*hosts} if size else ():
             self.up[host].done += size
             self.down[host].done += size
@@ -245,7 +249,7 @@ class World:
     def comes(self, process: Remote) -> None:
         self._there.add(process)
         if self._lost.intersection(process.hosts):
-            process.is_dead.set()
+            process.die()
 
     def leaves(self, process: Remote) -> None:
         self._there.discard(process)
@@ -262,8 +266,10 @@ class World:
                 await asyncio.sleep(self._rng.expovariate(rate))
                 self.outcome.num_failures += 1
                 self._lost.add(host)
+                for whole in self._whole.values():  # what it had is gone; what it was sending comes no more
+                    whole.discard(host)
                 for process in [each for each in self._there if host in each.hosts]:
-                    process.is_dead.set()
+                    process.die()
                 await asyncio.sleep(self.machine.controls.repair)
                 self._lost.discard(host)
                 self._returned.notify()

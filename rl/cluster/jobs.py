@@ -4,14 +4,16 @@ Neither holds a variable's value but its own: Slurm hands on the environment in 
 Kubernetes reads a Secret by its name.
 """
 
+import hashlib
 import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 from rl.bounds import NonNegativeInt, PositiveInt
 from rl.errors import ConfigError, RunError
@@ -19,7 +21,7 @@ from rl.errors import ConfigError, RunError
 _SUBMIT_SECONDS = 60.0
 _TERMINATED = 128 + 15  # what `rl train` ends with where a signal had it save a checkpoint and end
 _PORT = 29500
-_LONGEST_NAME = 52  # of the 63 characters of a label a pod's number and Kubernetes' own suffix take some
+_LONGEST_NAME = 45  # of 63 characters of a label; the rest is for what tells runs, and pods, from others
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,13 @@ class SlurmJob:
     options: tuple[str, ...] = ()
     """More options of sbatch, without their dashes, as qos=high."""
 
-    def script(self, name: str, command: Sequence[str], run_dir: Path) -> str:
-        """command: what runs on each node."""
+    file: ClassVar[str] = "slurm.sh"
+    logs: ClassVar[str] = "slurm-"
+
+    def text(self, run_dir: Path, command: Sequence[str]) -> str:
+        """The script. command: what runs on each node."""
         options = {
-            "job-name": f"rl-{name}",
+            "job-name": f"rl-{run_dir.name}",
             "nodes": self.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": self.gpus_per_node or "",
@@ -109,14 +114,15 @@ class KubernetesJob:
     restarts: NonNegativeInt = 10
     """How often the job is started again after a pod was lost; it goes on from the newest checkpoint."""
 
-    def manifest(self, name: str, command: Sequence[str]) -> str:
-        """Two documents of YAML, written as JSON. name: of the Job, which no other in its namespace may have.
+    file: ClassVar[str] = "kubernetes.yaml"
+    logs: ClassVar[str] = "kubernetes."
 
-        Raises ConfigError where something is missing.
-        """
+    def text(self, run_dir: Path, command: Sequence[str]) -> str:
+        """Two documents of YAML, written as JSON. The Job has its run's name: no other may have it in its
+        namespace. Raises ConfigError where something is missing."""
         if missing := [setting for setting in ("image", "claim") if not getattr(self, setting)]:
             raise ConfigError("\n".join(f"--kubernetes.{setting} is missing; give it" for setting in missing))
-        service, metadata = _label(f"rl-{name}"), {"namespace": self.namespace}
+        service, metadata = _label(run_dir), {"namespace": self.namespace}
         resources = {
             name: str(value)
             for name, value in {
@@ -173,7 +179,8 @@ class KubernetesJob:
             "metadata": {"name": service, **metadata},
             "spec": {"clusterIP": "None", "selector": {"rl-run": service}, "publishNotReadyAddresses": True},
         }
-        return "---\n".join(json.dumps(document, indent=1) + "\n" for document in (headless, job))
+        # A file that begins with a brace is JSON for kubectl before 1.33, which reads one document of it.
+        return "".join(f"---\n{json.dumps(document, indent=1)}\n" for document in (headless, job))
 
     def submit(self, file: Path) -> str:
         """What kubectl answers. Raises RunError.
@@ -183,20 +190,33 @@ class KubernetesJob:
         try:
             return _run("kubectl", "create", "-f", str(file))
         except RunError as error:
-            if "AlreadyExists" not in str(error):
-                raise
-            raise RunError(
-                f"this run was submitted before, and its Job is still there (kubectl get -f {file}); to go "
-                f"on from the newest checkpoint, end it with kubectl delete -f {file}, and submit again"
-            ) from error
+            exist = re.findall(r'(jobs|services)\S* "\S+" already exists', str(error))
+            if "jobs" in exist:
+                end = f"kubectl delete --cascade=foreground -f {file}"
+                raise RunError(
+                    f"this run was submitted before, and its Job is still there (kubectl get -f {file}); to "
+                    f"go on from the newest checkpoint, end it with {end}, and submit again"
+                ) from error
+            if exist and str(error).count("Error from server") == 1:
+                return "the Job was created; its Service was there"
+            raise
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """How a run is submitted."""
+    """How a run is submitted: `--launcher` names one of these.
+
+    Of each: `file` is what is written into the run's directory and submitted, `logs` how other files begin
+    that it, or the scheduler, leaves there.
+    """
 
     slurm: SlurmJob = SlurmJob()
     kubernetes: KubernetesJob = KubernetesJob()
+
+
+LAUNCHERS = tuple(field.name for field in fields(JobConfig))
+FILES = tuple(name for launcher in (SlurmJob, KubernetesJob) for name in (launcher.file, launcher.logs))
+"""How files begin that are in a run's directory before its job starts."""
 
 
 def command_of(source: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
@@ -205,9 +225,10 @@ def command_of(source: str, arguments: Sequence[str], run_dir: Path) -> list[str
     return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
 
 
-def _label(text: str) -> str:
-    """As Kubernetes names things, with room for a pod's number behind it."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:_LONGEST_NAME].strip("-")
+def _label(run_dir: Path) -> str:
+    """A name of the run's alone, as Kubernetes takes it, with room for a pod's number behind it."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"rl-{run_dir.name}".lower())[:_LONGEST_NAME].strip("-")
+    return f"{name}-{hashlib.blake2b(str(run_dir).encode(), digest_size=3).hexdigest()}"
 
 
 def _run(*command: str) -> str:
@@ -218,6 +239,6 @@ def _run(*command: str) -> str:
     except FileNotFoundError:
         raise RunError(f"{command[0]} is not here; submit {command[-1]} where it is") from None
     except (OSError, subprocess.SubprocessError) as error:
-        what = (getattr(error, "stderr", "") or str(error)).strip()
+        what = "; ".join((getattr(error, "stderr", "") or str(error)).strip().splitlines())
         raise RunError(f"{command[0]} failed: {what}; what it was given is {command[-1]}") from error
     return done.stdout.strip()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl.cluster.jobs import FILES
 from rl.config.names import MOVED, RENAMED, with_new_names
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
@@ -25,8 +26,7 @@ def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
     write_whole(run_dir / _NAME, text.encode())
 
 
-_OF_JOBS = ("slurm.sh", "slurm-", "kubernetes.yaml", "plan.json")
-"""How files begin that are in a run's directory before a scheduler starts the run."""
+_BEFORE_A_JOB = (*FILES, "plan.json")
 
 
 def why_no_run(directory: Path) -> str:
@@ -35,7 +35,7 @@ def why_no_run(directory: Path) -> str:
     A run that was killed as it started has left at most its lock and half a config.json. Who submitted it to
     a scheduler has written what is submitted, and the scheduler a log.
     """
-    names = {path.name for path in directory.iterdir() if not path.name.startswith(_OF_JOBS)}
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(_BEFORE_A_JOB)}
     if names <= {LOCK, f"{_NAME}.partial"}:
         return ""
     if _NAME not in names:

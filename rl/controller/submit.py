@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.cluster.jobs import JobConfig, command_of
+from rl.cluster.jobs import LAUNCHERS, JobConfig, command_of
 from rl.cluster.machine import look_at_host
 from rl.config.flags import override, settings_of
 from rl.config.recipes import load_recipe, source_of
@@ -16,7 +16,6 @@ from rl.fields import check_fields
 from rl.plan.cluster import Cluster, parse_cluster
 from rl.plan.types import Plan
 
-LAUNCHERS = ("slurm", "kubernetes")
 _OF_JOBS = tuple(f"--{name}." for name in LAUNCHERS)
 _NOT_OF_JOBS = {
     "--hosts": "the scheduler chooses hosts",
@@ -57,13 +56,9 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         raise ConfigError("\n".join(problems))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     command = command_of(source_of(recipe_name), _without(rest, "--run_dir"), run_dir)
-    if launcher == "slurm":
-        file, text = run_dir / "slurm.sh", jobs.slurm.script(recipe, command, run_dir)
-        nodes = jobs.slurm.nodes
-    else:
-        file, text = run_dir / "kubernetes.yaml", jobs.kubernetes.manifest(run_dir.name, command)
-        nodes = jobs.kubernetes.nodes
-    made = _plan_of(config, cluster, nodes) if is_dry else None
+    job = getattr(jobs, launcher)
+    file, text = run_dir / job.file, job.text(run_dir, command)
+    made = _plan_of(config, cluster, job.nodes) if is_dry else None
     if isinstance(made, list):
         raise ConfigError("\n".join(made))
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -73,7 +68,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         print("\n".join(describe(recipe, made)))
         print(f"{file} and plan.json beside it are written; nothing was started")
         return 0
-    print(getattr(jobs, launcher).submit(file))
+    print(job.submit(file))
     print(f"run directory: {run_dir}; what was submitted: {file}")
     return 0
 

@@ -1,7 +1,8 @@
 """Pass: what each role's processes are started with."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
@@ -42,21 +43,21 @@ def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Sp
 
 
 def _engine(demand: Demand, facts: Facts, layout: Layout, numerics: Numerics) -> EngineConfig:
-    trainer = demand.trainer
-    return EngineConfig(
-        layout=layout,
-        share_prefixes=trainer.share_prefixes,
-        dtype=numerics.dtype,
-        activation_checkpointing=trainer.activation_checkpointing,
-        max_seq_len=longest_sequence(demand, facts),
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        adapters=trainer.lora.rank > 0 or demand.clients_adapters is not None,
-        dropout=trainer.dropout,
-        float8=trainer.float8,
-        compile=trainer.compile,
-        timeout_seconds=demand.deadlines.train,
-        save_seconds=demand.deadlines.checkpoint,
-    )
+    settled = {
+        "layout": layout,
+        "dtype": numerics.dtype,
+        "max_seq_len": longest_sequence(demand, facts),
+        "adapters": demand.trainer.lora.rank > 0 or demand.clients_adapters is not None,
+        "timeout_seconds": demand.deadlines.train,
+        "save_seconds": demand.deadlines.checkpoint,
+    }
+    return EngineConfig(**_handed_on(demand.trainer, EngineConfig) | settled)
+
+
+def _handed_on(section: Any, config: type) -> dict[str, Any]:
+    """Settings of the section that the config has by the same name."""
+    names = {field.name for field in fields(config)}
+    return {field.name: getattr(section, field.name) for field in fields(section) if field.name in names}
 
 
 def _drawn(demand: Demand, role: RoleName, config: EngineConfig) -> EngineConfig:
@@ -76,21 +77,17 @@ def _trainer(demand: Demand, facts: Facts, numerics: Numerics) -> EngineSpec:
 def _generator(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpec:
     generator = demand.generator
     assert generator is not None
-    config = VLLMConfig(
-        model_dir="",
-        dtype=numerics.dtype,
-        max_model_len=longest_sequence(demand, facts),
-        max_num_seqs=generator.max_num_seqs,
-        kv_cache_gib=generator.kv_cache_gib,
-        cuda_graphs=numerics.cuda_graphs,
-        block_size=generator.block_size,
-        compile=generator.compile,
-        tensor_parallel=generator.tensor_parallel,
-        max_lora_rank=demand.max_rank,
-        max_adapters=demand.max_adapters,
-        sleeps=demand.sharing == "by_turns",
-        stop_texts=demand.stop_texts,
-    )
+    settled = {
+        "model_dir": "",
+        "dtype": numerics.dtype,
+        "max_model_len": longest_sequence(demand, facts),
+        "cuda_graphs": numerics.cuda_graphs,
+        "max_lora_rank": demand.max_rank,
+        "max_adapters": demand.max_adapters,
+        "sleeps": demand.sharing == "by_turns",
+        "stop_texts": demand.stop_texts,
+    }
+    config = VLLMConfig(**_handed_on(generator, VLLMConfig) | settled)
     return GeneratorSpec("model", config, generator.updates)
 
 

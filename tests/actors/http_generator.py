@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -33,9 +34,11 @@ class HTTPGenerator:
 
     def __init__(self, name: str, process: subprocess.Popen, port: int):
         self.name, self._process, self._port = name, process, port
+        self.num_samples = 0  # under way, when it was last looked at
+        self._threads = ThreadPoolExecutor(32)  # a request that samples keeps one
 
     async def check(self) -> None:
-        await self._ask("check", {})
+        self.num_samples = (await self._ask("check", {}))["num_samples"]
 
     async def kill(self) -> None:
         self._process.kill()
@@ -64,7 +67,7 @@ class HTTPGenerator:
 
     async def _ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            return await asyncio.to_thread(self._post, verb, body)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._post, verb, body)
         except (OSError, http.client.HTTPException) as error:
             raise ProcessDied(f"{self.name} does not answer: {error!r}") from error
 
@@ -95,9 +98,10 @@ class _Engine:
         self._transport = SharedMemory(directory)
         self._version, self._mean = -1, 0.0
         self._given_up: set[int] = set()
+        self._num_samples = 0
 
     def check(self) -> dict[str, Any]:
-        return {}
+        return {"num_samples": self._num_samples}
 
     def load_weights(self, manifest: str) -> dict[str, Any]:
         version = pickle.loads(bytes.fromhex(manifest))
@@ -112,10 +116,12 @@ class _Engine:
     def sample(self, n: int, tokens: int, key: int) -> dict[str, Any]:
         first, sampled = self._version, list[int]()
         logprobs = list[float]()
+        self._num_samples += 1
         while len(sampled) < tokens and key not in self._given_up:
             time.sleep(TOKEN_SECONDS)
             sampled.append(self._version)
             logprobs.append(self._mean)
+        self._num_samples -= 1
         return {"samples": [(sampled, logprobs, (first, self._version))] * n}
 
     def give_up_samples(self, keys: list[int] | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -48,7 +49,7 @@ def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
     lines = script.read_text().splitlines()
     options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
     assert options == {
-        "job-name=rl-quickstart", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "partition=gpu", "account=me",
+        "job-name=rl-run", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "partition=gpu", "account=me",
         "time=12:00:00", "signal=TERM@60", f"output={tmp_path}/run/slurm-%j.log", "open-mode=append", "requeue",
         "exclusive", "qos=high",
     }  # fmt: skip
@@ -98,10 +99,11 @@ def test_a_manifest_for_kubernetes(tmp_path):
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     variables = {each["name"]: each.get("value") for each in container["env"]}
+    name = job["metadata"]["name"]
     assert variables == {
         "RANK": None,
         "WORLD_SIZE": "3",
-        "MASTER_ADDR": "rl-run-0.rl-run",
+        "MASTER_ADDR": f"{name}-0.{name}",
         "MASTER_PORT": "29500",
     }
     assert (
@@ -167,24 +169,45 @@ def test_a_scheduler_that_is_not_here_or_refuses(tmp_path, monkeypatch):
         submit(tmp_path, *SLURM)
 
 
-def test_a_run_whose_job_is_still_there_is_not_started_in_silence(tmp_path):
-    refuses = "echo 'Error from server (AlreadyExists): jobs.batch \"rl-run\" already exists' >&2; exit 1"
-    (tmp_path / "bin" / "kubectl").write_text(f"#!/bin/sh\n{refuses}\n")
-    file = tmp_path / "run" / "kubernetes.yaml"
-    with pytest.raises(
-        RunError, match=f"submitted before.* end it with kubectl delete -f {file}, and submit again"
-    ):
-        submit(tmp_path, *KUBERNETES)
+JOB, SERVICE = 'jobs.batch "rl-x" already exists', 'services "rl-x" already exists'
+QUOTA = 'jobs.batch "rl-x" is forbidden: exceeded quota'
 
 
 @pytest.mark.parametrize(
-    ("directory", "name"),
-    [("Run_7.b", "rl-run-7-b"), ("-x-", "rl-x"), ("a" * 80, "rl-" + "a" * 49), ("_", "rl"), ("été", "rl-t")],
-)
-def test_a_job_is_named_by_its_runs_directory(tmp_path, directory, name):
-    assert _dispatch(["train", "quickstart", *KUBERNETES, "--run_dir", str(tmp_path / directory)]) == 0
-    made = yaml.safe_load_all((tmp_path / directory / "kubernetes.yaml").read_text())
-    assert [each["metadata"]["name"] for each in made] == [name, name]
+    ("errors", "what"),
+    [
+        ([JOB, SERVICE], "submitted before.* end it with kubectl delete --cascade=foreground -f .*kubernetes.yaml, and submit again"),
+        ([JOB], "submitted before"),
+        ([SERVICE, QUOTA], "kubectl failed: .*exceeded quota"),
+        ([QUOTA], "kubectl failed: .*exceeded quota"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_job_is_still_there_is_not_started_in_silence(tmp_path, errors, what):
+    refuses = "; ".join(f"echo 'Error from server (AlreadyExists): {error}' >&2" for error in errors)
+    (tmp_path / "bin" / "kubectl").write_text(f"#!/bin/sh\n{refuses}; exit 1\n")
+    with pytest.raises(RunError, match=what):
+        submit(tmp_path, *KUBERNETES)
+
+
+def test_a_service_that_was_left_does_not_keep_the_job_from_starting(tmp_path, capsys):
+    answer = f"echo 'Error from server (AlreadyExists): {SERVICE}' >&2; echo job.batch/rl-x created; exit 1"
+    (tmp_path / "bin" / "kubectl").write_text(f"#!/bin/sh\n{answer}\n")
+    submit(tmp_path, *KUBERNETES)
+    assert "the Job was created" in capsys.readouterr().out
+
+
+def test_each_run_has_a_job_name_of_its_own(tmp_path):
+    names = ["Run_7.b", "run-7-b", "-x-", "a" * 80, "a" * 79 + "b", "_", "été", "7", "run"]
+    made = set()
+    for directory in [*names, *(f"other/{name}" for name in names)]:
+        assert _dispatch(["train", "quickstart", *KUBERNETES, "--run_dir", str(tmp_path / directory)]) == 0
+        text = (tmp_path / directory / "kubernetes.yaml").read_text()
+        assert text.startswith("---\n")  # else kubectl before 1.33 reads one document
+        service, job = yaml.safe_load_all(text)
+        assert service["metadata"]["name"] == job["metadata"]["name"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,53}[a-z0-9])?", job["metadata"]["name"])
+        made.add(job["metadata"]["name"])
+    assert len(made) == 2 * len(names)
 
 
 def test_which_words_are_a_jobs():

@@ -24,6 +24,7 @@ FIELDS: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "kuberne
 _SCALARS = {"str": str, "int": int, "bool": bool, "float": float}
 _QUANTITY = r"\d+(\.\d+)?(m|[kMGTPE]i?)?"
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SERVICE = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"  # RFC 1035; here a Job has its Service's name
 _KINDS = {"jobs": ("batch/v1", "Job"), "services": ("v1", "Service")}
 
 
@@ -126,8 +127,8 @@ def problems_of(value: Any, kind: str, path: str = "") -> Iterator[str]:
 def why_not(made: dict[str, Any], resource: str, before: dict[str, Any] | None) -> list[str]:
     """What is wrong with an object, or with its change."""
     problems = [*problems_of(made, f"V1{_KINDS[resource][1]}")]
-    if not re.fullmatch(_LABEL, made.get("metadata", {}).get("name", "")):
-        problems.append("metadata.name: a lowercase RFC 1123 label")
+    if not re.fullmatch(_SERVICE, made.get("metadata", {}).get("name", "")):
+        problems.append("metadata.name: a lowercase label that begins with a letter, as a Service's name")
     if resource == "jobs" and not problems:
         spec = made["spec"]
         if spec["template"]["spec"].get("restartPolicy") not in ("Never", "OnFailure"):

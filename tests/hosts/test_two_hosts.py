@@ -198,10 +198,11 @@ def test_a_job_of_kubernetes_gives_the_numbers_of_one_host(directory, on_one_hos
         how = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
         first = subprocess.run(words, **how)
         assert first.returncode == 0, first.stderr
-        assert "job.batch/rl-run created" in first.stdout and "service/rl-run created" in first.stdout
+        ((_, _, name),) = [place for place in cluster.objects if place[0] == "jobs"]
+        assert f"job.batch/{name} created" in first.stdout and f"service/{name} created" in first.stdout
         again = subprocess.run(words, **how)
         assert again.returncode == 1 and again.stderr.count("\n") == 1 and "submitted before" in again.stderr
-        pods = cluster.pods("team", "rl-run")
+        pods = cluster.pods("team", name)
         names = [cluster.names_of("team", pod) for pod in pods]
         with hosts(len(pods)) as made:
             names_file = directory / "names"
@@ -232,7 +233,7 @@ def test_a_job_of_kubernetes_gives_the_numbers_of_one_host(directory, on_one_hos
 )
 def test_the_api_server_of_these_tests_refuses_what_a_real_one_would(directory, right, wrong, what):
     kubectl.install()
-    manifest = KubernetesJob(nodes=2, image="rl", claim="runs", gpus_per_node=8).manifest("one", ["rl"])
+    manifest = KubernetesJob(nodes=2, image="rl", claim="runs", gpus_per_node=8).text(directory, ["rl"])
     assert right in manifest
     with kubectl.api_server() as cluster:
         environment = {**os.environ, **cluster.kubeconfig(directory / "kubeconfig")}
@@ -283,7 +284,6 @@ def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
 AGENT = """
 from dataclasses import dataclass, replace
 from configs.calculator import calculator
-from rl.cluster.jobs import KubernetesJob
 from rl.config import JudgeConfig
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv

@@ -53,7 +53,9 @@ class Pushed:
             arrived = process.buffers.get(name)
             buffers[key] = process.pull(sender, name) if arrived is None else arrived
             process.counts["pulled" if arrived is None else "pushed"] += 1
-        for name in [n for n in process.buffers if _version(n) < manifest.version and process.is_receiver]:
+        for name in [
+            n for n in list(process.buffers) if _version(n) < manifest.version and process.is_receiver
+        ]:
             del process.buffers[name]
         print(f"weights: {process.counts}", flush=True)
         return read_shards(manifest, buffers)

@@ -240,7 +240,7 @@ def receiver(directory):
     """ask(manifest): the tensor "w", as another process fetches it."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_receive_versions, args=(str(directory), there))
+    process = context.Process(target=_receive_versions, args=(str(directory), there), daemon=True)
     process.start()
     counts = {}
 
@@ -253,9 +253,11 @@ def receiver(directory):
         return torch.from_numpy(answer)
 
     ask.counts = lambda: counts
-    yield ask
-    process.kill()
-    process.join()
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.join()
 
 
 def _receive_versions(directory, pipe):
