@@ -28,8 +28,10 @@ _FIRST_LINE = "a directory of rl, removed by the next run once nobody locks this
 # An address of a Unix socket has 107 bytes; the longest name under the directory is a UUID.
 _LONGEST = 107 - len("/") - 36
 # It removes its directory, and what is noted beside it, when the owner is gone, which closes the pipe. The
-# owner's processes end at the same time, and may still write.
+# owner's processes end at the same time, and may still write. What a scheduler sends to all of a job does not
+# end it.
 _JANITOR = """
+trap '' INT TERM HUP
 while read -r line; do :; done
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
   for note in "$0"/beside/*; do [ -e "$note" ] && rm -f -- "$1/${note##*/}"; done

@@ -34,6 +34,20 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def outlive_interrupts() -> None:
+    """Signals that ask a run to end do nothing to this process. What it starts is ended by them as ever.
+
+    A scheduler may send them to all of a job, and the controller needs this process to save a checkpoint.
+    From any thread: Python sets handlers in the main one alone. The handler is libc's abs, which does
+    nothing. A program begins without handlers; that a signal is ignored would be handed on to it.
+    """
+    libc = ctypes.CDLL(None)
+    handler = ctypes.cast(libc.abs, ctypes.c_void_p)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    for number in INTERRUPTS:
+        libc.signal(number, handler)
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent has ended, so that they can be found and ended."""
     if sys.platform == "linux":

@@ -18,6 +18,25 @@ from rl.controller import run
 from rl.processes import ProcessInfo, is_gone, is_stopped
 from rl.tinker import serve
 
+PROTECTED = """
+import os, signal, subprocess, threading
+from rl.processes import INTERRUPTS, outlive_interrupts
+thread = threading.Thread(target=outlive_interrupts)
+thread.start()
+thread.join()
+for number in INTERRUPTS:
+    os.kill(os.getpid(), number)
+    child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(number)
+    assert child.wait(10) == -number, number
+print("alive")
+"""
+
+
+def test_a_process_outlives_what_asks_a_run_to_end_and_what_it_starts_does_not():
+    done = subprocess.run([sys.executable, "-c", PROTECTED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "alive\n", done.stderr
+
 
 def test_a_process_that_stands_still_is_told_from_one_that_runs_waits_or_is_gone():
     child = subprocess.Popen(["sleep", "60"])

@@ -159,9 +159,16 @@ def _own_worker(group: Group) -> Iterator[str]:
         yield address
     finally:
         over.set()
-        worker.terminate()
+        worker.send_signal(signal.SIGINT)
         keeper.join(_STOP_SECONDS)
         worker.kill()
+
+
+def _begin_worker() -> None:
+    """What a scheduler sends to all of a job is the first host's business, which needs this host to save."""
+    end_with_parent()
+    for number in {*INTERRUPTS} - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _start_worker(address: str) -> "subprocess.Popen[str]":
@@ -172,7 +179,7 @@ def _start_worker(address: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=end_with_parent,
+        preexec_fn=_begin_worker,
     )
 
 

@@ -68,10 +68,11 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
         from monarch.actor import current_rank
 
         from rl.host_protocol import own_host
-        from rl.processes import end_with_parent
+        from rl.processes import end_with_parent, outlive_interrupts
 
         sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
         end_with_parent()
+        outlive_interrupts()
         if os.getppid() != int(os.environ.get(PARENT, controller)):
             os._exit(1)  # the parent ended before this process asked to end with it
         with suppress(PermissionError):  # it leads a session already

@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -12,12 +13,15 @@ import time
 from contextlib import contextmanager
 from datetime import timedelta
 
+import psutil
 import pytest
 
 from rl.cluster import rendezvous
 from rl.cluster.rendezvous import Group, group_of, run_as_group
 from rl.errors import ConfigError, RunError
+from rl.host_protocol import ask
 
+SIGNAL = signal.signal
 TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "2",
@@ -198,6 +202,18 @@ def test_a_worker_that_dies_is_started_again_at_its_address(monkeypatch):
     assert all(process.wait(10) is not None for process in started)
     for process in started:
         process.stdout.close()
+
+
+def test_a_worker_of_a_jobs_own_ends_with_the_run_and_not_by_what_the_job_is_sent(monkeypatch):
+    monkeypatch.setattr(rendezvous.signal, "signal", SIGNAL)
+    group = Group(1, 2, "127.0.0.1", 1)
+    with rendezvous._own_worker(group) as address:
+        (worker,) = [c for c in psutil.Process().children() if "worker" in c.cmdline()]
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            worker.send_signal(number)
+        time.sleep(0.5)
+        ask(address, {"do": "look"}, 10.0)[1].close()
+    worker.wait(10)
 
 
 def test_a_worker_that_does_not_start_ends_the_run(monkeypatch):

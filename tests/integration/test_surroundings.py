@@ -15,7 +15,7 @@ import tempfile
 import termios
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ from rl.owned_directory import SHARED_MEMORY
 from rl.processes import ProcessInfo, is_gone
 from tests.cgroups import memory_cgroup
 from tests.devices import with_all
-from tests.integration.runs import ROOT, pid_of, read_metrics
+from tests.integration.runs import ROOT, pid_of, read_metrics, shared_leftovers, start, wait_for_line
 
 pytestmark = pytest.mark.slow
 TRAIN = ["--warmup.steps", "1", "--env.num_eval", "8", "--prompts_per_step", "4", "--group_size", "2"]
@@ -253,3 +253,21 @@ def test_a_package_beside_the_recipe(tmp_path):
         assert process.wait(200) == 0, output.read_text()
     rewards = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert 0.25 in [metrics.get("reward/mean") for metrics in rewards]
+
+
+def test_what_asks_all_processes_of_a_job_to_end_leaves_a_checkpoint(tmp_path):
+    """As LSF does, and systemd, and Slurm with proctrack/linuxproc."""
+    process = start(
+        "train", "tests/recipes.py:mortal", "--run_dir", tmp_path / "run", "--save_every", 0, "--steps", 500
+    )
+    wait_for_line(process, "step 1/")
+    for each in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert (
+        process.returncode == 128 + signal.SIGTERM and "interrupted: saving a checkpoint of step " in output
+    ), output
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert (saved / "record.json").exists()
+    assert not shared_leftovers()
