@@ -84,7 +84,8 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
         os.dup2(file, 1)
         os.dup2(file, 2)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.write(1, f"{now} host {own_host()}, rank {rank}: process {os.getpid()} starts\n".encode())
+        with suppress(OSError):  # a full disk costs the log, and nothing else
+            os.write(1, f"{now} host {own_host()}, rank {rank}: process {os.getpid()} starts\n".encode())
 
     return prepare
 
