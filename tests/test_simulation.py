@@ -22,7 +22,7 @@ from rl.models.layout import Layout
 from rl.plan.cluster import Cluster, Host
 from rl.plan.memory import ModelShape
 
-DEVICE = Device({"float32": 1e11, "bfloat16": 2e11}, 1e10, 1e-6)
+DEVICE = Device({"float32": {1: 1e11}, "bfloat16": {1: 2e11}}, 1e10, 1e-6)
 HERE = Machine(
     {1: DEVICE, 2: DEVICE},
     Overheads(train=0.05, optim=0.01, decode=0.004, sequence=1e-5, publish=0.03, load=0.02, reward=0.01),
@@ -247,19 +247,23 @@ def test_seconds_follow_from_sizes():
         qk_norm=False,
     )  # fmt: skip
     nothing = Overheads(0, 0, 0, 0, 0, 0, 0)
-    work = Work(shape, "float32", Device({"float32": 1e3}, math.inf, 0.0), nothing)
+    work = Work(shape, "float32", Device({"float32": {1: 1e3}}, math.inf, 0.0), nothing)
     of_layers = 2 * (10 * 5 * (2 * 2 + 2) + 3 * 10 * 20)
     assert work.train(7, 0, 0) == pytest.approx(3 * 2 * of_layers * 7 / 1e3)
     assert work.train(0, 3, 0) == pytest.approx(3 * 2 * 10 * 50 * 3 / 1e3)
     assert work.train(0, 0, 11) == pytest.approx(3 * 4 * 10 * 2 * 11 / 1e3)
     assert work.train(7, 3, 11, learns=False) == pytest.approx(work.train(7, 3, 11) / 3)
     assert work.decode(4) == pytest.approx(4 * 2 * (of_layers + 500) / 1e3)
-    slow = replace(work, device=Device({"float32": math.inf}, 1e3, 0.0))
+    slow = replace(work, device=Device({"float32": {1: math.inf}}, 1e3, 0.0))
     parameters = shape.num_parameters
     assert slow.optim(2) == pytest.approx(parameters * 4 * 9 / 2 / 1e3)
     assert slow.publish(1) == pytest.approx(parameters * 8 / 1e3)
     assert slow.load() == pytest.approx(parameters * 4 * 6 / 1e3)
     assert slow.decode(0) == pytest.approx(parameters * 4 / 1e3)
+    few = replace(work, device=Device({"float32": {2: 1e2, 16: 1e3}}, math.inf, 0.0, random=0.5))
+    assert few.prefill(15) == pytest.approx(2 * of_layers * 15 / 1e2)
+    assert few.prefill(16) == pytest.approx(2 * of_layers * 16 / 1e3)
+    assert few.decode(1) == pytest.approx(2 * (of_layers + 500) / 1e2 + 50 * 0.5)
     split = replace(work, parts=2)
     assert split.train(7, 3, 11) == pytest.approx(work.train(7, 3, 11) / 2)
 
@@ -282,15 +286,15 @@ def test_a_run_takes_what_its_parts_take():
 
 
 def test_a_seed_decides_a_run_and_its_failures():
-    config, cluster = cpu_hosts(8, 6)
+    config, cluster = cpu_hosts(8, 6, quickstart)
     trainer, generator = (replace(each, max_restarts=99) for each in (config.trainer, config.generator))
     config = replace(
         config, trainer=trainer, generator=generator, save_every=2, prompts_per_step=12, group_size=2
     )
-    controls = replace(HERE.controls, start=1.0, detect=0.5, repair=2.0)
+    controls = replace(HERE.controls, start=0.05, detect=0.02, repair=0.1)
     fast = replace(HERE, link=1e9, controls=controls)
     whole = simulate(config, cluster, fast, WORK, BY_SEED)
-    failing = replace(BY_SEED, failures_per_hour=3600 / whole.seconds * 4, failing=(1,), seed=1)
+    failing = replace(BY_SEED, failures_per_hour=3600 / whole.seconds * 3, failing=(1,), seed=1)
     first, again = (simulate(config, cluster, fast, WORK, failing) for _ in range(2))
     assert first == again
     assert (
@@ -305,7 +309,7 @@ def test_a_seed_decides_a_run_and_its_failures():
 
 def test_every_workload_can_be_planned():
     machine = with_gpus(HERE, 5e10)
-    for case in cases():
+    for case in cases(["quickstart"]):  # SmolLM2 is not there everywhere
         assert (
             settle(case.config, cluster=case.cluster).of("generator")[0].processes[0].host
             == case.num_hosts - 1

@@ -100,10 +100,13 @@ def parts_table(here: Machine) -> Rows:
     for threads, device in sorted(here.devices.items()):
         cores = f"{threads} core{'s' * (threads > 1)}"
         rows += [
-            [f"{cores}, {dtype}, GFLOP/s", f"{flops / 1e9:.0f}"] for dtype, flops in device.flops.items()
+            [f"{cores}, {dtype}, {num_rows} rows, GFLOP/s", f"{rate / 1e9:.0f}"]
+            for dtype, rates in device.flops.items()
+            for num_rows, rate in rates.items()
         ]
         rows.append([f"{cores}, memory, GB/s", f"{device.memory / 1e9:.1f}"])
         rows.append([f"{cores}, smallest operation, us", f"{device.op * 1e6:.1f}"])
+        rows.append([f"{cores}, a random number, ns", f"{device.random * 1e9:.1f}"])
     rows += [
         [f"quickstart, {name}, ms", f"{value * 1e3:.2f}"] for name, value in vars(here.overheads).items()
     ]

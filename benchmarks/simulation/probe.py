@@ -17,11 +17,9 @@ from benchmarks.simulation.seconds import Controls, Device, Machine, Overheads, 
 from configs.quickstart import quickstart
 from rl.plan.memory import ModelShape
 
-_WIDTH, _MLP, _TOKENS = (
-    576,
-    1536,
-    2048,
-)  # of the matrices that are multiplied: as large as those of a small model
+_WIDTH, _MLP = 576, 1536  # of the matrices that are multiplied: as large as those of a small model
+_ROWS = (1, 16, 64, 128, 256, 2048)
+_NUMBERS = 50_000
 _GROUPS = (96, 16)  # of a step, of the two quickstarts, where the recipe's own has 64
 STEPS = 12
 
@@ -50,19 +48,25 @@ def device(threads: int) -> Device:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        flops = {}
+        flops: dict[str, dict[int, float]] = {}
         for dtype in (torch.float32, torch.bfloat16):
-            left, right = torch.randn(_TOKENS, _WIDTH, dtype=dtype), torch.randn(_WIDTH, _MLP, dtype=dtype)
-            taken = seconds(lambda left=left, right=right: left @ right)
-            flops[str(dtype).removeprefix("torch.")] = 2 * _TOKENS * _WIDTH * _MLP / taken
+            right = torch.randn(_WIDTH, _MLP, dtype=dtype)
+            rates = flops.setdefault(str(dtype).removeprefix("torch."), {})
+            for rows in _ROWS:
+                left = torch.randn(rows, _WIDTH, dtype=dtype)
+                rates[rows] = 2 * rows * _WIDTH * _MLP / seconds(lambda left=left, right=right: left @ right)
         source = torch.zeros(64 * 2**20)
         target = torch.empty_like(source)
         memory = 2 * source.nbytes / seconds(lambda: target.copy_(source))
         small = torch.ones(64, 64)
         op = seconds(lambda: [small * small for _ in range(1000)]) / 1000
+        generator, numbers = torch.Generator().manual_seed(0), torch.empty(_NUMBERS)
+        random = (
+            seconds(lambda: numbers.exponential_(generator=generator)) / _NUMBERS
+        )  # as vLLM samples by a seed
     finally:
         torch.set_num_threads(before)
-    return Device(flops, memory, op)
+    return Device(flops, memory, op, random)
 
 
 class Echo(Actor):

@@ -22,13 +22,19 @@ _LOAD_COPIES = 3
 class Device:
     """What computes: some cores, or a GPU.
 
-    flops: dtype -> floating-point operations a second of large multiplications. memory: bytes a second, read or
-    written. op: seconds that the smallest operation takes.
+    flops: dtype -> rows -> floating-point operations a second, where so many rows are multiplied by a matrix. memory:
+    bytes a second, read or written. op: seconds that the smallest operation takes. random: seconds of a random number.
     """
 
-    flops: Mapping[str, float]
+    flops: Mapping[str, Mapping[int, float]]
     memory: float
     op: float
+    random: float = 0.0
+
+    def rate(self, dtype: str, rows: float) -> float:
+        """Of the most rows that were measured and are no more than these."""
+        known = self.flops[dtype]
+        return known[max((each for each in known if each <= rows), default=min(known))]
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Work:
         moved = (
             (_WIDTHS * shape.dim + _MLP_WIDTHS * width / self.parts) * shape.num_layers * BYTES[self.dtype]
         )
-        multiplied = 2 * self._used / device.flops[self.dtype]
+        multiplied = 2 * self._used / device.rate(self.dtype, tokens)
         return tokens * passes * (multiplied + moved / device.memory)
 
     def train(self, tokens: int, targets: int, pairs: int, learns: bool = True) -> float:
@@ -129,10 +135,10 @@ class Work:
         passes = (4 if self.recomputes else 3) if learns else 1
         ops = shape.num_layers * (_LAYER_OPS + (_LAYER_OPS_BACKWARD if learns else 0)) * device.op
         logits = shape.vocab_size / self.parts
-        head = (3 if learns else 1) * 2 * shape.dim * logits / device.flops[self.dtype]
+        head = (3 if learns else 1) * 2 * shape.dim * logits / device.rate(self.dtype, targets)
         head += (_LOGIT_PASSES if learns else _LOGIT_PASSES / 3) * logits * 4 / device.memory
         width = shape.num_heads * shape.head_dim / self.parts
-        attention = passes * 4 * width * shape.num_layers * pairs / device.flops[self.dtype]
+        attention = passes * 4 * width * shape.num_layers * pairs / device.rate(self.dtype, tokens)
         return self.overheads.train + ops + self._layers(tokens, passes) + attention + targets * head
 
     def optim(self, ranks: int) -> float:
@@ -145,8 +151,8 @@ class Work:
         ops = shape.num_layers * _LAYER_OPS * device.op
         weights = self.weight_bytes / self.parts / device.memory
         logits = shape.vocab_size * shape.dim / self.parts
-        multiplied = 2 * (self._used + logits) / device.flops[self.dtype]
-        sampled = _SAMPLING_PASSES * shape.vocab_size * 4 / device.memory
+        multiplied = 2 * (self._used + logits) / device.rate(self.dtype, sequences)
+        sampled = shape.vocab_size * (_SAMPLING_PASSES * 4 / device.memory + device.random)
         kept = self.context * shape.kv_bytes(self.dtype, self.parts) / device.memory
         each = self.overheads.sequence + multiplied + sampled + kept
         return self.overheads.decode + ops + weights + sequences * each

@@ -1,5 +1,6 @@
 """The runs that are simulated: those that this machine can do, and larger ones."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.simulation.seconds import Device, Machine
@@ -64,21 +65,29 @@ class Case:
         return Cluster((Host(self.cores, 24.0),) * self.num_hosts)
 
 
-def cases() -> list[Case]:
+RECIPES = {"quickstart": quickstart, "smollm2": smollm2}
+
+
+def cases(recipes: Sequence[str] = tuple(RECIPES)) -> list[Case]:
     """Two hosts share the machine's two cores."""
-    recipes = {"quickstart": quickstart(), "smollm2": smollm2()}
     return [
-        Case(f"{name}, {count} host{'s' * (count > 1)}", name, without_pauses(config), count, 2 // count)
-        for name, config in recipes.items()
+        Case(
+            f"{name}, {count} host{'s' * (count > 1)}",
+            name,
+            without_pauses(RECIPES[name]()),
+            count,
+            2 // count,
+        )
+        for name in recipes
         for count in (1, 2)
     ]
 
 
-def cpu_hosts(count: int, steps: int) -> tuple[RunConfig, Cluster]:
+def cpu_hosts(count: int, steps: int, recipe: Callable[[], RunConfig] = smollm2) -> tuple[RunConfig, Cluster]:
     """SmolLM2 on hosts like this one: a trainer's rank on one in four, a generator on each other."""
     trainers = max(1, count // 4)
     generators = max(1, count - trainers)
-    base = smollm2()
+    base = recipe()
     config = replace(
         base,
         trainer=replace(base.trainer, layout=Layout(replicate=trainers), hosts=tuple(range(trainers))),
@@ -117,7 +126,7 @@ def gpu_hosts(count: int, steps: int) -> tuple[RunConfig, Cluster]:
     return without_pauses(config, steps), parse_cluster(f"{count} x 8xH100-80", Host(2, 24.0))
 
 
-H100 = Device({"bfloat16": 4e14, "float32": 3e13}, 2e12, 5e-6)
+H100 = Device({"bfloat16": {1: 4e14}, "float32": {1: 3e13}}, 2e12, 5e-6)
 """Assumed, not measured: 40% of what NVIDIA gives for large multiplications in bf16, 60% of its memory's rate."""
 
 
