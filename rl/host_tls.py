@@ -6,7 +6,6 @@ processes. Collectives (gloo, NCCL) and HTTP are not covered: docs/hosts.md.
 
 import os
 import ssl
-from collections.abc import MutableMapping
 from pathlib import Path
 
 from rl.errors import ConfigError
@@ -19,9 +18,9 @@ VARIABLES = {
 """Each variable -> what Monarch calls it, and reads as it is imported."""
 
 
-def is_on(environment: MutableMapping[str, str] = os.environ) -> bool:
+def is_on() -> bool:
     """Raises ConfigError where some of the variables are missing, or name no file that can be read."""
-    paths = {name: environment.get(name, "") for name in VARIABLES}
+    paths = {name: os.environ.get(name, "") for name in VARIABLES}
     if not any(paths.values()):
         return False
     for name, path in paths.items():

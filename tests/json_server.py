@@ -16,9 +16,14 @@ class JSONHandler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        data = json.dumps(self.answer(asked)).encode()
-        self.send_response(200)
+        self.reply(200, self.answer(self.body()))
+
+    def body(self) -> dict:
+        return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+    def reply(self, code: int, answer: dict) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(code)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -44,7 +49,9 @@ def serving(handler: type[JSONHandler]) -> Iterator[ThreadingHTTPServer]:
     server.daemon_threads = True  # connections may stay open
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -197,7 +197,6 @@ class Trainer(Remote, TrainerHandle):
 
         TrainerHandle.__init__(self, "trainer", spawn, config, deadlines, timeline)
         self._work = work
-        self.restarts = 0
 
     @property
     def hosts_of_weights(self) -> tuple[int, ...]:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl.plan.memory import ModelShape
+from rl.plan.memory import BYTES, ModelShape
 
-BYTES = {"float32": 4, "bfloat16": 2}
 # Small operations of a decoder layer: norms, projections, rotation, attention, gate. Backward has twice as many.
 _LAYER_OPS, _LAYER_OPS_BACKWARD = 20, 40
 # Values that a layer writes and reads again for each token, in multiples of its width and of its MLP's.

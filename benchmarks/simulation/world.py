@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.fakes import AtOnce
 from benchmarks.simulation.clock import SimulatedLoop
 from benchmarks.simulation.processes import Generator, Remote, RewardWorker, Trainer, completion
-from benchmarks.simulation.seconds import BYTES, Machine, Work
+from benchmarks.simulation.seconds import Machine, Work
 from benchmarks.simulation.shares import Shared
 from rl.actors.actors import Actors, Revival
 from rl.actors.generator_pool import GeneratorPool
@@ -32,7 +32,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig, open_sinks
 from rl.observability.timeline import Timeline
 from rl.plan.cluster import Cluster
-from rl.plan.memory import ModelShape
+from rl.plan.memory import BYTES, ModelShape
 from rl.plan.types import EngineSpec, GeneratorSpec, Plan
 from rl.plan.types import Replica as ReplicaPlan
 from rl.types import Completion, VersionRange

@@ -12,11 +12,9 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rl.actors.remote import ProcessDied
@@ -25,6 +23,7 @@ from rl.models.generator.wave import Wave
 from rl.types import Completion, SamplingParams, StopReason, VersionRange
 from rl.weight_sync.manifest import Manifest, assemble
 from rl.weight_sync.shared_memory import SharedMemory
+from tests.json_server import JSONHandler, serving
 
 TOKEN_SECONDS = 0.02
 
@@ -137,25 +136,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = _Engine(sys.argv[1])
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            data = json.dumps(getattr(engine, self.path.strip("/"))(**body)).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    class Handler(JSONHandler):
+        def answer(self, asked):
+            return getattr(engine, self.path.strip("/"))(**asked)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
     parent = os.getppid()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
-    while os.getppid() == parent:
-        time.sleep(0.2)
+    with serving(Handler) as server:
+        print(server.server_port, flush=True)
+        while os.getppid() == parent:
+            time.sleep(0.2)
 
 
 if __name__ == "__main__":

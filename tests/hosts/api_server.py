@@ -11,14 +11,14 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
+
+from tests.json_server import JSONHandler, serving
 
 FIELDS: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "kubernetes_fields.json").read_text())
 _SCALARS = {"str": str, "int": int, "bool": bool, "float": float}
@@ -147,23 +147,21 @@ def why_not(made: dict[str, Any], resource: str, before: dict[str, Any] | None) 
 def api_server() -> Iterator[Cluster]:
     cluster = Cluster()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(JSONHandler):
         def do_GET(self):
             path = urlparse(self.path).path.strip("/")
             known = _DISCOVERY.get(path)
             place = _place(path)
             if known is not None:
-                self._answer(200, known)
+                self.reply(200, known)
             elif place in cluster.objects:
-                self._answer(200, cluster.objects[place])
+                self.reply(200, cluster.objects[place])
             else:
                 self._fail(404, "NotFound", f"{path} not found")
 
         def do_POST(self):
             resource, namespace, _ = _place(urlparse(self.path).path.strip("/"))
-            made = self._body()
+            made = self.body()
             place = resource, namespace, made.get("metadata", {}).get("name", "")
             if place in cluster.objects:
                 return self._fail(409, "AlreadyExists", f'{resource} "{place[2]}" already exists')
@@ -171,14 +169,14 @@ def api_server() -> Iterator[Cluster]:
 
         def do_PATCH(self):
             place = _place(urlparse(self.path).path.strip("/"))
-            self._keep(place, _merged(cluster.objects[place], self._body()))
+            self._keep(place, _merged(cluster.objects[place], self.body()))
 
         def do_DELETE(self):
-            self._body()
+            self.body()
             place = _place(urlparse(self.path).path.strip("/"))
             if cluster.objects.pop(place, None) is None:
                 return self._fail(404, "NotFound", f"{place[2]} not found")
-            self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+            self.reply(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
 
         def _keep(self, place, made):
             assert parse_qs(urlparse(self.path).query)["fieldValidation"] == ["Strict"]
@@ -186,37 +184,15 @@ def api_server() -> Iterator[Cluster]:
             if problems := why_not(made, place[0], before):
                 return self._fail(422, "Invalid", f"{place[2]} is invalid: {'; '.join(problems)}")
             cluster.objects[place] = made
-            self._answer(201 if before is None else 200, made)
-
-        def _body(self) -> dict[str, Any]:
-            return json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self.reply(201 if before is None else 200, made)
 
         def _fail(self, code: int, reason: str, message: str) -> None:
             status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-            self._answer(code, status | {"reason": reason, "message": message, "code": code})
+            self.reply(code, status | {"reason": reason, "message": message, "code": code})
 
-        def _answer(self, code: int, answer: dict[str, Any]) -> None:
-            data = json.dumps(answer).encode()
-            self.send_response(code)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    cluster.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with serving(Handler) as server:
+        cluster.port = server.server_port
         yield cluster
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _place(path: str) -> tuple[str, str, str]:
