@@ -59,7 +59,8 @@ def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> 
     return samples
 
 
-PROMPTS, RESPONSES, SIZES = (48, 512, 2048), (20, 128, 512), (8, 16)
+PROMPTS, RESPONSES = (48, 512, 2048), (20, 128, 512)  # of groups of 8
+RESPONSES_OF_16 = (128,)
 COMPUTED = 1024  # tokens of a step's trees at least: an update alone takes as long as 150
 SMALL = 7000  # tokens of plain packing: a case that is measured with padded rows too
 
@@ -67,7 +68,11 @@ SMALL = 7000  # tokens of plain packing: a case that is measured with padded row
 def cases() -> dict[str, Callable[[], list[Any]]]:
     """The last has nothing to share."""
     made: dict[str, Callable[[], list[Any]]] = {}
-    for size, prompt, response in itertools.product(SIZES, PROMPTS, RESPONSES):
+    shapes = [
+        *itertools.product((8,), PROMPTS, RESPONSES),
+        *itertools.product((16,), PROMPTS, RESPONSES_OF_16),
+    ]
+    for size, prompt, response in shapes:
         count = -(-COMPUTED // (prompt + size * response))
         made[f"{count} x {size}, {prompt} + {response}"] = partial(groups, count, size, prompt, response)
     made["turns: 1 x 4, 128 + 4 x 48"] = partial(turns, 1, 4, 128, 4, 48)
@@ -80,7 +85,7 @@ MEASURES_MEMORY = ("5 x 8, 48 + 20", "2 x 8, 512 + 20", "1 x 8, 2048 + 128")
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     # Of a process that measures its peak memory:
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="", choices=["", *WAYS], help=argparse.SUPPRESS)

@@ -153,7 +153,8 @@ class RunConfig:
     placement: Sharing = "auto"
     """GPUs of the processes of trainer, generators, critic, reference and judge. alone: one for each.
     side_by_side: dealt out in turn, so that roles share them. by_turns: who does not work in a phase leaves
-    its GPU, or, on a CPU, its memory. auto: side by side where there are too few."""
+    its GPU, or, on a CPU, its memory. auto: alone, side by side where there are too few, by turns where
+    GPUs are full."""
     seed: Seed = 0
     """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the
     step."""

@@ -16,7 +16,8 @@ ENGINE_ROLES: tuple[RoleName, ...] = ("trainer", "critic", "reference")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 Sharing = Literal["auto", "alone", "side_by_side", "by_turns"]
 """Of GPUs. alone: each process has its own. side_by_side: they are dealt out in turn, and all processes stay.
-by_turns: who does not work in a phase leaves its GPU. auto: side by side where there are too few."""
+by_turns: who does not work in a phase leaves its GPU. auto: alone, side by side where there are too few, by
+turns where they are full."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     """
     changed, trainer = _with_caches(_bare(demand), plan), demand.trainer
     changed = replace(changed, delta="auto")  # which the run has settled
+    if plan.takes_turns:
+        changed = replace(changed, sharing="by_turns")
     spare = [host for host in trainer.spare_hosts if host not in lost]
     others = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
     for replica in _engines(plan):
@@ -63,6 +65,8 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     made = resolve(changed, facts, plan.cluster)
     if isinstance(made, tuple):
         return "; ".join(problem.text for problem in made)
+    if made.takes_turns and not plan.takes_turns:
+        return "what is left fits by turns alone; set --placement by_turns"
     engines = tuple(_engines(made))
     if taken := (_devices(engines) - _devices(_engines(plan))) & _devices(others):
         host, gpu = min(taken)

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from rl.models.generator.vllm_config import Fill
 from rl.plan.budgets import MARGIN, Taken, with_cache
 from rl.plan.cluster import USABLE, Cluster
-from rl.plan.demand import Demand, RoleName
+from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
 from rl.plan.memory import GIB, Memory
 from rl.plan.phases import Presences, by_phase
 from rl.plan.places import Places
 from rl.plan.types import PHASES, Notes, Phase
 
+_KEPT_ON_HOST = ("weights", "optimizer")
+"""Parts of an engine's memory that it has on its host while it is suspended."""
 _ByPhase = Mapping[RoleName, Mapping[Phase, Memory]]
 """Of each process of a role, on its device."""
 
@@ -32,6 +34,8 @@ def check_fit(
         whole[role] = with_cache(whole[role], taken.least_cache[role] if isinstance(cache, Fill) else cache)
     if cluster.gpus:
         _check_devices(demand, by_phase(whole, present), places, cluster, notes)
+        if demand.sharing == "by_turns" and demand.generator is not None:
+            _check_host_of_suspended(whole, places, cluster, notes)
     else:
         _check_host(demand, by_phase(whole, present), places, cluster, notes)
 
@@ -75,6 +79,24 @@ def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cl
         notes.problem("fit", text)
 
 
+def _check_host_of_suspended(
+    memory: Mapping[RoleName, Memory], places: Places, cluster: Cluster, notes: Notes
+) -> None:
+    """While generators work, a host holds what its engines have: weights and moments, and no gradient."""
+    engines = [(place.host, role) for role in ENGINE_ROLES for place in places.of(role)]
+    gib = {role: sum(memory[role].parts[part] for part in _KEPT_ON_HOST) / GIB for _, role in engines}
+    for number, host in enumerate(cluster.hosts):
+        roles = [role for on, role in engines if on == number]
+        needed = sum(gib[role] for role in roles)
+        if needed > host.free_gib:
+            where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
+            notes.problem(
+                "fit",
+                f"{where} has {host.free_gib:.1f} GiB free for what leaves its GPUs, about {needed:.1f} "
+                f"({_figures(roles, gib)}), {_tenths(needed - host.free_gib)} GiB short",
+            )
+
+
 def host_name(host: int, cluster: Cluster) -> str:
     """For people."""
     of_host = cluster.hosts[host]
@@ -96,10 +118,13 @@ def _command(demand: Demand) -> str:
 
 def _list(roles: Sequence[RoleName], memory: _ByPhase, phase: Phase) -> str:
     """A cache is counted; where one was worked out, it is what is left, and at least one sequence's."""
-    return ", ".join(
-        f"{role} {f'{count} x ' if count > 1 else ''}{memory[role][phase].total / GIB:.1f}"
-        for role, count in Counter(roles).items()
-    )
+    return _figures(roles, {role: memory[role][phase].total / GIB for role in roles})
+
+
+def _figures(roles: Sequence[RoleName], gib: Mapping[RoleName, float]) -> str:
+    """gib: of each process of a role."""
+    counts = Counter(roles).items()
+    return ", ".join(f"{role} {f'{n} x ' if n > 1 else ''}{gib[role]:.1f}" for role, n in counts)
 
 
 def _tenths(gib: float) -> str:

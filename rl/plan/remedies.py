@@ -24,7 +24,8 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
         assert demand.generator is not None
         generator = replace(demand.generator, kv_cache_gib=gib)
         yield f"set --generator.kv_cache_gib {gib:g}", replace(demand, generator=generator)
-    if demand.command == "train" and demand.sharing in ("auto", "side_by_side") and not demand.overlap:
+    stay = demand.sharing == "side_by_side" or (demand.sharing == "auto" and not cluster.gpus)
+    if demand.command == "train" and stay and not demand.overlap:
         yield "set --placement by_turns", replace(demand, sharing="by_turns")
     if demand.trainer.activation_checkpointing != "full":
         yield f"set {_FULL}", trainer(activation_checkpointing="full")

@@ -29,11 +29,11 @@ from rl.plan.remedies import changes, last_remedy
 from rl.plan.shapes import check_shapes
 from rl.plan.shared import check_shared_memory
 from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
-from rl.plan.types import Notes, Phase, Plan, Problem, Process, Replica, WorkerSpec
+from rl.plan.types import Notes, Phase, Plan, Problem, Process, Replica, Settled, WorkerSpec
 
 
 def resolve(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Problem, ...]:
-    plan, problems = _resolve(demand, facts, cluster)
+    plan, problems = _resolve_sharing(demand, facts, cluster)
     if plan is not None:
         return plan
     if not any(problem.made_by == "fit" for problem in problems):
@@ -43,6 +43,24 @@ def resolve(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Prob
         replace(problem, text=f"{problem.text}; {remedy}") if problem.made_by == "fit" else problem
         for problem in problems
     )
+
+
+def _resolve_sharing(
+    demand: Demand, facts: Facts, cluster: Cluster
+) -> tuple[Plan | None, tuple[Problem, ...]]:
+    """placement=auto: by turns where GPUs' memory is all that is missing, since each switch costs seconds."""
+    plan, problems = _resolve(demand, facts, cluster)
+    may_take_turns = demand.command == "train" and demand.sharing == "auto" and not demand.overlap
+    is_full = all(problem.made_by == "fit" for problem in problems)
+    if plan is not None or not (may_take_turns and cluster.gpus and is_full):
+        return plan, problems
+    plan, _ = _resolve(replace(demand, sharing="by_turns"), facts, cluster)
+    if plan is None:
+        return None, problems
+    setting = demand.name("placement")
+    why = f"if all stayed, {'; '.join(problem.text for problem in problems)}"
+    others = tuple(line for line in plan.settled if line.setting != setting)
+    return replace(plan, settled=(Settled(setting, "auto", "by_turns", why), *others)), ()
 
 
 def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | None, tuple[Problem, ...]]:
@@ -127,7 +145,7 @@ def _remedy(demand: Demand, facts: Facts, cluster: Cluster, problems: tuple[Prob
     """The first change with which it fits, and which brings nothing else."""
     before = {problem.text for problem in problems}
     for text, changed in changes(demand, cluster):
-        _, left = _resolve(changed, facts, cluster)
+        _, left = _resolve_sharing(changed, facts, cluster)
         if not any(problem.made_by == "fit" or problem.text not in before for problem in left):
             return text
     return last_remedy(demand, cluster)

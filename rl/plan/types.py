@@ -148,6 +148,11 @@ class Plan:
         return tuple(replica for replica in self.replicas if replica.role == role)
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether somebody leaves its device in some phase."""
+        return any(len(stay.whole) < len(self.replicas) for stay in self.stays)
+
+    @property
     def hosts(self) -> dict[str, set[int]]:
         """Replica -> the hosts that its processes are on. Empty where all are on one."""
         hosts = {replica.name: {process.host for process in replica.processes} for replica in self.replicas}

@@ -8,7 +8,7 @@ from configs.quickstart import quickstart
 from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
 from rl.config.settle import engines_without, plan_or_problems
 from rl.models.layout import Layout
-from rl.plan.cluster import Cluster, Host
+from rl.plan.cluster import USABLE, Cluster, Host
 from rl.plan.show import show
 from rl.plan.types import Plan
 from tests.plans import cluster
@@ -138,12 +138,34 @@ def test_generators_keep_the_cache_that_they_were_started_with():
         model=replace(quickstart().model, **BIG),
         trainer=TrainerConfig(layout=Layout(shard=2), hosts=(0, 1)),
         generator=GeneratorConfig(num_replicas=2),
+        placement="side_by_side",
     )
     planned(base, gpus)
     alone = replace(base, trainer=replace(base.trainer, layout=Layout(), hosts=(0,)))
     planned(alone, gpus)
     (text,) = plan_or_problems(replace(base, trainer=replace(base.trainer, min_hosts=1)), "train", gpus)
     assert text.startswith("trainer.min_hosts: without host 0 GPU 0 of host 1 has ") and "short" in text
+
+
+def test_processes_take_turns_after_a_loss_where_they_did_before():
+    """Generators that stay were not started to leave their GPUs."""
+    gpus = cluster("2 x 1xH200-141")
+    auto = replace(
+        quickstart(),
+        model=replace(quickstart().model, **BIG),
+        trainer=TrainerConfig(layout=Layout(shard=2), hosts=(0, 1), min_hosts=1),
+        generator=GeneratorConfig(num_replicas=2),
+    )
+    (text,) = plan_or_problems(auto, "train", gpus)
+    words = "trainer.min_hosts: without host 0 what is left fits by turns alone; set --placement by_turns"
+    assert text == words
+    asked = replace(auto, placement="by_turns")
+    assert after(asked, 1, hosts=gpus) == (Layout(), [0])
+    small = replace(auto, model=quickstart().model)  # which would not take turns by itself
+    assert not planned(small, gpus).takes_turns
+    by_turns = planned(replace(small, placement="by_turns"), gpus)
+    (trainer,) = engines_without(small, by_turns, (1,))
+    assert trainer.spec.config.device_memory_gib > 0.9 * 139 * USABLE  # nobody else is there when it is
 
 
 @pytest.mark.parametrize(("free_gib", "count"), [(9.0, 0), (8.0, 2)])
