@@ -31,6 +31,7 @@ from rl.gpu_checks import (
 )
 from rl.models.hf import read_config
 from rl.plan.cluster import Host
+from rl.processes import kill_tree
 
 _SECONDS = 120.0
 
@@ -107,14 +108,18 @@ def _why_not(check: Check, machine: Host, own: Path | None) -> str:
 def _run(check: Check, model: Path) -> tuple[str, dict[str, Any]]:
     """What went wrong, if anything, and the figures."""
     command = [sys.executable, "-m", "rl.cli", "gpu-check", "--worker", check.name, str(model)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"took longer than {_SECONDS:.0f} s", {}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return (lines[-1] if lines else f"ended with code {done.returncode}")[:300], {}
-    return "", json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=_SECONDS)
+        except BaseException as error:
+            kill_tree(process.pid)  # torchrun's ranks have sessions of their own
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"took longer than {_SECONDS:.0f} s", {}
+            raise
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if line.strip()]
+        return (lines[-1] if lines else f"ended with code {process.returncode}")[:300], {}
+    return "", json.loads(output.splitlines()[-1])
 
 
 def _work(name: str, model: Path) -> int:

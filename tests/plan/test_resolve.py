@@ -196,6 +196,16 @@ REMEDIES = [
 ]
 
 
+def test_a_gpu_without_float8_is_told_so_and_nothing_to_install(model):
+    config = qwen(model, trainer=TrainerConfig(float8=True, compile=True))
+    demand = demand_of(config, "train")
+    facts = dataclasses.replace(facts_of(config, demand), packages=frozenset())
+    (problem,) = resolve(demand, facts, cluster("4xA100-80"))
+    assert "capability 8.9" in problem.text
+    (problem,) = resolve(demand, facts, cluster("4xH100-80"))
+    assert "pip install torchao" in problem.text
+
+
 @pytest.mark.parametrize("machine, words, settings", REMEDIES)
 def test_the_remedy_is_one_that_fits(model, machine, words, settings):
     trainer = TrainerConfig(micro_batch_tokens=2048, activation_checkpointing="full")

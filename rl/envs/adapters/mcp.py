@@ -12,6 +12,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
+from rl.envs.variables import clean_variables
 from rl.errors import ConfigError, one_line
 from rl.waiting import within
 
@@ -23,7 +24,9 @@ class MCPEnv(ChatEnv):
     """Derive from it as from ChatEnv. Each episode has a connection, or a server program, of its own."""
 
     server: tuple[str, ...] = ()
-    """A URL, or a command and its arguments."""
+    """A URL, or a command and its arguments. A program gets the variables that programs need, no keys."""
+    variables: tuple[str, ...] = ()
+    """Names of variables that the program gets beside the ordinary ones, such as that of a key."""
 
     def tools(self) -> Sequence[Tool]:
         """The server's."""
@@ -43,7 +46,9 @@ class MCPEnv(ChatEnv):
             return self.server[0]
         from mcp import StdioServerParameters
 
-        return StdioServerParameters(command=self.server[0], args=list(self.server[1:]))
+        return StdioServerParameters(
+            command=self.server[0], args=list(self.server[1:]), env=clean_variables(self.variables)
+        )
 
     def _caller(self, name: str) -> Callable[[Mapping[str, Any], Any], Any]:
         def call(arguments: Mapping[str, Any], episode: Episode) -> Awaitable[Any]:
