@@ -291,7 +291,7 @@ def write_table(path: Path) -> None:
         "  differs from the first by no more.",
         "- reload: the logits of what `save_hf` writes, loaded by transformers.",
         "- generator: nats a token between vLLM's logprobs, with published weights, and the engine's. vLLM loads",
-        "  other weights first. Up to 3e-3, `max_logprob_diff`'s default, a run goes on.",
+        "  other weights first. Up to 3e-3, the default limit in float32, a run goes on.",
         "",
         f"Right: {counts['right']}. Refused before the first sample: {counts['refused']}. Ends at the first step, "
         f"because vLLM samples from another",

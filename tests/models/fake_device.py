@@ -167,6 +167,7 @@ def _verbs(kind, model_dir, device, waits) -> None:
     from rl.loss.cross_entropy import CrossEntropy
     from rl.loss.distillation import Distillation
     from rl.loss.dpo import DPO
+    from rl.loss.dro import DRO
     from rl.loss.gspo import GSPO
     from rl.loss.importance_sampling import ImportanceSampling
     from rl.loss.kl import KL
@@ -190,7 +191,7 @@ def _verbs(kind, model_dir, device, waits) -> None:
 
     rows = [sample(0, 40), sample(1, 21), sample(0, 30), sample(2, 70)]  # two micro-batches
     batch = pack(rows, max_tokens=96)
-    losses = [Clip(), GSPO(), CISPO(), CrossEntropy(), Distillation(), ImportanceSampling(), DPO()]
+    losses = [Clip(), GSPO(), CISPO(), CrossEntropy(), Distillation(), DRO(), ImportanceSampling(), DPO()]
     objective = Objective(
         Clip(), Correction("trainer", tis_clip=2.0, mask_high=5.0), KL(coef=0.1), entropy_coef=0.1
     )
