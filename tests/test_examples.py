@@ -49,3 +49,26 @@ def test_the_estimator_of_the_example_worked_by_hand():
 
     group = [Trajectory(np.array([0.0, r]), r) for r in (0.0, 1.0, 1.0, 0.5)]
     assert only_the_best([group, group[:1], []]) == [[0, 1, 1, 0], [0], []]
+
+
+def test_the_grader_of_the_example_is_taught_what_it_will_be_asked_and_may_reply():
+    from examples.own_judge import JUDGE, grade_of, grader, writer
+    from rl.envs.judge import verdict_in
+    from rl.types import StopReason
+
+    assert [grade_of("word " * n) for n in (1, 2, 3, 4, 21, 60)] == [10, 10, 9, 9, 0, 0]
+    env, grades = grader().env, set()
+    for seed in range(50):
+        problem = env.generate(seed)
+        answer = problem.messages[1]["content"].partition("Answer: ")[2]
+        assert problem.messages == JUDGE.messages(
+            problem.messages[1]["content"].split("\n")[0].removeprefix("Question: "), answer
+        )
+        reply = env.demonstration(problem, seed)
+        assert (
+            verdict_in(reply, "grade") == grade_of(answer)
+            and env.reward(problem, reply, StopReason.STOP).correct
+        )
+        grades.add(grade_of(answer))
+    assert len(grades) > 8 and not env.reward(problem, "a fine answer", StopReason.STOP).correct
+    assert writer().env.judge == JUDGE

@@ -64,14 +64,17 @@ class Judge:
 
     def grade(self, question: str, answer: str) -> Verdict:
         """Its grade, as a share of `best`. Raises JudgeFailed where the reply is none, or none came."""
-        form = {"type": "number", "minimum": 0, "maximum": self.best}
-        text = f"Question: {question}\n\nAnswer: {answer}"
-        told = f'{self.rubric}\nReply with JSON alone: {{"grade": NUMBER}}, from 0 to {self.best:g}.'
-        asked, answer = self._ask(told, text, "grade", form)
-        value = verdict_in(answer, "grade")
+        asked = self.messages(question, answer)
+        reply = self._verdict(asked, "grade", {"type": "number", "minimum": 0, "maximum": self.best})
+        value = verdict_in(reply, "grade")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= self.best:
-            raise self._no_verdict(f"a grade from 0 to {self.best:g}", answer)
-        return Verdict(value / self.best, asked, answer)
+            raise self._no_verdict(f"a grade from 0 to {self.best:g}", reply)
+        return Verdict(value / self.best, asked, reply)
+
+    def messages(self, question: str, answer: str) -> tuple[Message, ...]:
+        """What `grade` asks; a judge of your own learns to reply to it (examples/own_judge.py)."""
+        told = f'{self.rubric}\nReply with JSON alone: {{"grade": NUMBER}}, from 0 to {self.best:g}.'
+        return _messages(told, f"Question: {question}\n\nAnswer: {answer}")
 
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
@@ -79,30 +82,30 @@ class Judge:
         for one, two, number_of_first in ((first, second, 1), (second, first, 2)):
             text = f"Question: {question}\n\nAnswer 1: {one}\n\nAnswer 2: {two}"
             told = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
-            _, answer = self._ask(told, text, "better", {"enum": [1, 2]})
-            value = verdict_in(answer, "better")
+            reply = self._verdict(_messages(told, text), "better", {"enum": [1, 2]})
+            value = verdict_in(reply, "better")
             if isinstance(value, bool) or value not in (1, 2):
-                raise self._no_verdict("1 or 2", answer)
+                raise self._no_verdict("1 or 2", reply)
             wins += value == number_of_first
         return wins / 2
 
-    def _ask(self, told: str, text: str, name: str, form: Mapping[str, Any]) -> tuple[Sequence[Message], str]:
-        asked = [{"role": "system", "content": told}, {"role": "user", "content": text}]
+    def _verdict(self, asked: Sequence[Message], name: str, form: Mapping[str, Any]) -> str:
+        """The reply, which is {name: a value of this form} where `structured` holds it to that."""
         schema = {
             "type": "object",
             "properties": {name: form},
             "required": [name],
             "additionalProperties": False,
         }
-        return asked, self.complete(asked, schema if self.structured else None)
+        return self.complete(asked, schema if self.structured else None)
 
-    def _no_verdict(self, wanted: str, answer: str) -> JudgeFailed:
+    def _no_verdict(self, wanted: str, reply: str) -> JudgeFailed:
         remedy = (
             f"raise its max_tokens={self.max_tokens}"
             if self.structured
             else "set structured=True, or use a judge that keeps to the form"
         )
-        return JudgeFailed(f"the judge did not reply with {wanted}: {answer!a:.200}; {remedy}")
+        return JudgeFailed(f"the judge did not reply with {wanted}: {reply!a:.200}; {remedy}")
 
     def complete(self, messages: Sequence[Message], schema: Mapping[str, Any] | None = None) -> str:
         """Its reply, for verdicts of your own. Raises JudgeFailed.
@@ -138,6 +141,10 @@ class Judge:
                 failure = f"{type(error).__name__} {error}"
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
         raise JudgeUnreachable(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")
+
+
+def _messages(told: str, text: str) -> tuple[Message, ...]:
+    return ({"role": "system", "content": told}, {"role": "user", "content": text})
 
 
 def verdict_in(reply: str, name: str) -> object:
