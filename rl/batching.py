@@ -61,9 +61,11 @@ def pack(
     units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
     longest = max((sum(len(samples[i]) for i in unit) for unit in units), default=0)
     if longest > max_tokens:
-        what = f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
+        subject = (
+            f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
+        )
         raise RunError(
-            f"{what} of {longest} tokens exceeds trainer.micro_batch_tokens={max_tokens}; "
+            f"{subject} of {longest} tokens exceeds trainer.micro_batch_tokens={max_tokens}; "
             f"raise trainer.micro_batch_tokens, or make prompts and responses shorter"
         )
     prefixes = Prefixes(samples) if share_prefixes else NoPrefixes()

@@ -188,8 +188,8 @@ def _serve(arguments: list[str]) -> int:
             raise
         lines = [line.strip(" │╭╰─╮╯") for line in written.getvalue().splitlines()]
         known = ("Unrecognized options:", "Error parsing")
-        what = next((line for line in lines if line.startswith(known)), "name a model, as rl serve MODEL")
-        raise ConfigError(f"{what}; rl serve --help lists the settings") from None
+        problem = next((line for line in lines if line.startswith(known)), "name a model, as rl serve MODEL")
+        raise ConfigError(f"{problem}; rl serve --help lists the settings") from None
     config, problems = check_fields(config)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -161,11 +161,11 @@ def _settled(problems: list[str]) -> None:
     from rl.errors import ConfigError
 
     try:
-        made = settle(load_recipe("quickstart")[1])
+        plan = settle(load_recipe("quickstart")[1])
     except ConfigError as error:
         problems += str(error).splitlines()
         return
-    for line in made.settled:
+    for line in plan.settled:
         print(f"  {line.setting:24} {line.value:<10}  {line.why}")
 
 

@@ -53,13 +53,13 @@ def _batches(vocab_size: int, count: int = 20, multiple_of: int = 1) -> list[Any
     from rl.batching import pack, supervised_sample
 
     rng = np.random.default_rng(0)
-    made = []
+    batches = []
     for _ in range(count):
         lengths = rng.integers(8, 120, rng.integers(1, 5)).tolist()
         rows = [rng.integers(3, vocab_size, 4 + length).tolist() for length in lengths]
         samples = [supervised_sample(row[:4], row[4:]) for row in rows]
-        made.append(pack(samples, num_ranks=1, max_tokens=512, multiple_of=multiple_of))
-    return made
+        batches.append(pack(samples, num_ranks=1, max_tokens=512, multiple_of=multiple_of))
+    return batches
 
 
 def _engine(model: Path, **settings: Any) -> Any:
@@ -70,7 +70,7 @@ def _engine(model: Path, **settings: Any) -> Any:
     return ENGINES[kind](model, EngineConfig(max_seq_len=512, **settings))
 
 
-def _gap(one: Any, other: Any, batches: list[Any], adapter: str | None = None) -> dict[str, float]:
+def _gap(first: Any, second: Any, batches: list[Any], adapter: str | None = None) -> dict[str, float]:
     """Between the logprobs of two engines."""
     import numpy as np
 
@@ -78,7 +78,7 @@ def _gap(one: Any, other: Any, batches: list[Any], adapter: str | None = None) -
         np.abs(a - b)
         for batch in batches
         for a, b in zip(
-            one.forward(batch, adapter).values(), other.forward(batch, adapter).values(), strict=True
+            first.forward(batch, adapter).values(), second.forward(batch, adapter).values(), strict=True
         )
     ]
     joined = np.concatenate(gaps)
@@ -94,16 +94,16 @@ def compile_(model: Path) -> dict[str, Any]:
     batches = _batches(read_config(model)["vocab_size"])
     gaps_of: dict[str, float] = {}
     for adapter in (None, "lora"):
-        one, other = (
+        first, second = (
             _engine(model, dtype="bfloat16", adapters=bool(adapter), compile=c) for c in (True, False)
         )
-        for engine in (one, other):
+        for engine in (first, second):
             if adapter:
                 engine.adapters.add(adapter, LoRA(rank=8), seed=0)
             for batch in batches:
                 engine.forward_backward(batch, CrossEntropy(), adapter)
             engine.optim_step(OptimParams(lr=1e-4), adapter)
-        gaps = _gap(one, other, batches, adapter)
+        gaps = _gap(first, second, batches, adapter)
         gaps_of |= {f"{adapter or 'model'}: {name}": value for name, value in gaps.items()}
         _hold(gaps["gap mean"], 0.05)
     return gaps_of
@@ -114,8 +114,8 @@ def attention(model: Path) -> dict[str, Any]:
     from rl.models.hf import read_config
 
     batches = _batches(read_config(model)["vocab_size"], 5)
-    one, other = (_engine(model, kind=kind, dtype="bfloat16") for kind in ("titan", "hf"))
-    gaps = _gap(one, other, batches)
+    titan, hf = (_engine(model, kind=kind, dtype="bfloat16") for kind in ("titan", "hf"))
+    gaps = _gap(titan, hf, batches)
     _hold(gaps["gap mean"], 0.05)
     return gaps
 
@@ -191,9 +191,9 @@ def context_parallel(model: Path) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(done.stderr[-300:])
         two = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"logprobs"')))
-        one = _engine(model).forward(_batches(vocab_size, 1)[0])
+        alone = _engine(model).forward(_batches(vocab_size, 1)[0])
         gap = max(
-            abs(a - b) for i, row in one.items() for a, b in zip(row, two["logprobs"][str(i)], strict=True)
+            abs(a - b) for i, row in alone.items() for a, b in zip(row, two["logprobs"][str(i)], strict=True)
         )
         _hold(float(gap), 1e-3)
         return {"gap max": float(gap)}

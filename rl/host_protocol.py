@@ -148,8 +148,8 @@ def checked(address: str, text: bytes) -> dict[str, Any]:
 
 
 def unreachable(address: str, error: BaseException) -> str:
-    what = str(error) or type(error).__name__
+    cause = str(error) or type(error).__name__
     if isinstance(error, ssl.SSLError):
         names = ", ".join(VARIABLES)
-        return f"host {address} has no TLS with this one ({what}); set {names} on both, for its address"
-    return f"host {address} does not answer ({what}); start there: rl worker --listen {address}"
+        return f"host {address} has no TLS with this one ({cause}); set {names} on both, for its address"
+    return f"host {address} does not answer ({cause}); start there: rl worker --listen {address}"

@@ -71,9 +71,9 @@ def _snapshot(name: str, files: tuple[str, ...] = _MODEL_FILES) -> str:
             local_files_only=_is_out_of_reach(),
         )
     except Exception as error:  # of the network, of access, of the cache
-        what = f"{name!r} is no directory here, and could not be fetched from the Hub"
+        problem = f"{name!r} is no directory here, and could not be fetched from the Hub"
         remedy = "give a model directory (rl fetch smollm2 makes one), or an id with HF_TOKEN and a network"
-        raise ConfigError(f"{what} ({_short(error)}); {remedy}") from error
+        raise ConfigError(f"{problem} ({_short(error)}); {remedy}") from error
 
 
 @lru_cache

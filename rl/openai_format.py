@@ -12,9 +12,9 @@ from rl.types import Completion, Likeliest, StopReason
 
 def choice(index: int, completion: Completion, with_token_ids: bool) -> dict[str, Any]:
     """Without its message or text."""
-    made: dict[str, Any] = {"index": index, "logprobs": None}
-    made["finish_reason"] = "stop" if completion.stop == StopReason.STOP else "length"
-    return made | ({"token_ids": completion.tokens.tolist()} if with_token_ids else {})
+    record: dict[str, Any] = {"index": index, "logprobs": None}
+    record["finish_reason"] = "stop" if completion.stop == StopReason.STOP else "length"
+    return record | ({"token_ids": completion.tokens.tolist()} if with_token_ids else {})
 
 
 def chat_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any]:

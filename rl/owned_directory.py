@@ -44,16 +44,16 @@ rmdir -- "${0%/*}" 2>/dev/null
 
 
 @contextmanager
-def owned_directory(base: Path, what: str, name: str = "") -> Iterator[Path]:
+def owned_directory(base: Path, label: str, name: str = "") -> Iterator[Path]:
     """A new directory `rl-<uid>/<name>` in `base`, removed at the end. Without a name, <pid>-<random>.
 
-    Directories of runs that were killed are removed first. what: for people who find the directory. A fork of
-    this process uses the directory and leaves it in place. Raises ConfigError where `base` cannot be used, or
-    the root is another user's.
+    Directories of runs that were killed are removed first. label: for people who find the directory. A fork
+    of this process uses the directory and leaves it in place. Raises ConfigError where `base` cannot be used,
+    or the root is another user's.
     """
     remove_unowned(base)
     maker = os.getpid()
-    path, owner = _make(base, what, name)
+    path, owner = _make(base, label, name)
     command = ["sh", "-c", _JANITOR, str(path), str(base)]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -159,14 +159,14 @@ def _is_foreign(root: Path) -> bool:
     return False
 
 
-def _make(base: Path, what: str, name: str) -> tuple[Path, int]:
+def _make(base: Path, label: str, name: str) -> tuple[Path, int]:
     """The directory, and the descriptor of its owner file, which holds the lock."""
     try:
         for _ in range(_MOST_ATTEMPTS if base.is_dir() else 0):
             with suppress(FileNotFoundError):  # another run removed the empty root in the meantime
                 path = _made_root(base) / (name or f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
                 path.mkdir(mode=0o700)
-                if (owner := _own(path, what)) is not None:
+                if (owner := _own(path, label)) is not None:
                     return path, owner
     except OSError as error:
         raise ConfigError(
@@ -191,11 +191,11 @@ def _made_root(base: Path) -> Path:
     return root
 
 
-def _own(path: Path, what: str) -> int | None:
+def _own(path: Path, label: str) -> int | None:
     """The descriptor of its new owner file, locked; None where another run took the directory for unowned."""
     try:
         owner = os.open(path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(owner, f"{_FIRST_LINE}\npid {os.getpid()}\n{what}\n".encode(errors="replace"))
+        os.write(owner, f"{_FIRST_LINE}\npid {os.getpid()}\n{label}\n".encode(errors="replace"))
         if lock(owner) and (path / _OWNER).exists():
             return owner
     except OSError:

@@ -33,8 +33,8 @@ def why_not_made(path: str) -> str:
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        what = "a file" if os.path.exists(there) else "a link to nothing"
-        return f"cannot be made: {there} is {what}; give another directory"
+        kind = "a file" if os.path.exists(there) else "a link to nothing"
+        return f"cannot be made: {there} is {kind}; give another directory"
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         return f"cannot be made: {there} may not be written to; give another directory"
     if there == os.path.abspath(path) and os.listdir(there):

@@ -236,8 +236,8 @@ def is_gone(process: ProcessInfo) -> bool:
 def _status(process: ProcessInfo) -> str | None:
     """psutil's word for it, a zombie where it is no longer there; None for another host's that is unknown."""
     if process.host != own_host():
-        other = OTHER_HOSTS.get(process.host)
-        return other.status(process) if other else None
+        host = OTHER_HOSTS.get(process.host)
+        return host.status(process) if host else None
     try:
         return psutil.Process(process.pid).status()
     except psutil.NoSuchProcess:

@@ -126,8 +126,8 @@ class JudgeServer:
             return _refusal(400, f"the judge's chat template fails: {one_line(error):.200}")
         room = self._max_tokens - len(prompt)
         if room < 1:
-            what = f"a question of {len(prompt)} tokens; raise judge.max_tokens={self._max_tokens}"
-            return _refusal(400, what)
+            problem = f"a question of {len(prompt)} tokens; raise judge.max_tokens={self._max_tokens}"
+            return _refusal(400, problem)
         wanted = asked.max_completion_tokens or asked.max_tokens or room
         params = SamplingParams(
             min(wanted, room),

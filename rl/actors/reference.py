@@ -64,9 +64,9 @@ class ReferenceMesh:
 
     def _path(self, step: int, needed: Collection[str]) -> str:
         """Another one where a checkpoint notes the weights of an earlier refresh after the same step."""
-        name, others = f"step-{step}", count(2)
+        name, numbers = f"step-{step}", count(2)
         while str(self._directory / name) in needed:
-            name = f"step-{step}-{next(others)}"
+            name = f"step-{step}-{next(numbers)}"
         return str(self._directory / name)
 
     async def restore(self, weights: str) -> None:

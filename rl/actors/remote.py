@@ -117,9 +117,9 @@ class Caller:
             raise
         except Exception as error:  # such as an exception that does not survive pickling
             if str(error).startswith(_NOT_SPAWNED):
-                what = str(error).splitlines()[0]  # a backtrace of Rust's follows
+                cause = str(error).splitlines()[0]  # a backtrace of Rust's follows
                 raise ProcessDied(
-                    f"the processes of {self.name} did not all start ({what}){self._memory_words()}; see "
+                    f"the processes of {self.name} did not all start ({cause}){self._memory_words()}; see "
                     f"{self._logs}"
                 ) from error
             raise RunError(f"{self.name}.{verb} failed: {error!r}; see {self._logs}") from error

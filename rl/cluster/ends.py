@@ -17,13 +17,13 @@ def kill_those_that_log_to(log: Path) -> None:
                 child.kill()
 
 
-def kill_children(others: set[int]) -> None:
-    """End every descendant but `others`.
+def kill_children(spared: set[int]) -> None:
+    """End every descendant but `spared`.
 
     Twice, because orphans of those that end become children of this process.
     """
     for _ in range(2):
-        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
+        children = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()

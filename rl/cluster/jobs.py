@@ -239,6 +239,6 @@ def _run(*command: str) -> str:
     except FileNotFoundError:
         raise RunError(f"{command[0]} is not here; submit {command[-1]} where it is") from None
     except (OSError, subprocess.SubprocessError) as error:
-        what = "; ".join((getattr(error, "stderr", "") or str(error)).strip().splitlines())
-        raise RunError(f"{command[0]} failed: {what}; what it was given is {command[-1]}") from error
+        cause = "; ".join((getattr(error, "stderr", "") or str(error)).strip().splitlines())
+        raise RunError(f"{command[0]} failed: {cause}; what it was given is {command[-1]}") from error
     return done.stdout.strip()

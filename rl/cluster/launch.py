@@ -80,7 +80,7 @@ async def launch(
     adopt_orphans()
     allow_many_files()
     with temporary_files(), owned_directory(SHARED_MEMORY, str(run_dir)) as shared:
-        others = {child.pid for child in psutil.Process().children(recursive=True)}
+        earlier_children = {child.pid for child in psutil.Process().children(recursive=True)}
         launcher = launcher or launcher_of(plan)
         start = _Start(plan, models, run_dir, shared, env, timeline or Timeline(), launcher, engines_without)
         async with launcher.open(run_dir, shared, models):
@@ -100,7 +100,7 @@ async def launch(
                     engines = [engine.mesh for engine in start.engines if engine.mesh is not None]
                     await asyncio.shield(_stop([*start.meshes, *engines]))
                 finally:
-                    kill_children(others)
+                    kill_children(earlier_children)
 
 
 def launcher_of(plan: Plan) -> Launcher:
@@ -146,11 +146,10 @@ class _Start:
         transport = await self._transport()
         store = WeightStore(partial(self._release, Caller(plan.transport), transport))
         (of_trainer,) = plan.of("trainer")
-        spec = spec_of(of_trainer, EngineSpec)
         trainer = TrainerHandle(*self._way(of_trainer, transport), deadlines, self._timeline)
         critic = next((self._engine(each, transport) for each in plan.of("critic")), None)
         self.engines = [trainer, *([critic] if critic else [])]
-        adapters = {adapter.name: adapter for adapter in spec.adapters}
+        adapters = {adapter.name: adapter for adapter in spec_of(of_trainer, EngineSpec).adapters}
         reference: Reference | None = ReferenceAdapter(trainer) if REFERENCE in adapters else None
         for each in plan.of("reference"):
             engine = self._engine(each, transport)
@@ -167,17 +166,27 @@ class _Start:
         self._turns = Turns(plan.stays, self.engines, self._run_dir, store.changed)
         generators = self._generators(store, transport, POLICY if policy else MODEL)
         self.judge = self._judge(plan.of("judge"), transport) if plan.of("judge") else None
-        others = (store, deadlines, reference, critic, policy)
         self._revival = Revival(start_engines, self.engines, of_trainer.max_restarts)
-        more = self._revival, self._turns, self._launcher.address
-        return Actors(trainer, generators, self._rewards(), *others, *more)
+        return Actors(
+            trainer=trainer,
+            generators=generators,
+            rewards=self._rewards(),
+            store=store,
+            deadlines=deadlines,
+            reference=reference,
+            critic=critic,
+            policy=policy,
+            revival=self._revival,
+            turns=self._turns,
+            address=self._launcher.address,
+        )
 
     async def ready(self, actors: Actors) -> None:
         """Where they take turns, generators are spawned once the engines have left their devices."""
-        others: list[Pool] = [actors.rewards, *([self.judge.pool] if self.judge else [])]
+        pools: list[Pool] = [actors.rewards, *([self.judge.pool] if self.judge else [])]
         if not self._turns.alternate:
-            others.append(actors.generators)
-        await together((self._revival.start(), *(pool.started() for pool in others)))
+            pools.append(actors.generators)
+        await together((self._revival.start(), *(pool.started() for pool in pools)))
         if actors.policy is not None:
             await actors.publish_base()
         if self._turns.alternate:
@@ -207,8 +216,8 @@ class _Start:
 
     def _way(self, replica: ReplicaPlan, transport: Transport) -> tuple[str, Any, EngineConfig]:
         """An engine's name, and how it is started."""
-        actor, others = (PolicyTrainer, [transport]) if replica.role == "trainer" else (EngineActor, [])
-        spawn = self._spawner.engine(replica, actor, *others)
+        actor, arguments = (PolicyTrainer, [transport]) if replica.role == "trainer" else (EngineActor, [])
+        spawn = self._spawner.engine(replica, actor, *arguments)
         return replica.name, spawn, spec_of(replica, EngineSpec).config
 
     async def _place_engines(self, transport: Transport) -> None:

@@ -217,5 +217,5 @@ def _end_of_all(store: Any, group: Group, code: int) -> None:
     """The store may be in this process: it stays until all have read it, or some are gone."""
     with suppress(Exception):
         store.set(_OVER, str(code))
-        others = [f"ended-{rank}" for rank in range(1, group.size)]
-        store.wait(others, timedelta(seconds=_STOP_SECONDS))
+        keys = [f"ended-{rank}" for rank in range(1, group.size)]
+        store.wait(keys, timedelta(seconds=_STOP_SECONDS))

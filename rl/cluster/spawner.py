@@ -49,9 +49,9 @@ class Spawner:
         self._stores: dict[str, Any] = {}  # where the processes of a mesh meet, by its name
 
     def engine(
-        self, replica: Replica, actor: type[EngineActor], *others: Any
+        self, replica: Replica, actor: type[EngineActor], *arguments: Any
     ) -> Callable[[], Awaitable[tuple[Any, Any]]]:
-        """others: what such an actor takes beside the engine's own arguments."""
+        """arguments: what such an actor takes beside the engine's own arguments."""
         name, spec = replica.name, spec_of(replica, EngineSpec)
         env = engine_environment(replica.processes[0].threads) | GROUP_ENVIRONMENT
 
@@ -60,7 +60,7 @@ class Spawner:
             mesh = await self._spawn_replica(replica, env, left)
             self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             directory = str(self._models[spec.model])
-            return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *others)
+            return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *arguments)
 
         return spawn
 

@@ -132,10 +132,10 @@ def from_json(data: Any, where: str = "config.json") -> Any:
                     f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
                     f"remove it there, or give a recipe"
                 )
-            made = {field: from_json(value, where) for field, value in fields.items()}
-            made |= {f: RENAMED[f, value] for f, value in fields.items() if (f, str(value)) in RENAMED}
+            values = {field: from_json(value, where) for field, value in fields.items()}
+            values |= {f: RENAMED[f, value] for f, value in fields.items() if (f, str(value)) in RENAMED}
             try:
-                return kind(**made)
+                return kind(**values)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
         case {"dict": list(items)}:

@@ -35,9 +35,9 @@ def check_env(config: RunConfig) -> list[str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         ours = Path(last.filename).is_relative_to(_PACKAGE)  # where we call what is theirs
         where = "" if ours else f"{last.filename} line {last.lineno}: "
-        what = one_line(error)
+        cause = one_line(error)
         name = type(config.env).__name__
-        return [f"env {name} failed to make a problem ({where}{what}); fix it, or its settings"]
+        return [f"env {name} failed to make a problem ({where}{cause}); fix it, or its settings"]
 
 
 def _own_checks(env: Env) -> list[str]:
@@ -83,9 +83,9 @@ def _not_an_env(env: Env) -> list[str]:
         )
     else:
         problems += [
-            f"env {name} uses {what}, which other processes cannot import; move it into a module beside the "
+            f"env {name} uses {item}, which other processes cannot import; move it into a module beside the "
             f"recipe's file, and import it from there"
-            for what in dict.fromkeys(left_behind)
+            for item in dict.fromkeys(left_behind)
         ]
     return problems + wrong_methods(env)
 
@@ -136,8 +136,8 @@ def _hashable(value: object) -> bool:
 
 def _changing(env: Env) -> list[str]:
     """Why its held-out problems would not stay the same."""
-    made, again = some_problems(env, anew=False), some_problems(env, anew=True)
-    for first, second in zip(made, again, strict=True):
+    problems, again = some_problems(env, anew=False), some_problems(env, anew=True)
+    for first, second in zip(problems, again, strict=True):
         if first.key != second.key:
             made_by = "eval_problems() or generate()" if has_own_held_out(env) else "generate()"
             return [

@@ -106,8 +106,8 @@ class _Directory:
     def places_first(self) -> Iterator[None]:
         """While the recipe's own code runs. What it puts on the path becomes a place of its own."""
         self._remove_places()
-        others = list(sys.path)
-        sys.path[:] = [*self._places, *others]
+        saved = list(sys.path)
+        sys.path[:] = [*self._places, *saved]
         before = Counter(sys.path)
         try:
             yield
@@ -115,7 +115,7 @@ class _Directory:
             added = Counter(sys.path) - before
             places = [os.path.abspath(p) for p in sys.path if p in added or p in self._places]
             self._places = list(dict.fromkeys([*places, *self._places]))
-            sys.path[:] = others
+            sys.path[:] = saved
             self._append_places()
             self._register()
 

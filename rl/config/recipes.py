@@ -133,8 +133,8 @@ def _from_config(name: str) -> tuple[str, RunConfig]:
 def _from_file(name: str) -> tuple[str, RunConfig]:
     path, function = split_name(name)
     if not os.path.isfile(path):
-        what = "is no file" if os.path.exists(path) else "does not exist"
-        raise ConfigError(f"recipe file {path} {what}; give path/to/file.py:function")
+        problem = "is no file" if os.path.exists(path) else "does not exist"
+        raise ConfigError(f"recipe file {path} {problem}; give path/to/file.py:function")
     module = _run_user_code(path, lambda: import_recipe(path))
     functions = {
         n: f
@@ -170,10 +170,10 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
         line = (error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None) or "?"
-        what = one_line(error)
+        cause = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
-            what = f"the module {error.name} is {MOVED[error.name]} now"
+            cause = f"the module {error.name} is {MOVED[error.name]} now"
         for old, new in SPLIT.items():
-            if isinstance(error, TypeError) and f"keyword argument '{old.rpartition('.')[2]}'" in what:
-                what += f" ({old} is {' and '.join(new)} now)"
-        raise ConfigError(f"{path} line {line}: {what}; fix the recipe") from error
+            if isinstance(error, TypeError) and f"keyword argument '{old.rpartition('.')[2]}'" in cause:
+                cause += f" ({old} is {' and '.join(new)} now)"
+        raise ConfigError(f"{path} line {line}: {cause}; fix the recipe") from error

@@ -270,8 +270,8 @@ class RolloutBuffer:
             return None
         finished = [*self._finished.values(), *self._split_spare()[0]]
         oldest_first = sorted(finished, key=lambda p: (p.begun, p.index))
-        chosen, others = oldest_first[:size], oldest_first[size:]
+        chosen, remaining = oldest_first[:size], oldest_first[size:]
         if not k and any(i < chosen[-1].index for i in self._running):
             return None
-        left.update(p.begun + k for p in others)
+        left.update(p.begun + k for p in remaining)
         return sorted(chosen, key=lambda p: p.index) if is_in_time(left) else None

@@ -166,11 +166,11 @@ async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list
             await actors.enter("generate")
             generators = actors.generators
             await generators.wait_served(0)
-            made = rollouts(learning_of(config), HFTokenizer(models["model"]), actors)
+            rollout_maker = rollouts(learning_of(config), HFTokenizer(models["model"]), actors)
             try:
-                greedy = await made.evaluate(generators)
-                sampled = await made.evaluate(generators, num_samples, 1.0) if num_samples else []
+                greedy = await rollout_maker.evaluate(generators)
+                sampled = await rollout_maker.evaluate(generators, num_samples, 1.0) if num_samples else []
             finally:
-                await made.close()
+                await rollout_maker.close()
         check_rewards([*greedy, *sampled])
         return greedy, sampled

@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 def write_prompts(checkpoint: Path, state: BufferState, scored_by: str) -> dict[str, Any]:
     """Plain data for a checkpoint that is about to be written. Removes files of those that are gone."""
     path = _path(checkpoint)
-    for other in path.parent.glob("step-*.pkl"):
-        its = checkpoint.with_name(other.stem)
-        is_needed = its.exists() or its.with_name(f"{its.name}.partial").exists()
-        if re.fullmatch(r"step-\d+", other.stem) and not is_needed:
-            other.unlink()
+    for prompts_file in path.parent.glob("step-*.pkl"):
+        owner = checkpoint.with_name(prompts_file.stem)
+        is_needed = owner.exists() or owner.with_name(f"{owner.name}.partial").exists()
+        if re.fullmatch(r"step-\d+", prompts_file.stem) and not is_needed:
+            prompts_file.unlink()
     with whole_file(path) as file:
         hashed = _Hashed(file)
         # In small frames, so that other threads run in between. Metadata may have classes of the recipe's.

@@ -50,28 +50,28 @@ def plan(arguments: Sequence[str]) -> int:
         raise ConfigError("\n".join([*misread, *wrong]))
     hosts = parse_cluster(cluster, look_at_host()) if cluster else cluster_of(config)
     before = _read(Path(run)) if run else None
-    made = plan_or_problems(config, "train", hosts)
-    if isinstance(made, Plan):
+    result = plan_or_problems(config, "train", hosts)
+    if isinstance(result, Plan):
         if as_json:
-            print(json.dumps(plan_json(made), indent=1))
+            print(json.dumps(plan_json(result), indent=1))
         else:
-            lines = differences(before, made, run) if before is not None else describe(recipe, made)
+            lines = differences(before, result, run) if before is not None else describe(recipe, result)
             print("\n".join(lines))
         return 0
     check_models_read(config, "train")
     if as_json:
-        print(json.dumps({"version": VERSION, "problems": made}, indent=1))
+        print(json.dumps({"version": VERSION, "problems": result}, indent=1))
     else:
-        print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in made)]))
+        print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in result)]))
     return 1
 
 
-def describe(recipe: str, made: Plan) -> list[str]:
-    return [*show(recipe, made), "it fits"]
+def describe(recipe: str, plan: Plan) -> list[str]:
+    return [*show(recipe, plan), "it fits"]
 
 
-def write_plan(run_dir: Path, made: Plan) -> None:
-    write_whole(run_dir / PLAN, json.dumps(plan_json(made), indent=1).encode())
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    write_whole(run_dir / PLAN, json.dumps(plan_json(plan), indent=1).encode())
 
 
 def _read(run: Path) -> dict:

@@ -173,12 +173,12 @@ def _overhead(timeline: Timeline) -> str:
 
 
 def _title(recipe: str, config: RunConfig) -> str:
-    what = {
+    unit = {
         "rollouts": f"prompts x {config.group_size} samples",
         "demonstrations": "demonstrations",
         "preferences": "pairs",
     }[config.data]
-    return f"{recipe}: {config.prompts_per_step} {what} a step"
+    return f"{recipe}: {config.prompts_per_step} {unit} a step"
 
 
 def _summary(

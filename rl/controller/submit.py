@@ -58,14 +58,14 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     command = command_of(source_of(recipe_name), _without(rest, "--run_dir"), run_dir)
     job = getattr(jobs, launcher)
     file, text = run_dir / job.file, job.text(run_dir, command)
-    made = _plan_of(config, cluster, job.nodes) if is_dry else None
-    if isinstance(made, list):
-        raise ConfigError("\n".join(made))
+    result = _plan_of(config, cluster, job.nodes) if is_dry else None
+    if isinstance(result, list):
+        raise ConfigError("\n".join(result))
     run_dir.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    if made is not None:
-        write_plan(run_dir, made)
-        print("\n".join(describe(recipe, made)))
+    if result is not None:
+        write_plan(run_dir, result)
+        print("\n".join(describe(recipe, result)))
         print(f"{file} and plan.json beside it are written; nothing was started")
         return 0
     print(job.submit(file))

@@ -47,10 +47,10 @@ class SupervisedData:
         chosen, rejected = self.env.preference(problem, seed)
         return [self._sample(problem, chosen, "chosen"), self._sample(problem, rejected, "rejected")]
 
-    def _sample(self, problem: Problem, text: str, what: str) -> Sample:
+    def _sample(self, problem: Problem, text: str, kind: str) -> Sample:
         target = [*self.tokenizer.encode_plain(text), self.tokenizer.eos_id]
         prompt = self.env.encode(problem, self.tokenizer).tokens
-        return supervised_sample(prompt, target, f"{problem.id}, {what}")
+        return supervised_sample(prompt, target, f"{problem.id}, {kind}")
 
 
 def _training_group(samples: list[Sample]) -> TrainingGroup:

@@ -76,7 +76,7 @@ class TrainingBatch:
     def samples_of(self, group: Group) -> Sequence[Sample]:
         """Those of a group that are trained on."""
         pairs = zip(self.rollouts, self.all_groups, strict=True)
-        return next((made.samples for rollouts, made in pairs if rollouts is group), ())
+        return next((training_group.samples for rollouts, training_group in pairs if rollouts is group), ())
 
     def joined(self, part: "TrainingBatch") -> "TrainingBatch":
         """This and the next part of the same batch."""
@@ -120,8 +120,9 @@ async def build_training_batch(
     counted, learning, means = await compute(lambda: _with_advantages(members, algorithm))
     if not algorithm.advantages_need_forward:
         learning = await _with_forward_passes(learning, scorers)
-    made = [_training_group(taught, all_, algorithm) for taught, all_ in zip(learning, counted, strict=True)]
-    return TrainingBatch(made, list(groups), means=means)
+    pairs = zip(learning, counted, strict=True)
+    training_groups = [_training_group(taught, all_, algorithm) for taught, all_ in pairs]
+    return TrainingBatch(training_groups, list(groups), means=means)
 
 
 def _with_advantages(

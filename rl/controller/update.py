@@ -126,8 +126,8 @@ async def stream(batch: TrainingBatch, step: int, policy: Updater) -> TrainingBa
     try:
         learned = await policy.forward_backward(_samples(batch.groups), batch.samples_per_unit)
     except NotFinite as error:
-        which = f"step {step}, groups {batch.rollouts[0].index} to {batch.rollouts[-1].index}"
-        raise _failure(error, which, True, policy, batch, policy.params(step, 1.0)) from error
+        position = f"step {step}, groups {batch.rollouts[0].index} to {batch.rollouts[-1].index}"
+        raise _failure(error, position, True, policy, batch, policy.params(step, 1.0)) from error
     return replace(batch, groups=[], streamed=(*batch.streamed, Streamed(batch.groups, learned)))
 
 
@@ -152,8 +152,8 @@ async def _updates(
         except NotFinite as error:
             # Of two that learn at a time, the other may have gone ahead.
             untouched = not updates and not algorithm.needs_critic and error.metric != "weights"
-            which = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
-            raise _failure(error, which, untouched, updater, part, params) from error
+            position = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
+            raise _failure(error, position, untouched, updater, part, params) from error
         updates.append(learned | stepped | {"denominator": total})
     return updates
 
@@ -163,10 +163,15 @@ def _samples(groups: Sequence[TrainingGroup]) -> list[Sample]:
 
 
 def _failure(
-    error: NotFinite, which: str, untouched: bool, updater: Updater, part: TrainingBatch, params: OptimParams
+    error: NotFinite,
+    position: str,
+    untouched: bool,
+    updater: Updater,
+    part: TrainingBatch,
+    params: OptimParams,
 ) -> StepFailed:
     blame = partial(_find_sample, updater, _samples(part.all_groups), part.samples_per_unit, params)
-    return StepFailed(f"{which}: {error} ({error.metric})", untouched, blame)
+    return StepFailed(f"{position}: {error} ({error.metric})", untouched, blame)
 
 
 async def _find_sample(
@@ -188,8 +193,8 @@ async def _find_sample(
         half = math.ceil(len(samples) / 2 / samples_per_unit) * samples_per_unit
         parts = [part for part in (samples[:half], samples[half:]) if await fails(part)]
         if not parts:
-            first, others = samples[0].id, len(samples) - 1
-            return f"it takes more than one sample: none of {first} and {others} others fails alone"
+            first, num_others = samples[0].id, len(samples) - 1
+            return f"it takes more than one sample: none of {first} and {num_others} others fails alone"
         everywhere &= len(parts) == 2
         samples = parts[0]
     names = " with ".join(s.id for s in samples)

@@ -228,12 +228,12 @@ def held_out(env: Env) -> tuple[Problem, ...]:
 
     Raises ConfigError where it makes none.
     """
-    made = env.eval_problems()
-    if not isinstance(made, Sequence) or not made:
+    problems = env.eval_problems()
+    if not isinstance(problems, Sequence) or not problems:
         raise ConfigError(
-            f"{type(env).__name__}.eval_problems() returned {shown(made)}; return a list of Problems"
+            f"{type(env).__name__}.eval_problems() returned {shown(problems)}; return a list of Problems"
         )
-    return tuple(checked(problem) for problem in made)
+    return tuple(checked(problem) for problem in problems)
 
 
 @lru_cache(maxsize=_MOST_ENVS)

@@ -79,8 +79,8 @@ class Judge:
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
         wins = 0
-        for one, two, number_of_first in ((first, second, 1), (second, first, 2)):
-            text = f"Question: {question}\n\nAnswer 1: {one}\n\nAnswer 2: {two}"
+        for answer_1, answer_2, number_of_first in ((first, second, 1), (second, first, 2)):
+            text = f"Question: {question}\n\nAnswer 1: {answer_1}\n\nAnswer 2: {answer_2}"
             told = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
             reply = self._verdict(_messages(told, text), "better", {"enum": [1, 2]})
             value = verdict_in(reply, "better")

@@ -58,8 +58,8 @@ class Verifier:
             return check_parts(receive(from_child, self._limit), rollout.turn_lengths)
         except TimeoutError:
             self.close()
-            what = f"the reward function took over {self._limit:g} s (reward.limit_seconds)"
-            return Score(0.0, what, cause="timeout")
+            problem = f"the reward function took over {self._limit:g} s (reward.limit_seconds)"
+            return Score(0.0, problem, cause="timeout")
         except (EOFError, BrokenPipeError):
             try:
                 code: int | str = self._child.wait(timeout=1)
@@ -100,14 +100,14 @@ def score_of(reward: float | Rewards | Mapping[str, float] | Verdict) -> Score:
     """Of what a reward function returned; a failure where that is no reward."""
     if isinstance(reward, Verdict):
         if isinstance(reward.reward, Verdict) or not isinstance(reward.correct, bool):
-            what = f"{reward!r:.60} has to have a reward, and correct=True or False"
-            return Score(0.0, what, cause="type")
+            problem = f"{reward!r:.60} has to have a reward, and correct=True or False"
+            return Score(0.0, problem, cause="type")
         return replace(score_of(reward.reward), verdict=reward.correct)
     if isinstance(reward, Mapping):
         return _sum_of(reward)
     if not isinstance(reward, Rewards) and not _is_number(reward):
-        what = f"the reward function returned {reward!r:.60}; return a number, Rewards or Verdict"
-        return Score(0.0, what, cause="type")
+        problem = f"the reward function returned {reward!r:.60}; return a number, Rewards or Verdict"
+        return Score(0.0, problem, cause="type")
     parts = reward if isinstance(reward, Rewards) else Rewards()
     if any(isinstance(turn, Mapping) for turn in parts.turns):
         return _sum_of_turns(parts)
@@ -133,10 +133,10 @@ def _sum_of_turns(parts: Rewards) -> Score:
     for turn in parts.turns:
         named = turn if isinstance(turn, Mapping) else {"unnamed": turn} if turn != 0 else {}
         if not all(_is_number(part) and math.isfinite(part) for part in named.values()):
-            what = (
+            problem = (
                 f"the reward function returned {dict(named)!r:.60} for a turn; give each part a finite number"
             )
-            return Score(0.0, what, cause="type")
+            return Score(0.0, problem, cause="type")
         turns.append({str(name): float(part) for name, part in named.items()})
         for name, part in turns[-1].items():
             components[name] = components.get(name, 0.0) + part
@@ -152,8 +152,8 @@ def _sum_of(named: Mapping[str, float]) -> Score:
     components = {str(name): float(part) for name, part in named.items() if _is_number(part)}
     total = sum(components.values())
     if len(components) < len(named) or not named or not math.isfinite(total):
-        what = f"the reward function returned {dict(named)!r:.60}; give each part a finite number"
-        return Score(0.0, what, cause="type")
+        problem = f"the reward function returned {dict(named)!r:.60}; give each part a finite number"
+        return Score(0.0, problem, cause="type")
     return Score(total, components=components)
 
 
@@ -165,8 +165,8 @@ def check_parts(score: Score, turn_lengths: Sequence[int]) -> Score:
     )
     for name, value, expected in expectations:
         if value and len(value) != expected:
-            what = f"the reward function gave {len(value)} rewards for {expected} {name}"
-            return Score(0.0, what, cause="type")
+            problem = f"the reward function gave {len(value)} rewards for {expected} {name}"
+            return Score(0.0, problem, cause="type")
     return score
 
 

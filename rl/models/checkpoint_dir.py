@@ -132,8 +132,8 @@ def _checksum(path: Path) -> str:
 
 def _another(path: Path) -> str:
     """The newest other checkpoint beside it that looks good."""
-    others = (other for other in newest_first(path.parent) if other != path and not why_damaged(other))
-    newest = next(others, None)
+    good = (beside for beside in newest_first(path.parent) if beside != path and not why_damaged(beside))
+    newest = next(good, None)
     return f"go on with --resume {newest}" if newest else "there is no other good one beside it"
 
 
@@ -254,8 +254,8 @@ def prune(path: Path, keep_last: int) -> None:
     kind = path.name.rstrip("0123456789")
     named_so = (p for p in path.parent.glob(f"{kind}*") if p.name.removeprefix(kind).isdigit())
     same_kind = [p for p in named_so if is_complete(p)]  # else it is somebody's own
-    others = sorted((p for p in same_kind if p != path), key=_number)
-    for old in others[: max(0, len(others) - (keep_last - 1))]:
+    candidates = sorted((p for p in same_kind if p != path), key=_number)
+    for old in candidates[: max(0, len(candidates) - (keep_last - 1))]:
         # Under another name first: a directory is whole or does not look like a checkpoint.
         gone = old.with_name(old.name + ".gone.partial")
         try:

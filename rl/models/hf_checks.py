@@ -136,5 +136,5 @@ def check_known(model_dir: str | Path) -> None:
     try:
         AutoConfig.from_pretrained(str(model_dir))
     except Exception as error:  # its checks raise many kinds
-        what = f"transformers cannot read {model_dir}/config.json ({' '.join(str(error).split()):.200})"
-        raise ConfigError(f"{what}; fetch it again") from error
+        problem = f"transformers cannot read {model_dir}/config.json ({' '.join(str(error).split()):.200})"
+        raise ConfigError(f"{problem}; fetch it again") from error

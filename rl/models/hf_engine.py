@@ -221,8 +221,8 @@ class HFEngine(Engine):
                 try:
                     read = HFModel(self._read(Path(model_dir)), self.config.head == "value")
                 except RuntimeError as error:  # transformers', of shapes that differ
-                    what = f"{model_dir} holds another model than {self._model_dir}: {error}"
-                    raise RunError(what) from error
+                    problem = f"{model_dir} holds another model than {self._model_dir}: {error}"
+                    raise RunError(problem) from error
         tensors, whole = ([tensor for _, tensor in named_state(m)] for m in (self._model, read))
         self._take_from_first_rank(tensors, whole)
 

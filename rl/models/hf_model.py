@@ -75,8 +75,8 @@ class HFModel(nn.Module):
         """
         config = self.lm.config.get_text_config()
         types = list(getattr(config, "layer_types", None) or [])
-        other = set(types) - {"full_attention", "sliding_attention"}
-        if getattr(config, "attention_chunk_size", None) or other:
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if getattr(config, "attention_chunk_size", None) or unknown:
             return "its layers do not all attend to the whole sequence or to a window of it"
         uses_window = getattr(config, "use_sliding_window", True)
         window = getattr(config, "sliding_window", None) if uses_window else None

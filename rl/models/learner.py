@@ -40,8 +40,8 @@ class Learner:
     def reset(self) -> None:
         """Forget the moments and the accumulated gradient."""
         spared = [p for name, p in self.parameters.items() if p.ndim < 2 or _EMBEDDING.search(name)]
-        others = [p for p in self.parameters.values() if not any(p is other for other in spared)]
-        groups = [{"params": others, "spared": False}, {"params": spared, "spared": True}]
+        decayed = [p for p in self.parameters.values() if not any(p is q for q in spared)]
+        groups = [{"params": decayed, "spared": False}, {"params": spared, "spared": True}]
         self._optimizer = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
         self.clear()
 

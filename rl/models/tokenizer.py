@@ -27,9 +27,9 @@ class HFTokenizer:
         try:
             self._tokenizer = _tokenizer_class(Path(model_dir)).from_pretrained(str(model_dir))
         except Exception as error:  # whatever a broken file makes of the libraries that read it
-            what = one_line(error)
+            cause = one_line(error)
             raise ConfigError(
-                f"model directory {model_dir} has no readable tokenizer ({what:.200}); "
+                f"model directory {model_dir} has no readable tokenizer ({cause:.200}); "
                 f"copy tokenizer.json there"
             ) from error
         if self._tokenizer.eos_token_id is None:

@@ -13,7 +13,7 @@ _SECONDS = 10.0
 
 
 @contextmanager
-def break_silence(what: str) -> Iterator[None]:
+def break_silence(activity: str) -> Iterator[None]:
     """A line every ten seconds, with what is under way, until the body ends.
 
     On standard output as it is now: the body may redirect it. The thread that writes ends with the body.
@@ -24,7 +24,7 @@ def break_silence(what: str) -> Iterator[None]:
         began = time.monotonic()
         with suppress(OSError):  # nobody reads
             while not ended.wait(_SECONDS):
-                print(f"{time.monotonic() - began:.0f} s: {what}", file=out, flush=True)
+                print(f"{time.monotonic() - began:.0f} s: {activity}", file=out, flush=True)
 
     thread = threading.Thread(target=tell)
     thread.start()

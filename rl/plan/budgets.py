@@ -27,10 +27,10 @@ class Taken:
     least_cache: Mapping[RoleName, float]
 
 
-def memories(demand: Demand, facts: Facts, made: Mapping[RoleName, Spec], on_cpu: bool) -> Taken | None:
+def memories(demand: Demand, facts: Facts, specs: Mapping[RoleName, Spec], on_cpu: bool) -> Taken | None:
     """None where a model's sizes are not known: then nothing is claimed."""
     parts, least = dict[RoleName, Memory](), dict[RoleName, float]()
-    for role, spec in made.items():
+    for role, spec in specs.items():
         if role == "reward":
             continue
         shape = facts.models[role].shape
@@ -66,10 +66,10 @@ def asked_caches(demand: Demand) -> dict[RoleName, float]:
     return asked
 
 
-def check_asked(demand: Demand, made: Mapping[RoleName, Spec], taken: Taken, notes: Notes) -> None:
+def check_asked(demand: Demand, specs: Mapping[RoleName, Spec], taken: Taken, notes: Notes) -> None:
     """vLLM does not start with a cache under one sequence."""
     for role, size in asked_caches(demand).items():
-        spec, setting, least = made[role], demand.name(f"{role}.kv_cache_gib"), taken.least_cache[role]
+        spec, setting, least = specs[role], demand.name(f"{role}.kv_cache_gib"), taken.least_cache[role]
         assert isinstance(spec, GeneratorSpec)
         notes.settle(setting, f"{size:g}", f"{size:g}", "asked for")
         if size < least:
@@ -111,9 +111,9 @@ def _left(demand: Demand, taken: Taken, present: Presences, places: Places, clus
     for (host, gpu), roles in places.on_devices().items():
         if gpu is None or not (num_caches := roles.count("generator")):
             continue
-        others = sum(beside[role] for role in roles if role != "generator") * margin
+        taken_beside = sum(beside[role] for role in roles if role != "generator") * margin
         room = cluster.hosts[host].gpus[gpu].gib * USABLE
-        left = min(left, (room - others - num_caches * beside["generator"]) / num_caches)
+        left = min(left, (room - taken_beside - num_caches * beside["generator"]) / num_caches)
     return math.floor(left * 10) / 10
 
 
@@ -162,10 +162,10 @@ def engine_budgets(
             continue
         room = cluster.hosts[host].gpus[gpu].gib * USABLE
         for role in (role for role in ENGINE_ROLES if role in roles):
-            others = max(
-                (sum(memory[other][phase].total for other in roles) - memory[role][phase].total) / GIB
+            beside = max(
+                (sum(memory[neighbour][phase].total for neighbour in roles) - memory[role][phase].total) / GIB
                 for phase, there in present.items()
                 if there[role] == "whole"
             )
-            budgets[role] = min(budgets.get(role, math.inf), room - others)
+            budgets[role] = min(budgets.get(role, math.inf), room - beside)
     return budgets

@@ -47,12 +47,12 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     if plan.takes_turns:
         changed = replace(changed, sharing="by_turns")
     spare = [host for host in trainer.spare_hosts if host not in lost]
-    others = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
+    staying = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
     for replica in _engines(plan):
         before = _hosts(replica)
         now = tuple(host for host in before if host not in lost)
         added = [host for host in spare if host not in now][: len(before) - len(now)]
-        if busy := [host for host in added if any(device[0] == host for device in _devices(others))]:
+        if busy := [host for host in added if any(device[0] == host for device in _devices(staying))]:
             return f"host {busy[0]}'s GPUs have another role; a spare host's have none"
         now = (*now, *added)
         least = trainer.min_hosts or len(before)
@@ -62,13 +62,13 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
         if layout is None:
             return f"{replica.role}'s layout cannot be made smaller for {len(now)} of {len(before)} hosts"
         changed = _with(changed, replica.role, layout, now)
-    made = resolve(changed, facts, plan.cluster)
-    if isinstance(made, tuple):
-        return "; ".join(problem.text for problem in made)
-    if made.takes_turns and not plan.takes_turns:
+    after = resolve(changed, facts, plan.cluster)
+    if isinstance(after, tuple):
+        return "; ".join(problem.text for problem in after)
+    if after.takes_turns and not plan.takes_turns:
         return "what is left fits by turns alone; set --placement by_turns"
-    engines = tuple(_engines(made))
-    if taken := (_devices(engines) - _devices(_engines(plan))) & _devices(others):
+    engines = tuple(_engines(after))
+    if taken := (_devices(engines) - _devices(_engines(plan))) & _devices(staying):
         host, gpu = min(taken)
         return f"GPU {host}:{gpu} has another role; give engines hosts of their own"
     return engines

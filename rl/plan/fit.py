@@ -100,8 +100,8 @@ def _check_host_of_suspended(
 def host_name(host: int, cluster: Cluster) -> str:
     """For people."""
     of_host = cluster.hosts[host]
-    what = of_host.address or ("may join" if of_host.may_join else "")
-    return f"host {host} ({what})" if what else f"host {host}"
+    label = of_host.address or ("may join" if of_host.may_join else "")
+    return f"host {host} ({label})" if label else f"host {host}"
 
 
 def _when(demand: Demand, phase: Phase) -> str:

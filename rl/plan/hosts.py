@@ -21,8 +21,8 @@ def allowed_hosts(
         for problem in _wrong(asked, cluster):
             notes.problem("places", f"{setting} {problem}; {_known(cluster)}")
         for host in sorted({*asked} & {*joining}) if role != "generator" else ():
-            what = "which may join later; name another: only generators may be there"
-            notes.problem("places", f"{setting} names host {host}, {what}")
+            reason = "which may join later; name another: only generators may be there"
+            notes.problem("places", f"{setting} names host {host}, {reason}")
         allowed[role] = tuple(host for host in dict.fromkeys(asked) if host in everywhere)
         if not allowed[role]:
             allowed[role] = _default(role, present, has_gpus=bool(cluster.gpus))

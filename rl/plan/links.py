@@ -17,16 +17,16 @@ _GB_PER_S = 0.6
 
 
 def links(demand: Demand, facts: Facts, numerics: Numerics) -> tuple[Link, ...]:
-    made: list[Link] = []
+    ways: list[Link] = []
     shape, lora = facts.models["trainer"].shape, demand.trainer.lora
     if demand.generator is not None:
         elements = 0 if shape is None else shape.adapter_elements(lora) if lora.rank else shape.num_parameters
         carries: Literal["adapter", "weights"] = "adapter" if lora.rank else "weights"
         num_bytes = elements * BYTES[numerics.dtype]
-        made.append(Link("trainer", "generator", carries, demand.transport, num_bytes))
+        ways.append(Link("trainer", "generator", carries, demand.transport, num_bytes))
     if demand.judge is not None:
-        made.append(Link("reward", "judge", "questions", "http", 0))
-    return tuple(made)
+        ways.append(Link("reward", "judge", "questions", "http", 0))
+    return tuple(ways)
 
 
 def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cluster, notes: Notes) -> bool:

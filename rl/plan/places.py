@@ -295,6 +295,6 @@ def _share(
     beside = {*_BESIDE.get(role, (role,))}
     if overlap:
         beside |= {*(ENGINE_ROLES if role == "generator" else ("generator",))}
-    at_work = sum(there.get((other, host), 0) for other in beside)
+    at_work = sum(there.get((neighbour, host), 0) for neighbour in beside)
     cores = cluster.hosts[host].num_cores
     return max(1, cores // at_work), f"{cores} cores for {at_work} at work at a time"

@@ -59,8 +59,8 @@ def _resolve_sharing(
         return None, problems
     setting = demand.name("placement")
     why = f"if all stayed, {'; '.join(problem.text for problem in problems)}"
-    others = tuple(line for line in plan.settled if line.setting != setting)
-    return replace(plan, settled=(Settled(setting, "auto", "by_turns", why), *others)), ()
+    rest = tuple(line for line in plan.settled if line.setting != setting)
+    return replace(plan, settled=(Settled(setting, "auto", "by_turns", why), *rest)), ()
 
 
 def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | None, tuple[Problem, ...]]:
@@ -70,25 +70,25 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     if not facts.models:
         return None, tuple(notes.problems)
     check_shapes(demand, facts, numerics, cluster, notes)
-    made = specs(demand, facts, numerics)
+    role_specs = specs(demand, facts, numerics)
     if places is None:
         return None, tuple(notes.problems)
-    present = presences(demand, list(made), notes)
+    present = presences(demand, list(role_specs), notes)
     num_threads = threads(places, demand, cluster, notes)
     caches: dict[RoleName, float | Fill] = {**asked_caches(demand)}
-    taken = memories(demand, facts, made, on_cpu=not cluster.gpus)
+    taken = memories(demand, facts, role_specs, on_cpu=not cluster.gpus)
     memory: Mapping[RoleName, Mapping[Phase, Memory]] = {}
     if taken is None:
         caches = caches_of_unknown(demand, places, cluster, notes)
     else:
-        check_asked(demand, made, taken, notes)
+        check_asked(demand, role_specs, taken, notes)
         if demand.generator is not None and "generator" not in caches:
             caches["generator"] = generators_cache(demand, taken, present, places, cluster, notes)
         memory = by_phase(_whole(taken.memory, caches), present)
         budgets = engine_budgets(memory, present, places, cluster)
-        made = _with(made, "device_memory_gib", budgets)
+        role_specs = _with(role_specs, "device_memory_gib", budgets)
         check_fit(demand, taken, caches, present, places, cluster, notes)
-    made = _with(made, "kv_cache_gib", caches)
+    role_specs = _with(role_specs, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics)
     delta = settle_delta(demand, numerics, places, cluster, notes)
     if not any(problem.made_by == "fit" for problem in notes.problems):  # of weights that fit elsewhere
@@ -106,7 +106,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
             Process(place.host, () if place.gpu is None else (place.gpu,), count, memory.get(member.role, {}))
             for place, count in zip(places.by_name[member.name], num_threads[member.name], strict=True)
         )
-        spec = made[member.role]
+        spec = role_specs[member.role]
         replicas.append(Replica(member.name, member.role, restarts[member.role], processes, spec))
     plan = Plan(
         command=demand.command,
@@ -130,10 +130,10 @@ def _whole(
 
 
 def _with(
-    made: Mapping[RoleName, Spec], name: str, values: Mapping[RoleName, object]
+    role_specs: Mapping[RoleName, Spec], name: str, values: Mapping[RoleName, object]
 ) -> dict[RoleName, Spec]:
     """The specs with this field of their configs changed, for the roles that have a value."""
-    changed = dict(made)
+    changed = dict(role_specs)
     for role, value in values.items():
         spec = changed[role]
         assert not isinstance(spec, WorkerSpec)

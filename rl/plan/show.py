@@ -72,8 +72,8 @@ def _idle(plan: Plan) -> list[str]:
     idle = [(host, gpu) for host, gpu in plan.cluster.devices if (host, gpu) not in used]
     if not idle:
         return []
-    one = len(plan.cluster.hosts) == 1
-    names = ", ".join(str(gpu) if one else f"{host}:{gpu}" for host, gpu in idle)
+    is_one_host = len(plan.cluster.hosts) == 1
+    names = ", ".join(str(gpu) if is_one_host else f"{host}:{gpu}" for host, gpu in idle)
     return [
         f"GPU {names}: nothing runs there; use them with --trainer.layout.shard or --generator.num_replicas"
     ]

@@ -22,24 +22,24 @@ def longest_sequence(demand: Demand, facts: Facts) -> int:
 
 def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Spec]:
     """By role. A generator's cache is the one that is asked for, or 0."""
-    made: dict[RoleName, Spec] = {"trainer": _trainer(demand, facts, numerics)}
+    role_specs: dict[RoleName, Spec] = {"trainer": _trainer(demand, facts, numerics)}
     trainer = _engine(demand, facts, demand.trainer.layout, numerics)
     if demand.generator is not None:
-        made["generator"] = _generator(demand, facts, numerics)
+        role_specs["generator"] = _generator(demand, facts, numerics)
     if demand.critic is not None:
         # All of it learns, also where the policy is an adapter.
         critic = replace(trainer, layout=demand.critic, adapters=False, head="value")
-        made["critic"] = EngineSpec(demand.trainer.engine, "model", _drawn(demand, "critic", critic))
+        role_specs["critic"] = EngineSpec(demand.trainer.engine, "model", _drawn(demand, "critic", critic))
     if demand.reference is not None:
         # With `adapters`, of which it gets none, nothing learns: weights are there once, in compute dtype.
         reference = replace(trainer, layout=demand.reference, adapters=True)
         config = _drawn(demand, "reference", reference)
-        made["reference"] = EngineSpec(demand.trainer.engine, "reference", config)
+        role_specs["reference"] = EngineSpec(demand.trainer.engine, "reference", config)
     if demand.judge is not None:
-        made["judge"] = _judge(demand, facts, numerics)
+        role_specs["judge"] = _judge(demand, facts, numerics)
     if demand.reward is not None:
-        made["reward"] = WorkerSpec(demand.reward.limit_seconds)
-    return made
+        role_specs["reward"] = WorkerSpec(demand.reward.limit_seconds)
+    return role_specs
 
 
 def _engine(demand: Demand, facts: Facts, layout: Layout, numerics: Numerics) -> EngineConfig:

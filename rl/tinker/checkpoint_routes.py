@@ -96,21 +96,21 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
             )
         }
 
-    one = "/training_runs/{id}/checkpoints/{kind}/{name}"
+    route = "/training_runs/{id}/checkpoints/{kind}/{name}"
 
-    @api.delete(one)
+    @api.delete(route)
     async def delete(id: str, kind: str, name: str, request: Request) -> Response:
         await checkpoints.delete(checkpoints.own(tenant(request), id, kind, name))
         return Response(status_code=204)
 
-    @api.put(f"{one}/ttl")
+    @api.put(f"{route}/ttl")
     async def set_ttl(id: str, kind: str, name: str, body: _Ttl, request: Request) -> Response:
         check_ttl(body.ttl_seconds)
         expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
         checkpoints.change(checkpoints.own(tenant(request), id, kind, name), expires=expires)
         return Response(status_code=204)
 
-    @api.api_route(f"{one}/publish", methods=["POST", "DELETE"])
+    @api.api_route(f"{route}/publish", methods=["POST", "DELETE"])
     async def publish(id: str, kind: str, name: str, request: Request) -> Response:
         public = request.method == "POST"
         checkpoints.change(checkpoints.own(tenant(request), id, kind, name), public=public)

@@ -109,8 +109,8 @@ class Connection:
             self._rest_until = time.monotonic() + _REST_SECONDS
         if not self._connecting.done():
             raise Unavailable("the database does not answer; the same may work in a minute")
-        made, self._connecting = self._connecting, None
-        connection = made.result()
+        attempt, self._connecting = self._connecting, None
+        connection = attempt.result()
         self._rest_until = 0.0
         return connection
 

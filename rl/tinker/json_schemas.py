@@ -14,19 +14,19 @@ _MAX_DEPTH = 64  # vLLM's
 _DEFINITIONS = ("$defs", "definitions")  # a schema's references name them from its root
 
 
-def schema_text(schema: object, what: str) -> str:
-    """As generators take it. what: its name in messages. Raises UserError where it is no schema."""
+def schema_text(schema: object, name: str) -> str:
+    """As generators take it. name: its name in messages. Raises UserError where it is no schema."""
     if not isinstance(schema, dict):
-        raise UserError(f"{what} has to be a JSON schema, an object")
+        raise UserError(f"{name} has to be a JSON schema, an object")
     if _depth(schema) > _MAX_DEPTH:
-        raise UserError(f"{what} is nested over {_MAX_DEPTH} deep; make it flatter")
+        raise UserError(f"{name} is nested over {_MAX_DEPTH} deep; make it flatter")
     text = json.dumps(schema)
     if len(text) > _MAX_CHARACTERS:
-        raise UserError(f"{what} has {len(text)} characters of JSON; at most {_MAX_CHARACTERS} are offered")
+        raise UserError(f"{name} has {len(text)} characters of JSON; at most {_MAX_CHARACTERS} are offered")
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise UserError(f"{what} is no JSON schema: {error.message[:200]}") from error
+        raise UserError(f"{name} is no JSON schema: {error.message[:200]}") from error
     return text
 
 

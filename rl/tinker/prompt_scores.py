@@ -61,8 +61,8 @@ class PromptScores:
         async def of(row: int, token: int) -> float:
             if token == -1:
                 return 0.0
-            one = SamplingParams(1, prompt_likeliest=0, ignore_eos=True, seed=0)
-            (completion,) = await sample([*self._prompt[: row + 1], token], 1, one)
+            params = SamplingParams(1, prompt_likeliest=0, ignore_eos=True, seed=0)
+            (completion,) = await sample([*self._prompt[: row + 1], token], 1, params)
             logprob = completion.prompt_logprobs[-1]
             assert logprob is not None  # only a prompt's first token has none
             return logprob
@@ -76,8 +76,8 @@ class PromptScores:
 
         async def at(row: int) -> list[Completion]:
             seed = (self._params.seed + _APART * (row + 1)) % 2**31
-            one = SamplingParams(1, temperature=self._params.temperature, ignore_eos=True, seed=seed)
-            return await sample(self._prompt[: row + 1], self._num_drawn, one)
+            params = SamplingParams(1, temperature=self._params.temperature, ignore_eos=True, seed=seed)
+            return await sample(self._prompt[: row + 1], self._num_drawn, params)
 
         places = await asyncio.gather(*map(at, range(len(self._prompt) - 1)))
         tokens = [[completion.tokens[0] for completion in place] for place in places]

@@ -151,15 +151,15 @@ class SamplingQueue:
             return True
         waiting = next(iter(self._waiting[tenant].values()))
         size = waiting.next_size(self._shared)
-        others = self._all_present() - {tenant}
-        if not others:
+        other_tenants = self._all_present() - {tenant}
+        if not other_tenants:
             return self.num_running + size <= self._capacity
-        if self._samples[tenant] + size > self._capacity / (1 + len(others)):
+        if self._samples[tenant] + size > self._capacity / (1 + len(other_tenants)):
             return not self._samples[tenant]
         own, weight = self._weights.get(tenant, 0.0), self._weight(tenant, waiting.load, size)
-        if own + weight <= self._shared + min(map(self._wanted, others)):
+        if own + weight <= self._shared + min(map(self._wanted, other_tenants)):
             return True
-        return not own and self._shares.lead(tenant, others) <= _LEAD_SECONDS
+        return not own and self._shares.lead(tenant, other_tenants) <= _LEAD_SECONDS
 
     def _wanted(self, tenant: str) -> float:
         """The weight of its requests; above the capacity, of some of them."""

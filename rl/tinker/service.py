@@ -292,8 +292,8 @@ class Service:
 
     # ---- housekeeping
 
-    def _own(self, table: Any, id: str, tenant: str, what: str) -> Row:
+    def _own(self, table: Any, id: str, tenant: str, kind: str) -> Row:
         row = self._database.get(table, id)
         if row is None or row.tenant != tenant:
-            raise NotFound(f"there is no {what} {id[:200]}")
+            raise NotFound(f"there is no {kind} {id[:200]}")
         return row

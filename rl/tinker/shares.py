@@ -29,7 +29,7 @@ class Shares:
 
     def lead(self, tenant: str, tenants: Iterable[str]) -> float:
         """Seconds that it has had more than the one of the others that has had the least."""
-        least = min((self._seconds.get(other, 0.0) for other in tenants if other != tenant), default=None)
+        least = min((self._seconds.get(rival, 0.0) for rival in tenants if rival != tenant), default=None)
         return 0.0 if least is None else self._seconds.get(tenant, 0.0) - least
 
     def forget(self, tenants: Iterable[str]) -> None:

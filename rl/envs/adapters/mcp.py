@@ -134,8 +134,8 @@ class _Connection:
                     await _call(client, name, arguments, answer)
                     name, arguments, answer = await self._calls.get()
         except BaseException as error:  # the server is gone: the call that waits for it fails
-            what = f"the MCP server is gone ({one_line(error)})"
-            self._end = RuntimeError(what) if self._is_own and has_started else ServerLost(what)
+            problem = f"the MCP server is gone ({one_line(error)})"
+            self._end = RuntimeError(problem) if self._is_own and has_started else ServerLost(problem)
             if not answer.done():
                 answer.set_exception(self._end)
 

@@ -43,9 +43,10 @@ class SkyRLGym(ChatEnv):
             "extra_info": {"max_turns": self.max_turns},
             "max_turns": self.max_turns,
         }
-        made = skyrl_gym.make(self.environment, env_config=DictConfig(dict(self.options)), extras=extras)
-        first, _ = made.init(asked)
-        episode.state["env"], episode.state["rewards"] = made, []
+        config = DictConfig(dict(self.options))
+        environment = skyrl_gym.make(self.environment, env_config=config, extras=extras)
+        first, _ = environment.init(asked)
+        episode.state["env"], episode.state["rewards"] = environment, []
         return first[len(asked) :]
 
     def step(self, episode: Episode) -> list[Message] | None:

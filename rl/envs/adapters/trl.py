@@ -54,8 +54,8 @@ class TRLTask(ChatEnv):
     def tools(self) -> Sequence[Tool]:
         if self.environment_factory is None:
             return ()
-        made = self.environment_factory()
-        return [_delegating(name, getattr(made, name)) for name in _tool_names(made)]
+        environment = self.environment_factory()
+        return [_delegating(name, getattr(environment, name)) for name in _tool_names(environment)]
 
     def start(self, episode: Episode) -> None:
         if self.environment_factory is not None:
@@ -219,9 +219,9 @@ def _as_trl_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _tool_names(made: Any) -> list[str]:
+def _tool_names(environment: Any) -> list[str]:
     """Of the class, for an object's properties would run."""
-    methods = inspect.getmembers(type(made), inspect.isfunction)
+    methods = inspect.getmembers(type(environment), inspect.isfunction)
     return [n for n, _ in methods if not n.startswith("_") and n not in ("reset", "get_reward")]
 
 

@@ -104,8 +104,8 @@ def _loaded(env: VerifiersV1) -> tuple[Any, Sequence[Any]]:
     for role in agent_config_fields(config):
         if harnesses[role].id in _REPLACED:
             _put(data, [role, "harness"], {"id": _plugin(_HARNESS)})
-    made = load_environment(resolve_env_config(data))
-    return made, list(islice(made.taskset, env.max_tasks))
+    environment = load_environment(resolve_env_config(data))
+    return environment, list(islice(environment.taskset, env.max_tasks))
 
 
 def _config(env: VerifiersV1) -> tuple[dict[str, Any], Any]:

@@ -70,8 +70,8 @@ class _OneAnswer(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["content-length"]))
         message = {"role": "assistant", "content": ""}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        made = {"id": "0", "object": "chat.completion", "created": 0, "model": "none", "choices": [choice]}
-        data = json.dumps(made).encode()
+        body = {"id": "0", "object": "chat.completion", "created": 0, "model": "none", "choices": [choice]}
+        data = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))

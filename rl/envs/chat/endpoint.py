@@ -103,10 +103,10 @@ class AgentEndpoint:
         if not await request.is_disconnected():
             guest.got.add(id(turn))
             guest.messages = [*asked.messages, turn.message]
-        made = self._written(turn, asked)
+        body = self._written(turn, asked)
         if not asked.stream:
-            return JSONResponse(made)
-        return Response(_as_events(made), media_type="text/event-stream")
+            return JSONResponse(body)
+        return Response(_as_events(body), media_type="text/event-stream")
 
     def _guest(self, request: Request) -> _Guest:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -131,22 +131,22 @@ class AgentEndpoint:
 
     def _written(self, turn: Turn, asked: TurnRequest) -> dict[str, Any]:
         with_ids = bool(asked.return_token_ids)
-        made = choice(0, turn.completion, with_ids)
-        made["message"] = dict(turn.message)
+        chat_choice = choice(0, turn.completion, with_ids)
+        chat_choice["message"] = dict(turn.message)
         if turn.message.get("tool_calls"):
-            made["finish_reason"] = "tool_calls"
+            chat_choice["finish_reason"] = "tool_calls"
         if asked.logprobs:
-            made["logprobs"] = chat_logprobs(self._tokenizer, turn.completion)
+            chat_choice["logprobs"] = chat_logprobs(self._tokenizer, turn.completion)
         prompt = turn.tokens[: -len(turn.completion.tokens) or None]
-        return answer("chat.completion", _MODEL, prompt, [turn.completion], [made], with_ids)
+        return answer("chat.completion", _MODEL, prompt, [turn.completion], [chat_choice], with_ids)
 
 
-def _as_events(made: Mapping[str, Any]) -> str:
+def _as_events(body: Mapping[str, Any]) -> str:
     """The whole answer as one chunk of a stream."""
     choices = []
-    for whole in made["choices"]:
+    for whole in body["choices"]:
         calls = [{"index": i, **c} for i, c in enumerate(whole["message"].get("tool_calls", ()))]
         delta = {**whole["message"], **({"tool_calls": calls} if calls else {})}
         choices.append({**{k: v for k, v in whole.items() if k != "message"}, "delta": delta})
-    chunk = {**made, "object": "chat.completion.chunk", "choices": choices}
+    chunk = {**body, "object": "chat.completion.chunk", "choices": choices}
     return event(chunk) + event(None)

@@ -190,8 +190,8 @@ class EpisodeRunner:
         except Unavailable:
             raise
         except Exception as error:  # the policy is told, as a user would be
-            what = message_of(error) if isinstance(error, BadArguments) else one_line(error)
-            content, failed = f"Error: {what}", True
+            cause = message_of(error) if isinstance(error, BadArguments) else one_line(error)
+            content, failed = f"Error: {cause}", True
         counts["tool_errors"] += failed
         limit = self._env.max_result_chars
         if len(content) > limit:
@@ -200,13 +200,13 @@ class EpisodeRunner:
         self.episode.tool_results.append(ToolResult(name, arguments, content, failed))
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
-    def _run(self, made: Any) -> Any:
+    def _run(self, result: Any) -> Any:
         """Of a function that may be a coroutine."""
-        if not inspect.isawaitable(made):
-            return made
+        if not inspect.isawaitable(result):
+            return result
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(made)
+        return self._loop.run_until_complete(result)
 
 
 def _as_text(result: object) -> str:

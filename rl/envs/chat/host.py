@@ -204,9 +204,9 @@ class HostedEpisode:
 
     async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        what = f"the tool {' and '.join(called)} took" if called else "step() took"
+        activity = f"the tool {' and '.join(called)} took" if called else "step() took"
         told = message, malformed, tokens
-        reply = await self._ask("step", told, self._host.turn_seconds, what, "env.turn_seconds")
+        reply = await self._ask("step", told, self._host.turn_seconds, activity, "env.turn_seconds")
         if not reply.done:
             return reply
         try:
@@ -221,12 +221,12 @@ class HostedEpisode:
         await self._ask("act", (base_url, api_key), seconds, "the agent took", "env.episode_seconds")
 
     async def score(self, *end: Any) -> Score:
-        seconds, what = self._host.reward_seconds, "the reward function took"
-        return await self._ask("score", end, seconds, what, "reward.limit_seconds")
+        seconds, activity = self._host.reward_seconds, "the reward function took"
+        return await self._ask("score", end, seconds, activity, "reward.limit_seconds")
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
-        seconds, what = self._host.reward_seconds, "the reward function took"
-        return await self._ask("score_group", (members,), seconds, what, "reward.limit_seconds")
+        seconds, activity = self._host.reward_seconds, "the reward function took"
+        return await self._ask("score_group", (members,), seconds, activity, "reward.limit_seconds")
 
     def kill(self) -> None:
         """With all that it has started. Of one that ended by itself the forking process ends what is left."""
@@ -234,14 +234,14 @@ class HostedEpisode:
             if self.pid and not self._host.has_ended(self.pid) and os.getsid(self.pid) == self.pid:
                 kill_tree(self.pid)
 
-    async def _ask(self, verb: str, arguments: tuple, seconds: float, what: str, setting: str) -> Any:
+    async def _ask(self, verb: str, arguments: tuple, seconds: float, activity: str, setting: str) -> Any:
         try:
             self._write((verb, arguments))
             async with within(seconds):
                 answer = await self._read()
         except TimeoutError:
             self.kill()
-            raise EpisodeFailed(f"{what} over {seconds:g} s ({setting})", "timeout") from None
+            raise EpisodeFailed(f"{activity} over {seconds:g} s ({setting})", "timeout") from None
         except (EOFError, ConnectionError, asyncio.IncompleteReadError):
             how = await self._host.how_ended(self.pid, self._life)
             raise EpisodeFailed(f"the episode's process {how} in {verb}", "crashed") from None

@@ -125,8 +125,8 @@ class _Walk:
         except Unwritable as error:
             score = Score(0.0, str(error), cause="template")
         except TimeoutError:
-            what = f"the episode took over {seconds:g} s (env.episode_seconds)"
-            score = Score(0.0, what, cause="timeout")
+            problem = f"the episode took over {seconds:g} s (env.episode_seconds)"
+            score = Score(0.0, problem, cause="timeout")
         except EpisodeFailed as failure:
             score = Score(0.0, str(failure), cause=failure.cause)
         return score

@@ -150,7 +150,7 @@ def _check_field(name: str, value: object) -> None:
     if value is None or name in ACCEPTED:
         return
     neutral = NEUTRAL.get(name, ())
-    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):
         _refuse(name, value)
 
 

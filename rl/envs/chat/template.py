@@ -143,13 +143,13 @@ def _own_format(tokenizer: Tokenizer) -> CallFormat | None:
 
 def for_template(message: Message) -> Message:
     """As templates expect it: content is a text, and a call's arguments an object."""
-    made = {**message, "content": _text(message.get("content"))}
+    plain = {**message, "content": _text(message.get("content"))}
     if message.get("tool_calls"):
-        made["tool_calls"] = [
+        plain["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
             for call in message["tool_calls"]
         ]
-    return made
+    return plain
 
 
 def _text(content: object) -> str:

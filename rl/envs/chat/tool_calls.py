@@ -164,8 +164,8 @@ def _json_call(text: str, start: int, arguments_name: str) -> tuple[ToolCall, in
         raise _Unreadable(f"the call is not JSON: {error}", start) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise _Unreadable("a call is a JSON object with a name", end)
-    other = "parameters" if arguments_name == "arguments" else "arguments"
-    arguments = call.get(arguments_name, call.get(other, {}))
+    alias = "parameters" if arguments_name == "arguments" else "arguments"
+    arguments = call.get(arguments_name, call.get(alias, {}))
     if not isinstance(arguments, dict):
         raise _Unreadable(f"the {arguments_name} of {call['name']!a} are not a JSON object", end)
     try:

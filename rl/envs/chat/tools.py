@@ -96,11 +96,11 @@ def as_tool(function: Callable[..., Any]) -> Tool:
 
 def _checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        made = model.model_validate(arguments)
+        validated = model.model_validate(arguments)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise BadArguments("; ".join(wrong)) from None
-    return {name: getattr(made, name) for name in type(made).model_fields}
+    return {name: getattr(validated, name) for name in type(validated).model_fields}
 
 
 def _plain(shape: Any) -> Any:

@@ -46,25 +46,25 @@ def estimate(estimator: "AdvantageEstimator", groups: Groups) -> Sequence[Sequen
 
 
 def check_estimates(
-    what: str, values: Sequence[Sequence[float | np.ndarray]], groups: Groups, estimator: object
+    kind: str, values: Sequence[Sequence[float | np.ndarray]], groups: Groups, estimator: object
 ) -> None:
-    """what: "advantages" or "returns". Raises RunError where there is not a finite one for each token."""
+    """kind: "advantages" or "returns". Raises RunError where there is not a finite one for each token."""
     name = getattr(estimator, "__name__", type(estimator).__name__)
     if [len(group) for group in values] != [len(group) for group in groups]:
         raise RunError(
-            f"advantages {name} returned {what} for {[len(g) for g in values]} rollouts of "
+            f"advantages {name} returned {kind} for {[len(g) for g in values]} rollouts of "
             f"{[len(g) for g in groups]}; return as many, group by group"
         )
     for of_group, group in zip(values, groups, strict=True):
         for value, trajectory in zip(of_group, group, strict=True):
             if np.ndim(value) and np.shape(value) != trajectory.rewards.shape:
                 raise RunError(
-                    f"advantages {name} returned {np.shape(value)} {what} for {trajectory.rewards.shape} "
+                    f"advantages {name} returned {np.shape(value)} {kind} for {trajectory.rewards.shape} "
                     f"tokens; return one for each"
                 )
         if not np.isfinite(np.hstack([0.0, *of_group])).all():
             rewards = [t.reward for t in group]
-            raise RunError(f"advantages {name} returned {what} that are not finite, for rewards {rewards}")
+            raise RunError(f"advantages {name} returned {kind} that are not finite, for rewards {rewards}")
 
 
 def each_group(groups: Groups, advantages: Callable[[np.ndarray], np.ndarray]) -> list[list[float]]:

@@ -27,5 +27,5 @@ class RLOO:
 def _advantages(rewards_G: np.ndarray) -> np.ndarray:
     if all_equal(rewards_G.tolist()):
         return np.zeros(len(rewards_G))
-    others = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
-    return rewards_G - others
+    mean_of_others = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
+    return rewards_G - mean_of_others

@@ -124,9 +124,9 @@ class VLLM:
         is_directory = adapter is not None and os.path.isabs(adapter)
         for needed in dict.fromkeys((None, None if is_directory else adapter)):
             if needed not in self._versions:
-                what = "weights" if needed is None else f"adapter {needed!r}"
+                missing = "weights" if needed is None else f"adapter {needed!r}"
                 raise RunError(
-                    f"the generator has no {what} yet; publish a policy version before the first sample"
+                    f"the generator has no {missing} yet; publish a policy version before the first sample"
                 )
         if len(command.prompt) >= self._max_model_len:
             raise RunError(
