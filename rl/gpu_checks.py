@@ -139,8 +139,8 @@ def trees(model: Path) -> dict[str, Any]:
     norms, figures = [], {}
     for way, share in (("plain", False), ("trees", True)):
         batch = pack(samples, max_tokens=512, multiple_of=engine.config.row_multiple, share_prefixes=share)
-        got = engine.forward(batch)
-        figures[f"{way}, gap mean"] = float(np.mean([np.abs(got[i] - exact[i]).mean() for i in exact]))
+        logprobs = engine.forward(batch)
+        figures[f"{way}, gap mean"] = float(np.mean([np.abs(logprobs[i] - exact[i]).mean() for i in exact]))
         for _ in range(2):  # the first compiles
             began = time.monotonic()
             engine.forward_backward(batch, CrossEntropy())

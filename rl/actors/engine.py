@@ -91,8 +91,8 @@ class EngineHandle:
         """The other ranks' collectives fail at once; Monarch may notice a death seconds later."""
         for rank, process in enumerate(self._caller.processes):
             if is_gone(process):
-                who, where = f"{self.name} rank {rank}", f"pid {process.pid} on {process.host}"
-                raise EngineDied(self._caller.death(who, method, where)) from error
+                process_name, where = f"{self.name} rank {rank}", f"pid {process.pid} on {process.host}"
+                raise EngineDied(self._caller.death(process_name, method, where)) from error
 
     async def _watch(self, method: str) -> None:
         """Raises EngineDied where a rank is stopped, or is gone and the others wait for it.

@@ -180,14 +180,16 @@ class Caller:
                 if process.lease and is_gone(process):
                     raise ProcessDied(self.death(self.name, verb, f"pid {process.pid} on {process.host}"))
 
-    def _died(self, who: str, where: str, verb: str, error: SupervisionError) -> RunError:
+    def _died(self, process_name: str, where: str, verb: str, error: SupervisionError) -> RunError:
         if failed := _OWN_ERROR.search(str(error)):  # what an actor's constructor raises arrives as text
             return RunError(failed[1])
-        return ProcessDied(self.death(who, verb, f"{where}: {_last_line(error)}"))
+        return ProcessDied(self.death(process_name, verb, f"{where}: {_last_line(error)}"))
 
-    def death(self, who: str, verb: str, where: str) -> str:
+    def death(self, process_name: str, verb: str, where: str) -> str:
         """What is known of it, and what to do."""
-        return f"the process of {who} died in {verb} ({where}){self._memory_words()}; see {self._logs}"
+        return (
+            f"the process of {process_name} died in {verb} ({where}){self._memory_words()}; see {self._logs}"
+        )
 
     def _memory_words(self) -> str:
         why = self._memory.why_died()

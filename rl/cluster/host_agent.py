@@ -146,7 +146,7 @@ class HostAgent:
     def _joining(self) -> list[str]:
         """Hosts that would join, and have said so lately."""
         now = time.monotonic()
-        return [address for address, told in self._told.items() if now - told < 3 * _JOIN_SECONDS]
+        return [address for address, seconds in self._told.items() if now - seconds < 3 * _JOIN_SECONDS]
 
     def _look(self) -> dict[str, Any]:
         return {

@@ -73,16 +73,16 @@ class Judge:
 
     def messages(self, question: str, answer: str) -> tuple[Message, ...]:
         """What `grade` asks; a judge of your own learns to reply to it (examples/own_judge.py)."""
-        told = f'{self.rubric}\nReply with JSON alone: {{"grade": NUMBER}}, from 0 to {self.best:g}.'
-        return _messages(told, f"Question: {question}\n\nAnswer: {answer}")
+        instructions = f'{self.rubric}\nReply with JSON alone: {{"grade": NUMBER}}, from 0 to {self.best:g}.'
+        return _messages(instructions, f"Question: {question}\n\nAnswer: {answer}")
 
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
         wins = 0
         for answer_1, answer_2, number_of_first in ((first, second, 1), (second, first, 2)):
             text = f"Question: {question}\n\nAnswer 1: {answer_1}\n\nAnswer 2: {answer_2}"
-            told = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
-            reply = self._verdict(_messages(told, text), "better", {"enum": [1, 2]})
+            instructions = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
+            reply = self._verdict(_messages(instructions, text), "better", {"enum": [1, 2]})
             value = verdict_in(reply, "better")
             if isinstance(value, bool) or value not in (1, 2):
                 raise self._no_verdict("1 or 2", reply)
@@ -143,8 +143,8 @@ class Judge:
         raise JudgeUnreachable(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")
 
 
-def _messages(told: str, text: str) -> tuple[Message, ...]:
-    return ({"role": "system", "content": told}, {"role": "user", "content": text})
+def _messages(instructions: str, text: str) -> tuple[Message, ...]:
+    return ({"role": "system", "content": instructions}, {"role": "user", "content": text})
 
 
 def verdict_in(reply: str, name: str) -> object:

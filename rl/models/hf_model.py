@@ -87,10 +87,10 @@ class HFModel(nn.Module):
         self(tokens, tokens, documents, tokens[0], None, seen)
         if len(seen) < (num_layers := len(types) or config.num_hidden_layers):
             return f"{num_layers - len(seen)} of its {num_layers} layers have attention of their own"
-        got = sum(window is not None for window in seen)
-        if got == expected:
+        num_told = sum(window is not None for window in seen)
+        if num_told == expected:
             return ""
-        return f"{expected} of its layers have a sliding window, but {got} tell attention"
+        return f"{expected} of its layers have a sliding window, but {num_told} tell attention"
 
     def compute(
         self, tokens: np.ndarray, positions: np.ndarray, predictors: np.ndarray, targets: np.ndarray | None

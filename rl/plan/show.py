@@ -89,11 +89,11 @@ def _devices(plan: Plan) -> list[str]:
     for (host, gpu), members in sorted(there.items()):
         room = plan.cluster.hosts[host].gpus[gpu].gib * USABLE
         needed = _by_phase(members)
-        who = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)
+        names = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)
         fills = [cache for r, _ in members if (cache := _fill(r))]
         rest = f"; of it {fills[0].expected_gib:.1f} for the cache: what vLLM finds free" if fills else ""
         name = f"GPU {gpu}" if len(plan.cluster.hosts) == 1 else f"GPU {host}:{gpu}"
-        lines.append(f"{name}: {needed} of {room:.1f} GiB ({who}){rest}")
+        lines.append(f"{name}: {needed} of {room:.1f} GiB ({names}){rest}")
     return lines
 
 

@@ -92,8 +92,8 @@ def add_routes(
     @api.post("/create_session")
     async def create_session(body: types.CreateSessionRequest, request: Request) -> Any:
         id = service.create_session(tenant(request), body.display_name, body.user_metadata)
-        told = "train_unembed has no effect on this server: adapters leave the unembedding as it is"
-        return {"type": "create_session", "session_id": id, "info_message": told}
+        message = "train_unembed has no effect on this server: adapters leave the unembedding as it is"
+        return {"type": "create_session", "session_id": id, "info_message": message}
 
     @api.post("/session_heartbeat")
     async def heartbeat(body: types.SessionHeartbeatRequest, request: Request) -> Any:

@@ -154,5 +154,5 @@ def _items(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         if message["role"] == "assistant":
             yield from _turn_items(number, message)
         if message["role"] == "tool":
-            told = {"type": "function_call_output", "call_id": message["tool_call_id"]}
-            yield {**told, "output": message["content"]}
+            item = {"type": "function_call_output", "call_id": message["tool_call_id"]}
+            yield {**item, "output": message["content"]}

@@ -96,8 +96,8 @@ class OpenEnv(ChatEnv):
         seen = observed["observation"]
         if self.observation:
             return str(seen[self.observation])
-        told = {name: value for name, value in seen.items() if name != "metadata"}
-        return json.dumps(told) if told else ""
+        fields = {name: value for name, value in seen.items() if name != "metadata"}
+        return json.dumps(fields) if fields else ""
 
 
 class _Session:

@@ -39,7 +39,7 @@ class _Guest:
 
     session: ChatSession
     answers: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)  # request -> its last answer
-    got: set[int] = field(default_factory=set)  # turns that reached the client
+    delivered: set[int] = field(default_factory=set)  # turns that reached the client
     messages: Sequence[Message] = ()
 
 
@@ -74,7 +74,7 @@ class AgentEndpoint:
         guest = self._guests.pop(key)
         for task in guest.answers.values():
             task.cancel()
-        for turn in [turn for turn in guest.session.turns if id(turn) not in guest.got]:
+        for turn in [turn for turn in guest.session.turns if id(turn) not in guest.delivered]:
             guest.session.forget(turn)
         return guest.messages
 
@@ -101,7 +101,7 @@ class AgentEndpoint:
         except Refused as error:
             return JSONResponse(refusal(error.status, str(error), error.code or None), error.status)
         if not await request.is_disconnected():
-            guest.got.add(id(turn))
+            guest.delivered.add(id(turn))
             guest.messages = [*asked.messages, turn.message]
         body = self._written(turn, asked)
         if not asked.stream:

@@ -132,10 +132,10 @@ class EpisodeRunner:
         elif calls := message.get("tool_calls"):
             new = [self._call(call, counts) for call in calls]
         else:
-            told = _messages(self._run(self._env.step(self.episode)), "step")
-            if told is None:
+            reply = _messages(self._run(self._env.step(self.episode)), "step")
+            if reply is None:
                 return Reply(done=True)
-            new = told
+            new = reply
         self.episode.messages += new
         return Reply(new, self.episode.done, counts)
 
@@ -218,13 +218,13 @@ def _as_text(result: object) -> str:
         return str(result)
 
 
-def _messages(value: object, who: str) -> list[Message] | None:
+def _messages(value: object, method: str) -> list[Message] | None:
     if value is None:
         return None
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence):
-        raise BadReturn(f"{who}() returned {value!r:.60}; return a string, a list of messages, or None")
+        raise BadReturn(f"{method}() returned {value!r:.60}; return a string, a list of messages, or None")
     if wrong := next(filter(None, map(wrong_with, value)), ""):
-        raise BadReturn(f"{who}() returned {value!r:.60}: {wrong}")
+        raise BadReturn(f"{method}() returned {value!r:.60}: {wrong}")
     return [dict(message) for message in value]

@@ -205,8 +205,8 @@ class HostedEpisode:
     async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         activity = f"the tool {' and '.join(called)} took" if called else "step() took"
-        told = message, malformed, tokens
-        reply = await self._ask("step", told, self._host.turn_seconds, activity, "env.turn_seconds")
+        turn = message, malformed, tokens
+        reply = await self._ask("step", turn, self._host.turn_seconds, activity, "env.turn_seconds")
         if not reply.done:
             return reply
         try:
