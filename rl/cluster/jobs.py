@@ -215,7 +215,8 @@ class JobConfig:
 
 
 LAUNCHERS = tuple(field.name for field in fields(JobConfig))
-FILES = tuple(name for launcher in (SlurmJob, KubernetesJob) for name in (launcher.file, launcher.logs))
+_KINDS = tuple(getattr(JobConfig(), name) for name in LAUNCHERS)
+FILES = tuple(name for kind in _KINDS for name in (kind.file, kind.logs))
 """How files begin that are in a run's directory before its job starts."""
 
 
