@@ -99,9 +99,10 @@ def unread(part: Any, prefix: str) -> list[str]:
 
 @contextlib.contextmanager
 def postpone_refusals() -> Iterator[list[tuple[Any, list[str]]]]:
-    """Within it `refuse` raises nothing, but notes each refused part with its problems in the yielded list.
+    """Within it `refuse` notes each refused part with its problems in the yielded list, and does not raise.
 
-    For whoever builds a config from many values, and then reports the problems of all parts together.
+    But ConfigError is raised where a wrong field has no default. For whoever builds a config from many
+    values, and then reports the problems of all parts together.
     """
     postponed: list[tuple[Any, list[str]]] = []
     token = _POSTPONED.set(postponed)

@@ -96,7 +96,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th; all have equally many."""
+    """Micro-batches for each data-parallel rank: `ranks[r][i]` is rank r's i-th.
+
+    All ranks have equally many, but for what `for_rank` returns.
+    """
 
     ranks: tuple[Rows, ...]
     # Of all ranks, so that all raise where one would.

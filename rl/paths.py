@@ -75,7 +75,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have the disk hold a directory's files and its name."""
+    """Have the disk hold a directory's files and its name. What is in subdirectories is not synced."""
     for file in directory.iterdir():
         sync(file)
     sync(directory)

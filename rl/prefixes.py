@@ -95,7 +95,11 @@ def num_equal(a: np.ndarray, b: np.ndarray) -> int:
 def families(
     samples: Sequence[Sample], prefixes: NoPrefixes, num_ranks: int, max_tokens: int
 ) -> list[list[int]]:
-    """Indices of samples that share leading tokens, which are packed together."""
+    """Lists of indices: samples that share leading tokens, and are packed together.
+
+    A family too large for a row, or for balance between ranks, is split. A sample that shares nothing is one
+    by itself.
+    """
     tree = prefixes.tree(range(len(samples)))
     most = sum(len(samples[i]) - shared for i, shared in tree) // (_FAMILIES_PER_RANK * num_ranks)
     together: list[list[int]] = []

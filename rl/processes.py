@@ -229,7 +229,7 @@ def is_stopped(process: ProcessInfo) -> bool:
 
 
 def is_gone(process: ProcessInfo) -> bool:
-    """Whether a process has ended, also where nobody has asked how yet."""
+    """Whether a process has ended, as a zombie has. False where another host's process is not known."""
     return _status(process) == psutil.STATUS_ZOMBIE
 
 

@@ -188,7 +188,10 @@ class Pool(Generic[R]):
         self._last_death = ""
 
     async def run(self) -> None:
-        """Keep every replica alive, until cancelled."""
+        """Keep every replica alive, until cancelled, or until all are dead for good.
+
+        Raises an ExceptionGroup with the RunError of one that does not start.
+        """
         async with asyncio.TaskGroup() as tasks:
             for replica in self.replicas:
                 tasks.create_task(replica.run())

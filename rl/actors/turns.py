@@ -57,7 +57,7 @@ class Turns:
         await together([engine.resume() for engine in coming])
 
     async def leave_to(self, phase: Phase) -> None:
-        """The first half: generators that may not stay have left. Engines may be dead."""
+        """The first half of `enter`: until generators that may not stay have left. Engines may be dead."""
         if self.alternate:
             self.phase, self._has_left = phase, False
             self.changed.notify()

@@ -9,7 +9,10 @@ import psutil
 
 
 def kill_those_that_log_to(log: Path) -> None:
-    """End what is left of an earlier mesh of this name, also a rank that never answered."""
+    """End descendants that write to LOG.log or LOG-RANK.log: what is left of an earlier mesh.
+
+    log: that path without its ending.
+    """
     name = re.compile(re.escape(str(log.resolve())) + r"(-\d+)?\.log")
     for child in psutil.Process().children(recursive=True):
         with suppress(OSError, psutil.NoSuchProcess):

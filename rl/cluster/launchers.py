@@ -53,7 +53,7 @@ class Launcher(Protocol):
         ...
 
     async def end_log(self, log: Path, hosts: Sequence[int]) -> None:
-        """End what is left of an earlier mesh that writes to this log, on these hosts."""
+        """End what is left of an earlier mesh on these hosts. log: of its logs, without `-RANK.log`."""
         ...
 
     async def release(self, paths: Sequence[str]) -> None:

@@ -49,7 +49,11 @@ def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: 
 def plan_or_problems(
     config: RunConfig, command: Command, cluster: Cluster | None = None, model_known: bool = True
 ) -> Plan | list[str]:
-    """No problem is told of a model that cannot be read, and there is no plan either."""
+    """The Plan, or what is wrong, one line each.
+
+    Where a model cannot be read there is no Plan, and no line says so. Raises ConfigError where a host does
+    not answer or cannot be used.
+    """
     demand = demand_of(config, command)
     facts = facts_of(config, demand) if model_known else Facts(packages=_packages())
     joining = config.joining_hosts if demand.generator is not None else 0

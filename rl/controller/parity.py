@@ -42,7 +42,7 @@ class Parity:
     """Counts steps whose mean difference is over the limit.
 
     Only steps count whose tokens were all sampled by the version that learns: an older version is another
-    policy. Ends the run at its first such step, or after STEPS of them in a row.
+    policy. Ends the run where the first step that counts is over it, or STEPS in a row.
     """
 
     def __init__(self, limit: float):

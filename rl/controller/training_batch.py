@@ -255,7 +255,7 @@ def _training_group(learning: list[Member], counted: list[Member], algorithm: Al
 
 
 def weighted(samples: Sequence[Sample], algorithm: Algorithm) -> Sequence[Sample]:
-    """Of one sequence, or its branches: each token's share in the loss.
+    """The samples of one rollout, or one demonstration, with each token's share in the loss as its weight.
 
     The denominator comes with optim_step.
     """

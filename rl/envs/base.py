@@ -149,7 +149,7 @@ class Env:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Import what `reward` needs: called once in its process, before any time limit runs."""
+        """Import what `reward` needs. Called once in each process that scores, as it starts."""
 
     def demonstration(self, problem: Problem, seed: int) -> str:
         """The text that supervised learning teaches for this problem."""

@@ -18,12 +18,14 @@ from rl.types import Message
 _RUBRIC = "Grade the answer to the question from 0 (wrong) to 10 (right)."
 _COMPARE = "Which answer to the question is better?"
 _PAUSE_SECONDS = 0.5
+_REFUSALS = (400, 413, 422)
+"""Statuses that blame the request: the policy's answer may be too long for the judge."""
 OWN_URL, OWN_KEY = "RL_JUDGE_URL", "RL_JUDGE_API_KEY"
 """Variables by which reward processes find the judge of their run."""
 
 
 class JudgeFailed(Exception):
-    """It gave no verdict."""
+    """It gave no verdict, or refused the question: the sample is scored 0."""
 
 
 class JudgeUnreachable(JudgeFailed, Unavailable):
@@ -133,8 +135,10 @@ class Judge:
                 if reply.status_code == 200:
                     return str(reply.json()["choices"][0]["message"]["content"])
                 failure = f"{reply.status_code} {reply.text:.200}"
-                if reply.status_code in (400, 422) and schema is not None:
-                    failure += " (set the judge's structured=False where it knows no response_format)"
+                if reply.status_code in _REFUSALS:
+                    unknown = " (set the judge's structured=False where it knows no response_format)"
+                    remedy = unknown if schema is not None else ""
+                    raise JudgeFailed(f"the judge at {url} refused what it was asked: {failure}{remedy}")
                 if reply.status_code < 500 and reply.status_code != 429:
                     break
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:

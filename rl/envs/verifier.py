@@ -86,6 +86,7 @@ class Verifier:
                 "the process of the reward function did not start; see the reward actor's log"
             ) from error
         if failure is not None:
+            kill_tree(child.pid)  # a thread that prepare() started may hold it up
             child.wait()
             raise RunError(f"prepare() of the environment failed: {failure}; fix it")
         return child

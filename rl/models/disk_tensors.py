@@ -62,7 +62,10 @@ def disk_tensors(lm: transformers.PreTrainedModel, tensors: Mapping[str, torch.T
 
 
 def convert(lm: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors by their names in the model -> what transformers writes of them, by names on disk."""
+    """Whole tensors by their names in the model -> what transformers writes of them, by names on disk.
+
+    Raises ConfigError where transformers cannot.
+    """
     try:
         return revert_weight_conversion(lm, tensors)
     except Exception as error:  # its operations raise many kinds

@@ -21,9 +21,9 @@ _HASTE_SECONDS = 60.0
 class Files:
     """metrics.jsonl, rollouts.jsonl with rollouts/, trace.json, progress.log.
 
-    Metrics are never dropped: a resumed run counts on them. Rollouts and the trace are for people: where the
-    disk does not keep up they are dropped, and that is said. A disk that is full, or gone, is raised by
-    the next call.
+    Metrics are never dropped: a resumed run counts on them. Rollouts, the trace and progress.log are for
+    people: where the disk does not keep up they are dropped, and that is said. A disk that is full, or gone,
+    is raised by the next `write_metrics`, `run` or `close`.
     """
 
     def __init__(self, run_dir: Path, num_rollouts: int, with_trace: bool, seconds: float):

@@ -27,7 +27,7 @@ _MOST_WAITS = 4
 class Recorder:
     """metrics.jsonl, rollouts.jsonl, curve.png, the progress line; and what else tracks the run (sinks).
 
-    Use as a context manager. Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one
+    Use with `async with`. Step 0 is the policy before RL. Each line of metrics.jsonl is one step, or one
     evaluation. Threads write (writer.py): `step` and `evaluation` return at once, `flush` waits for files.
     """
 
@@ -93,7 +93,7 @@ class Recorder:
         await self.write(lambda: write_batch(self.run_dir, step, batch, entropy_coef, keep_last))
 
     async def flush(self) -> None:
-        """Until what was recorded is on the disk."""
+        """Until metrics.jsonl and rollouts.jsonl are on the disk."""
         await self._files.run(self._files.sync)
 
     async def rewind(self, step: int) -> None:

@@ -36,9 +36,10 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.get("/training_runs")
     async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Any:
-        runs = _runs(tenant(request), service.list_models(tenant(request), *page(limit, offset)))
+        limits = page(limit, offset)
+        runs = _runs(tenant(request), service.list_models(tenant(request), *limits))
         total = service.count_models(tenant(request))
-        return {"training_runs": runs, "cursor": _cursor(limit, offset, total)}
+        return {"training_runs": runs, "cursor": _cursor(*limits, total)}
 
     @api.get("/training_runs/{id}")
     async def training_run(id: str, request: Request) -> Any:
@@ -72,7 +73,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
     async def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Any:
         limits = page(limit, offset)
         rows = [_checkpoint(row) for row in checkpoints.list(tenant(request), None, *limits)]
-        return {"checkpoints": rows, "cursor": _cursor(limit, offset, checkpoints.count(tenant(request)))}
+        return {"checkpoints": rows, "cursor": _cursor(*limits, checkpoints.count(tenant(request)))}
 
     @api.post("/weights_info")
     async def weights_info(body: _Path, request: Request) -> Any:

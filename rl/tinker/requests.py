@@ -70,7 +70,8 @@ class Requests:
         if row is None:
             if self._waiting[tenant] >= self._max_waiting:
                 raise TooMany(
-                    f"{self._max_waiting} requests are waiting already; wait for their results first"
+                    f"{self._max_waiting} requests are waiting already (limits.max_waiting); wait for their "
+                    f"results first"
                 )
             self._quotas.check(tenant, len(body))
             self._database.insert(
@@ -185,7 +186,7 @@ class Requests:
         return next(iter(self._database.rows(_ANSWERS.where(requests.c.id == id))), None)
 
     async def ended_after(self, target: str, cursor: int, seconds: float) -> list[tuple[int, Row]]:
-        """Those of a model or sampler that ended after the cursor, each with its own, oldest first.
+        """Requests of a model or sampler that ended after the cursor, each with its own cursor, oldest first.
 
         Rows: id, state, finished, and `size`, the result's bytes. Waits for the first, but no longer than
         so many seconds.

@@ -83,7 +83,8 @@ class SampleScheduler:
         if self._places[tenant] >= self._max_waiting or samples + num_samples > self._max_waiting_samples:
             raise TooMany(
                 f"{self._places[tenant]} requests for {samples} samples are waiting already; a tenant may "
-                f"have {self._max_waiting} for {self._max_waiting_samples}: wait for their results first"
+                f"have {self._max_waiting} for {self._max_waiting_samples} (limits.max_waiting, "
+                f"limits.max_waiting_samples): wait for their results first"
             )
 
     def enter(self, tenant: str, load: Load) -> Place:

@@ -33,6 +33,6 @@ class Shares:
         return 0.0 if least is None else self._seconds.get(tenant, 0.0) - least
 
     def forget(self, tenants: Iterable[str]) -> None:
-        """All but these: they have no work, and none that is remembered."""
+        """Forget all tenants but these. The others have no work, and had none lately."""
         kept = set(tenants)
         self._seconds = {tenant: seconds for tenant, seconds in self._seconds.items() if tenant in kept}

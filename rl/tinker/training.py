@@ -6,8 +6,9 @@ next one: a model that is not in the engine (after a restart, after the engine d
 its place) is its snapshot, and its requests since then once more. So an optim_step that was acknowledged is
 neither lost nor done twice.
 
-A request that failed is never done again: all it changed is that the model's gradient is gone. One with which
-the engine, or the server, died is tried once more, as the first one after the start; then it has failed.
+A request that failed is not done again. Where it would have changed the model, the model's gradient is gone;
+otherwise nothing has changed. One with which the engine, or the server, died is tried once more, as the first
+one after the start; then it has failed.
 """
 
 import asyncio
@@ -134,9 +135,10 @@ class Training:
                 if request.kind in COMPUTES:
                     self._blame.add(request.tenant)
                 death = error
+        gone = "; the model's gradient is gone" if request.kind in CHANGES else ""
         raise RunError(
             f"the training engine died {_ATTEMPTS} times while this {request.kind} ran, so it is not tried "
-            f"again; the model's gradient is gone: {death}"
+            f"again{gone}: {death}"
         ) from death
 
     async def _unload(self, request: Row) -> None:

@@ -60,7 +60,7 @@ def hold_released(path: str) -> int:
 
 
 def release_files(released: Iterable[str]) -> None:
-    """Those of these files that are on this host. released: of a manifest's keys."""
+    """Release the files of these keys that are on this host. released: some of a manifest's keys."""
     for key in released:
         _, path = parts_of(key)
         with suppress(FileNotFoundError):

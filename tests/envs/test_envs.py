@@ -20,7 +20,7 @@ from rl.envs.base import Env, RolloutContext, derive_seed
 from rl.envs.question_file import QuestionFile
 from rl.envs.sort_letters import SortLetters
 from rl.envs.verifier import Verifier
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
 from rl.types import (
@@ -156,6 +156,20 @@ def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_p
     assert [s.reward for s in scores[3:]] == [1.0, 0.5]
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+@dataclass(frozen=True)
+class Unprepared(Env):
+    def prepare(self):
+        threading.Thread(target=time.sleep, args=(60,)).start()  # Python would wait for it
+        raise OSError("no server")
+
+
+def test_a_prepare_that_fails_is_told_at_once_whatever_it_has_started():
+    started = time.monotonic()
+    with pytest.raises(RunError, match="prepare.. of the environment failed: OSError: no server"):
+        Verifier(Unprepared(), limit_seconds=5)
+    assert time.monotonic() - started < 50  # holds: meaning, the thread takes 60
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,13 @@ class Scripted(Judge):
         return self.base_url
 
 
-def test_an_endpoint_that_has_no_response_format_is_named():
-    with endpoint(400) as (url, _), pytest.raises(JudgeUnreachable, match="structured=False"):
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_judge_that_refuses_the_question_gave_no_verdict(status):
+    """The policy may have brought it about by an answer that is too long: it is its score."""
+    with endpoint(status) as (url, _), pytest.raises(JudgeFailed, match=f"refused .* {status}") as failed:
         Judge(url, "m").grade("q", "a")
+    assert not isinstance(failed.value, JudgeUnreachable)
+    assert "structured=False" in str(failed.value)  # an endpoint may know no response_format
+    for other in (401, 404):
+        with endpoint(other) as (url, _), pytest.raises(JudgeUnreachable, match=str(other)):
+            Judge(url, "m").grade("q", "a")

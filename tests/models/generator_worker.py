@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
+from rl.errors import WeightsUnreachable
 from rl.models.generator.engine import GeneratorEngine
 from rl.models.generator.lockstep import Lockstep
 from rl.models.generator.vllm_engine import VLLM
@@ -76,6 +77,7 @@ async def suspended(manifest: Manifest, engine: GeneratorEngine, backend: VLLM, 
 
 
 async def change_under_way(job: dict, engine: GeneratorEngine) -> dict:
+    failures = []
     first, *others = job["in_flight"]
     await engine.load_weights(first)
     task = asyncio.create_task(engine.sample(job["prompt"], 1, SamplingParams(60, 1.0, seed=3)))
@@ -83,11 +85,14 @@ async def change_under_way(job: dict, engine: GeneratorEngine) -> dict:
         start = engine.progress.num_ticks
         while engine.progress.num_ticks < start + 12:
             await asyncio.sleep(0)
-        await engine.load_weights(manifest)
+        try:
+            await engine.load_weights(manifest)
+        except WeightsUnreachable as error:
+            failures.append(str(error))
     (sample,) = await task
     versions = [sample.versions.oldest, sample.versions.newest]
     return {
-        "tokens": sample.tokens.tolist(), "logprobs": sample.logprobs.tolist(), "per_token": sample.token_versions.tolist(), "versions": versions,
+        "tokens": sample.tokens.tolist(), "logprobs": sample.logprobs.tolist(), "per_token": sample.token_versions.tolist(), "versions": versions, "failures": failures,
     }  # fmt: skip
 
 

@@ -2,11 +2,14 @@
 
 # holds: meaning, a generator that lacks an update is 1e-3 off or more
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from rl.batching import pack, supervised_sample
+from rl.errors import WeightsUnreachable
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.titan import TitanEngine
@@ -19,6 +22,18 @@ from tests.tiny import write_model
 
 PROMPT = [5, 9, 17, 3]
 BATCH = pack([supervised_sample([1, 2, 3], np.arange(20, 40)), supervised_sample([4], np.arange(60, 70))])
+
+
+GONE = 9
+
+
+class HostIsGone(SharedMemory):
+    """Of one version."""
+
+    def fetch(self, manifest):
+        if manifest.version == GONE:
+            raise WeightsUnreachable(f"the host of version {GONE} is gone")
+        return super().fetch(manifest)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +55,19 @@ def versions(tmp_path_factory):
 
 
 def test_each_token_is_of_the_version_that_its_completion_says(versions):
-    """Weights change twice under one long sample; logprobs after a change are those of a fresh prefill."""
+    """Weights change twice under one long sample; logprobs after a change are those of a fresh prefill.
+
+    Between the two comes a version whose host is gone: the one before stays.
+    """
     directory, transport, manifests, logprobs = versions
     long_prompt = list(range(1, 71))
     config = VLLMConfig(str(directory / "model"), **SMALL)
-    answers = ask(directory, config, transport, PROMPT, [], in_flight=manifests, groups=long_prompt)
+    gone = replace(manifests[1], version=GONE)
+    in_flight = [*manifests[:2], gone, manifests[2]]
+    transport = HostIsGone(transport.directory)
+    answers = ask(directory, config, transport, PROMPT, [], in_flight=in_flight, groups=long_prompt)
     sample = answers["in flight"]
+    assert sample["failures"] == ["the host of version 9 is gone"]
     assert sample["versions"] == [0, 2] and set(sample["per_token"]) == {0, 1, 2}
     assert sample["per_token"] == sorted(sample["per_token"]) and len(sample["per_token"]) == 60
     by_version = [compute(sample["tokens"]) for compute in logprobs]

@@ -15,6 +15,7 @@ pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.tinker.app import make_app
 from rl.tinker.backend import NotFound
+from rl.tinker.checkpoints import MOST_LISTED
 from rl.tinker.database import Database, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
 from rl.tinker.routes import Served
@@ -374,5 +375,9 @@ def test_a_page_of_training_runs_takes_as_many_statements_as_one(tmp_path):
             }
             none = [None, None]
             assert last == dict.fromkeys(made, none) | {made[1]: ["weights/new", "sampler_weights/sampler"]}
+            for path in ("training_runs", "checkpoints"):  # who pages by the cursor skips nothing
+                answer = await http.get(f"/{path}", params={"limit": MOST_LISTED + 1, "offset": -3})
+                cursor = answer.json()["cursor"]
+                assert (cursor["limit"], cursor["offset"]) == (MOST_LISTED, 0)
 
     asyncio.run(main())

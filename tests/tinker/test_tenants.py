@@ -79,6 +79,23 @@ def test_a_request_that_kills_the_engine_fails_with_its_reason_and_never_comes_b
     asyncio.run(main())
 
 
+def test_a_forward_that_kills_the_engine_leaves_the_gradient_and_says_nothing_of_it(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", backend=Mortal()) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            await answered(service, submit(service, mine, 1))
+            body = request_body(mine, 2, tokens=(KILLS, 2, 3))
+            row = await answered(service, service.submit(ME, "forward", mine, 2, body), state="failed")
+            assert "died 2 times while this forward ran" in message_of(row)
+            assert "gradient" not in message_of(row)
+            await answered(service, service.optim_step(ME, mine, 3, ADAM))
+            assert await value_of(service, mine, 4) == pytest.approx(0.3)
+            row = await answered(service, submit(service, mine, 5, KILLS), state="failed")
+            assert "the model's gradient is gone" in message_of(row)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_whatever_fails_and_dies_a_model_is_what_was_acknowledged(tmp_path, seed):
     """Against a reference: an optim_step applies the gradient since the last failure. Restarts at any time."""

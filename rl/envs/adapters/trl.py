@@ -20,7 +20,7 @@ RewardFunction = Callable[..., Any]
 """reward(prompts, completions, completion_ids, **columns) -> a list of one number, or None for no opinion.
 
 It may be async. Prompts and completions are texts for a row whose prompt is a text, lists of messages for a
-row whose prompt is one.
+row whose prompt is one, and for every row with an environment_factory.
 """
 _EMPTY_PROMPT = ({"role": "user", "content": ""},)
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")

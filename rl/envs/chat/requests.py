@@ -67,7 +67,7 @@ _UNREAD = ("audio", "function_call", "images", "refusal")  # of messages
 
 
 class Refused(Exception):
-    """An answer with this HTTP status. `code`: OpenAI's, for programs."""
+    """An answer with this HTTP status. `code`: for programs, OpenAI's or `turns_used_up`."""
 
     def __init__(self, status: int, message: str, code: str = ""):
         super().__init__(message)

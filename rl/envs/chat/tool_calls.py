@@ -47,8 +47,9 @@ class ParsedTurn:
 
 
 def as_message(parsed: ParsedTurn, text: str, id_prefix: str) -> Message:
-    """As OpenAI's API has it. Where a call cannot be read, the content is all of the text.
+    """As OpenAI's API has it, with `reasoning_content` beside.
 
+    Where a call cannot be read, the content is all of the text, and no call is listed.
     id_prefix: of the calls' ids, which end with their numbers.
     """
     if parsed.malformed:

@@ -26,7 +26,7 @@ from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.commands import Abort, Admit, Command, Load, Suspend, Tick
 from rl.models.generator.vllm_arguments import engine_args, name_shared_memory, take_own_device
 from rl.models.generator.vllm_config import VLLMConfig
-from rl.models.generator.weights import BACKEND, register_backend
+from rl.models.generator.weights import BACKEND, fetch_on_all_ranks, register_backend
 from rl.models.hf import max_positions, read_config
 from rl.models.lora import write_adapter
 from rl.types import Completion, Likeliest, LoRA, PolicyVersion, SamplingParams, StopReason, VersionRange
@@ -89,7 +89,7 @@ class VLLM:
             self._engine.step()
 
     def tick(self, commands: Sequence[Command]) -> Tick:
-        """Run the commands in order, then decode one step. A command that cannot be done costs no other."""
+        """Run the commands in order, then decode one step. One that raises RunError costs no other."""
         answers: dict[int, Completion | Exception | None] = {}
         waited, self._waiting = self._waiting, []
         for command in [*waited, *commands]:
@@ -189,10 +189,9 @@ class VLLM:
         self._is_suspended = True
 
     def _load(self, manifest: Manifest) -> dict[int, Exception]:
-        """Between two steps. A new version of the model drops the adapters; returns requests with them."""
+        """Between two steps. A new model drops adapters; returns requests with them. Raises RunError."""
         failed: dict[int, Exception] = {}
         if manifest.adapter is None:
-            failed = self._drop_requests_with_adapters()
             if self._is_suspended:
                 sleep.take_weights(self._engine)
             self._engine.collective_rpc("start_weight_update")
@@ -201,6 +200,7 @@ class VLLM:
             if self._is_suspended:
                 sleep.take_cache(self._engine)
             self._is_suspended = False
+            failed = self._drop_requests_with_adapters()
             self._adapters.clear()
             self._versions = {None: manifest.version}
         else:
@@ -215,7 +215,7 @@ class VLLM:
         return failed
 
     def _drop_requests_with_adapters(self) -> dict[int, Exception]:
-        """Their adapters belong to the model that is about to go."""
+        """Their adapters belong to the model that has gone."""
         with_adapters = {n: r.command for n, r in self._running.items() if r.command.params.adapter}
         self._drop(list(with_adapters))
         return {
@@ -231,7 +231,7 @@ class VLLM:
 
         def write(number: int) -> Path:
             path = Path(self._adapter_files.name) / str(number)
-            tensors = assemble(self._transport.fetch(manifest))
+            tensors = assemble(fetch_on_all_ranks(self._transport, manifest))
             write_adapter(path, lora, "", {n: t.float() for n, t in tensors})
             return path
 
@@ -274,9 +274,8 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
 def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
     if not max_rank:
         return {}
-    rank = min(
-        (r for r in get_args(MaxLoRARanks) if r >= max_rank), default=max_rank
-    )  # vLLM takes some ranks alone
+    ranks = (r for r in get_args(MaxLoRARanks) if r >= max_rank)  # vLLM takes these alone
+    rank = min(ranks, default=max_rank)
     held = {"max_loras": max_adapters, "max_cpu_loras": max_adapters}
     return {"enable_lora": True, "max_lora_rank": rank, **held}
 

@@ -1,9 +1,12 @@
 """The receiving end of weight sync: a vLLM weight-transfer backend that assembles published shards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rl.errors import RunError, one_line
 from rl.interfaces import Transport
 from rl.models.generator.sleep import drop_packed
-from rl.weight_sync.manifest import assemble
+from rl.weight_sync.manifest import Manifest, assemble
 
 BACKEND = "rl_shards"
 _REFUSALS = (KeyError, ValueError, AssertionError, AttributeError, TypeError)
@@ -51,7 +54,7 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        """Nothing yet: where a version cannot be fetched, the one before stays."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class would call torch.accelerator.synchronize(), which raises on a CPU.
@@ -60,7 +63,8 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ShardsUpdateInfo) -> None:
-        fetched = self.transport.fetch(update_info.manifest)
+        fetched = fetch_on_all_ranks(self.transport, update_info.manifest)
+        initialize_layerwise_reload(self.model)
         drop_packed(self.model)  # else the old and the new ones are there at once
         name = type(self.model).__name__
         try:
@@ -77,7 +81,7 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
             )
 
     def _without_weights(self) -> list[str]:
-        """Modules with parameters of their own of which none was loaded since `start_weight_update`.
+        """Modules with parameters of their own of which none was loaded since the reload began.
 
         Attention is left out, whose scales of the cache no weights come with; and what shares its memory with
         a module that was loaded, as a head that is tied to the embedding.
@@ -116,6 +120,23 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
             if tied and hasattr(self.model, "lm_head"):
                 # Without it vLLM keeps the head it packed from the old embedding.
                 yield "lm_head.weight", tensor
+
+
+def fetch_on_all_ranks(transport: Transport, manifest: Manifest) -> Mapping[str, Any]:
+    """What `transport.fetch` returns. Where one rank of the generator cannot fetch, all raise."""
+    failure, fetched = None, {}
+    try:
+        fetched = transport.fetch(manifest)
+    except RunError as error:
+        failure = error
+    group = get_tp_group()
+    if group.world_size > 1:
+        failures = [failure] * group.world_size
+        dist.all_gather_object(failures, failure, group=group.cpu_group)
+        failure = failure or next((other for other in failures if other is not None), None)
+    if failure is not None:
+        raise failure
+    return fetched
 
 
 def _cpu_experts(module: torch.nn.Module) -> Any:
