@@ -165,7 +165,7 @@ def test_processes_take_turns_after_a_loss_where_they_did_before():
     assert not planned(small, gpus).takes_turns
     by_turns = planned(replace(small, placement="by_turns"), gpus)
     (trainer,) = engines_without(small, by_turns, (1,))
-    assert trainer.spec.config.device_memory_gib > 0.9 * 139 * USABLE  # nobody else is there when it is
+    assert trainer.spec.config.device_memory_gib > 0.9 * 139 * USABLE  # holds: meaning, nobody else is there
 
 
 @pytest.mark.parametrize(("free_gib", "count"), [(9.0, 0), (8.0, 2)])
