@@ -13,7 +13,7 @@ from monarch.actor import ActorError
 from rl.errors import ConfigError, RunError
 from rl.out_of_memory import MemoryWatch
 from rl.processes import ProcessInfo, is_gone
-from rl.waiting import within
+from rl.waiting import loop_seconds, within
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
@@ -170,14 +170,19 @@ class Caller:
             raise self._died(rank, where, verb, death.cause) from death.cause
 
     async def until_gone(self, verb: str) -> None:
-        """Raises ProcessDied once a process on another host is gone. Never returns.
+        """Raises ProcessDied once a process is gone. Never returns.
 
-        Monarch takes a minute to notice that a host is lost; whoever has it by a lease knows sooner.
+        Monarch takes a minute to notice that a host is lost; whoever has it by a lease knows sooner. Of a
+        death on this host Monarch says more, within a few seconds, and sometimes never anything.
         """
+        complete = loop_seconds()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for process in self.processes:
-                if process.lease and is_gone(process):
+            gone = [process for process in self.processes if is_gone(process)]
+            complete = complete if gone else loop_seconds()
+            is_late = loop_seconds() - complete > _PATIENCE_SECONDS
+            for process in gone:
+                if process.lease or is_late:
                     raise ProcessDied(self.death(self.name, verb, f"pid {process.pid} on {process.host}"))
 
     def _died(self, process_name: str, where: str, verb: str, error: SupervisionError) -> RunError:

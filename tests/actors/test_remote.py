@@ -1,11 +1,16 @@
 """What becomes of errors of calls to processes."""
 
 import asyncio
+import subprocess
+import time
 
 import pytest
 
+from rl.actors import remote
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.errors import RunError
+from rl.host_protocol import own_host
+from rl.processes import ProcessInfo
 
 
 async def fails(error):
@@ -30,3 +35,27 @@ def test_any_other_error_is_the_calls_own():
     with pytest.raises(RunError, match=r"trainer.start failed: RuntimeError\('no'\); see logs/") as failure:
         call(RuntimeError("no"))
     assert not isinstance(failure.value, ProcessDied)
+
+
+def test_a_death_on_this_host_that_monarch_never_tells_of_is_noticed(monkeypatch):
+    """Seen once: of three processes killed at one moment it told of two."""
+    monkeypatch.setattr(remote, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "_PATIENCE_SECONDS", 0.3)
+    child = subprocess.Popen(["sleep", "60"])
+
+    async def main():
+        caller = Caller("generator-0")
+        caller.processes = (ProcessInfo(child.pid, own_host(), "cpu"),)
+        watch = asyncio.create_task(caller.until_gone("progress"))
+        await asyncio.wait({watch}, timeout=1.0)
+        assert not watch.done()
+        child.kill()
+        began = time.monotonic()
+        await asyncio.wait({watch}, timeout=60.0)
+        with pytest.raises(ProcessDied, match=f"generator-0 died in progress .pid {child.pid} on "):
+            watch.result()
+        return time.monotonic() - began
+
+    seconds = asyncio.run(main())
+    child.wait()
+    assert seconds > 0.2  # holds: meaning, Monarch's own words would come first
