@@ -72,9 +72,10 @@ class HostAgent:
         self.address = written(self._host, port)
         print(f"rl worker: listening {'by TLS ' if tls else ''}on {self.address}", flush=True)
         try:
-            async with server, beside(*([self._ask_to_join()] if self._join else [])):
+            async with beside(*([self._ask_to_join()] if self._join else [])):
                 await reap_orphans()
         finally:
+            server.close()  # not by `async with`: from Python 3.12 on that waits for runs' connections to end
             for task in self._answering:
                 task.cancel()
             if self._answering:

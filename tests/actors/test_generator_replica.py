@@ -109,7 +109,8 @@ def run(main):
 def test_it_serves_only_once_it_has_weights_and_then_follows_the_newest():
     async def main():
         async with running(World()) as world:
-            assert world.pool.served is None and world.pool.replicas[0].state == State.LOADING
+            await world.until(lambda: world.pool.replicas[0].state == State.LOADING)
+            assert world.pool.served is None
             early = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
             await asyncio.sleep(0.01)
             assert not early.done()
