@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,17 @@ def _samples(rng: np.random.Generator) -> list[Any]:
 
 
 def model_directory(directory: Path, model: str) -> Path:
+    """Made whole or not there: ranks of two jobs ask for it at the same time."""
     path = directory / model
-    if (path / "config.json").exists():
-        return path
-    if model in SMALL:
-        small_config(SMALL[model]).save_pretrained(path)
-        return path
-    return write_config(path, **MODELS[model])
+    if not path.exists():
+        made = Path(tempfile.mkdtemp(dir=directory))
+        if model in SMALL:
+            small_config(SMALL[model]).save_pretrained(made)
+        else:
+            write_config(made, **MODELS[model])
+        with suppress(OSError):  # another process was first
+            made.rename(path)
+    return path
 
 
 def _everyone(value: Any) -> list[Any]:
