@@ -2,8 +2,8 @@
 
 After `rl fetch smollm2`:
 
-rl train examples/own_judge.py:grader --run_dir runs/grader
-rl train examples/own_judge.py:writer --judge.model.path runs/grader/hf
+    rl train examples/own_judge.py:grader --run_dir runs/grader
+    rl train examples/own_judge.py:writer --judge.model.path runs/grader/hf
 """
 
 import random

@@ -84,11 +84,16 @@ def model(tmp_path):
     return make
 
 
-def problems(config: RunConfig, hosts: Cluster | str) -> list[str]:
+def plan_or_problems(config: RunConfig, hosts: Cluster | str) -> Plan | list[str]:
     hosts = cluster(hosts) if isinstance(hosts, str) else hosts
     demand = demand_of(config, "train")
     made = resolve(demand, facts_of(config, demand), hosts)
-    return [] if isinstance(made, Plan) else [problem.text for problem in made]
+    return made if isinstance(made, Plan) else [problem.text for problem in made]
+
+
+def problems(config: RunConfig, hosts: Cluster | str) -> list[str]:
+    made = plan_or_problems(config, hosts)
+    return [] if isinstance(made, Plan) else made
 
 
 HUGE = Cluster((Host(64, 1000.0, (GPU("H100", 4000.0, (9, 0)),) * 16),))
@@ -468,21 +473,14 @@ FULL = TrainerConfig(activation_checkpointing="full", micro_batch_tokens=32768)
 """With Qwen3-0.6B 17.9 GiB, beside 4.1 of a generator."""
 
 
-def by_turns_or_not(config: RunConfig, hosts: Cluster | str, command: str = "train") -> Plan | list[str]:
-    hosts = cluster(hosts) if isinstance(hosts, str) else hosts
-    demand = demand_of(config, command)
-    made = resolve(demand, facts_of(config, demand), hosts)
-    return made if isinstance(made, Plan) else [problem.text for problem in made]
-
-
 def test_roles_whose_gpu_is_full_take_turns_by_themselves(model):
     auto = qwen(model, trainer=FULL)
-    made = by_turns_or_not(auto, "1xL4-24")
+    made = plan_or_problems(auto, "1xL4-24")
     (placement,) = [line for line in made.settled if line.setting == "placement"]
     assert (placement.asked, placement.value) == ("auto", "by_turns") and made.takes_turns
-    (refusal,) = by_turns_or_not(dataclasses.replace(auto, placement="side_by_side"), "1xL4-24")
+    (refusal,) = plan_or_problems(dataclasses.replace(auto, placement="side_by_side"), "1xL4-24")
     assert f"if all stayed, {refusal}" == f"{placement.why}; set --placement by_turns"
-    asked = by_turns_or_not(dataclasses.replace(auto, placement="by_turns"), "1xL4-24")
+    asked = plan_or_problems(dataclasses.replace(auto, placement="by_turns"), "1xL4-24")
     assert dataclasses.replace(made, settled=()) == dataclasses.replace(asked, settled=())
     assert "if all stayed" in "".join(show("by turns", made))
 
@@ -490,12 +488,12 @@ def test_roles_whose_gpu_is_full_take_turns_by_themselves(model):
 def test_roles_stay_where_all_fit_or_where_they_work_at_the_same_time(model):
     auto = qwen(model, trainer=FULL)
     for hosts in ("1xH100-80", "2xL4-24"):
-        assert not by_turns_or_not(auto, hosts).takes_turns
+        assert not plan_or_problems(auto, hosts).takes_turns
     for changes in ({"max_offpolicy_steps": 1}, {"stream_groups": 2}, {"placement": "side_by_side"}):
-        (line,) = by_turns_or_not(dataclasses.replace(auto, **changes), "1xL4-24")
+        (line,) = plan_or_problems(dataclasses.replace(auto, **changes), "1xL4-24")
         assert "GPU 0 has 21.7 GiB" in line
     on_cpu = Cluster((Host(16, 10.0),))  # its disk would hold what leaves: that is asked for
-    (line,) = by_turns_or_not(auto, on_cpu)
+    (line,) = plan_or_problems(auto, on_cpu)
     assert "the run needs about" in line
 
 
@@ -503,10 +501,10 @@ def test_a_host_has_room_for_what_leaves_its_gpus(model):
     """Weights and moments of Qwen3-0.6B: 6.7 GiB."""
     (gpu,) = cluster("1xL4-24").gpus
     asked = qwen(model, trainer=FULL, placement="by_turns")
-    assert by_turns_or_not(asked, Cluster((Host(16, 6.8, (gpu,)),))).takes_turns
-    (line,) = by_turns_or_not(asked, Cluster((Host(16, 6.5, (gpu,)),)))
+    assert plan_or_problems(asked, Cluster((Host(16, 6.8, (gpu,)),))).takes_turns
+    (line,) = plan_or_problems(asked, Cluster((Host(16, 6.5, (gpu,)),)))
     words = "the host has 6.5 GiB free for what leaves its GPUs, about 6.7 (trainer 6.7), 0.2 GiB short"
     assert line.startswith(words)
     auto = dataclasses.replace(asked, placement="auto")
-    (line,) = by_turns_or_not(auto, Cluster((Host(16, 6.5, (gpu,)),)))
+    (line,) = plan_or_problems(auto, Cluster((Host(16, 6.5, (gpu,)),)))
     assert line.startswith("GPU 0 has 21.7 GiB for processes that need about")
