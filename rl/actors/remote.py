@@ -17,6 +17,7 @@ from rl.waiting import loop_seconds, within
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
+_SILENCE_SECONDS = 2.5  # after a death on this host; Monarch tells of nearly all of them in less
 _LOOK_SECONDS = 1.0
 _MAX_ALIKE = 3
 _NOT_SPAWNED = "error spawning"  # so begins what Monarch raises where a process ends before it has an actor
@@ -173,14 +174,14 @@ class Caller:
         """Raises ProcessDied once a process is gone. Never returns.
 
         Monarch takes a minute to notice that a host is lost; whoever has it by a lease knows sooner. Of a
-        death on this host Monarch says more, within a few seconds, and sometimes never anything.
+        death on this host Monarch says more, within two seconds, and sometimes never anything.
         """
         complete = loop_seconds()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             gone = [process for process in self.processes if is_gone(process)]
             complete = complete if gone else loop_seconds()
-            is_late = loop_seconds() - complete > _PATIENCE_SECONDS
+            is_late = loop_seconds() - complete > _SILENCE_SECONDS
             for process in gone:
                 if process.lease or is_late:
                     raise ProcessDied(self.death(self.name, verb, f"pid {process.pid} on {process.host}"))

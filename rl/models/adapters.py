@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl.errors import ConfigError, RunError
+from rl.models.agreement import agreed, not_written
 from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner, whole
 from rl.models.lora import Adapter, Site, detach_all, read_adapter, write_adapter
-from rl.models.platform import agreed, new_group, not_written
+from rl.models.platform import new_group
 from rl.types import LoRA
 
 OPTIMIZER = "optimizer.safetensors"

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rl.errors import RunError, one_line
 from rl.models.adapters import Adapters
+from rl.models.agreement import agreed, fail_together
 from rl.models.checkpoint_dir import (
     OF_THE_REST,
     RECORD,
@@ -35,7 +36,7 @@ from rl.models.checkpoint_dir import (
 )
 from rl.models.checkpoint_metadata import CheckpointReader
 from rl.models.learner import Learner
-from rl.models.platform import agreed, fail_together, new_group
+from rl.models.platform import new_group
 from rl.paths import sync, write_whole
 
 _FULL_MIB = 16

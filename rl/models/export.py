@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rl.models.agreement import agreed, not_written
 from rl.models.layout import Layout
 from rl.models.learner import local, whole
 from rl.models.lora import Adapter
-from rl.models.platform import agreed, not_written
 from rl.weight_sync.manifest import LocalShard
 
 Split = Callable[[str, int], list[str] | None]

@@ -27,13 +27,14 @@ from rl.errors import ConfigError, RunError
 from rl.micro_batch import MicroBatch
 from rl.models import hf, hf_checks
 from rl.models.activation_checkpointing import CHECKPOINTING
+from rl.models.agreement import agreed
 from rl.models.disk_tensors import DiskTensors, convert, disk_tensors
 from rl.models.engine import Engine
 from rl.models.export import named_state, shards, whole_tensors
 from rl.models.hf_model import HFModel
 from rl.models.hf_self_check import choose_rows
 from rl.models.lora import Adapter, Site, freeze
-from rl.models.platform import DEVICE_TYPE, agreed, reshard, sum_gradients_over_ranks
+from rl.models.platform import DEVICE_TYPE, reshard, sum_gradients_over_ranks
 from rl.weight_sync.manifest import LocalShard
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rl.errors import NotFinite
 from rl.loss.base import LossOutput, TokenInputs
 from rl.micro_batch import MicroBatch
-from rl.models.platform import fail_together
+from rl.models.agreement import fail_together
 
 
 def token_inputs(micro: MicroBatch, entropy: torch.Tensor | None, device: torch.device) -> TokenInputs:

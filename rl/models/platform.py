@@ -4,11 +4,8 @@ Import this module before any other part of torchtitan.
 """
 
 import os
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ import torch.testing._internal.distributed.fake_pg
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 
-from rl.errors import RunError, one_line
 from rl.models.cuda import prepare_gpu
 
 import torchtitan.tools.utils as titan_utils
@@ -91,51 +87,6 @@ def new_group(
 ) -> dist.ProcessGroup:
     """A group whose collectives do not wait for longer than this; torch's default is up to half an hour."""
     return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
-
-
-def fail_together(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank what any of them met, so that none waits for another. A collective."""
-    failures: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, _sendable(failure), group=group)
-    if first := next((f for f in failures if f is not None), None):
-        raise failure or first
-
-
-@contextmanager
-def agreed(
-    reason: Callable[[Exception], Exception] | None = None, group: dist.ProcessGroup | None = None
-) -> Iterator[None]:
-    """Whatever fails within it on any rank is raised on every rank at its end. A collective.
-
-    For what some ranks do alone, as rank 0 that writes a file: no other waits for a rank that has failed.
-    reason: the error to raise in the place of the one that was met.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-        if reason is not None:
-            with suppress(Exception):  # it must not leave before the collective
-                failure = reason(error)
-        failure.__cause__ = error if failure is not error else error.__cause__
-    fail_together(failure, group)
-
-
-def not_written(out_dir: str | Path) -> Callable[[Exception], RunError]:
-    """The reason for `agreed` of what writes into a directory."""
-    return lambda error: RunError(
-        f"{out_dir} could not be written: {one_line(error)}; make room, or give another directory"
-    )
-
-
-def _sendable(failure: Exception | None) -> Exception | None:
-    """Its words, where the error itself does not survive pickling."""
-    try:
-        return pickle.loads(pickle.dumps(failure))
-    except Exception:
-        assert failure is not None
-        return RunError(one_line(failure))
 
 
 def reshard(model: torch.nn.Module) -> None:

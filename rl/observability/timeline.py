@@ -26,6 +26,7 @@ KINDS = {
     "finish_checkpoint": "checkpoint",
 }
 _OTHER = "other"
+_START = "start"  # of processes
 
 
 class Timeline:
@@ -46,6 +47,7 @@ class Timeline:
         self._spans: list[Span] = []  # ended, and not yet behind the window
         self._open: dict[int, tuple[str, str, float]] = {}
         self._starting: dict[int, tuple[str, str, float]] = {}
+        self._starts: list[Span] = []  # ended, and not yet behind the window
         self._next_id = 0
         self._lanes: dict[str, int] = {}
         self.trace = Trace(clock()) if with_trace else None
@@ -67,13 +69,13 @@ class Timeline:
 
     @contextmanager
     def starting(self, lane: str) -> Iterator[None]:
-        """While an actor's processes start: they are waited for, and no step's time goes there."""
+        """While an actor's processes start. The actor itself is idle."""
         number, self._next_id = self._next_id, self._next_id + 1
-        self._starting[number] = lane, "start", self._clock()
+        self._starting[number] = lane, _START, self._clock()
         try:
             yield
         finally:
-            del self._starting[number]
+            self._starts.append(Span(*self._starting.pop(number), self._clock()))
 
     def move(self, lane: str, hosts: Collection[int]) -> None:
         """The lane's actor is on these hosts from now on."""
@@ -98,21 +100,26 @@ class Timeline:
         """Forget the time since the last window: what lies between steps, such as the warm-up."""
         self._window_start = self._clock()
         self._spans.clear()
+        self._starts.clear()
 
     def window(self) -> dict[str, float]:
         """Seconds since the last window, by kind of work and idle by actor and host; then a new one begins.
 
-        Kinds overlap where actors work at the same time. `time/controller`: no call was under way.
+        Kinds overlap where actors work at the same time. `time/start`: processes started, in a step in which
+        some did. `time/controller`: no call was under way, and no process started.
         """
         start, end = self._window_start, self._clock()
         spans = self._spans + [Span(lane, verb, began, end) for lane, verb, began in self._open.values()]
+        starts = self._starts + [Span(*started, end) for started in self._starting.values()]
         by_kind, by_lane = defaultdict(list), defaultdict(list)
+        for span in starts:
+            by_kind[_START].append((max(span.start, start), span.end))
         for span in spans:
             interval = max(span.start, start), span.end
             by_kind[KINDS.get(span.verb, _OTHER)].append(interval)
             by_lane[span.lane].append(interval)
         controller = (end - start) - covered(
-            interval for intervals in by_lane.values() for interval in intervals
+            interval for intervals in by_kind.values() for interval in intervals
         )
         seconds = {f"time/{kind}": covered(intervals) for kind, intervals in sorted(by_kind.items())}
         seconds |= {f"idle/{lane}": (end - start) - covered(by_lane[lane]) for lane in self._lanes}
@@ -125,6 +132,7 @@ class Timeline:
         self.total_seconds += end - start
         self._window_start = end
         self._spans.clear()
+        self._starts.clear()
         return seconds | {"time/controller": controller, "time/step": end - start}
 
 

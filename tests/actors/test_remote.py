@@ -40,7 +40,7 @@ def test_any_other_error_is_the_calls_own():
 def test_a_death_on_this_host_that_monarch_never_tells_of_is_noticed(monkeypatch):
     """Seen once: of three processes killed at one moment it told of two."""
     monkeypatch.setattr(remote, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(remote, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "_SILENCE_SECONDS", 0.3)
     child = subprocess.Popen(["sleep", "60"])
 
     async def main():

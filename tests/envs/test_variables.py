@@ -90,6 +90,29 @@ def test_an_mcp_servers_program_gets_what_programs_need_and_what_is_named(named,
     assert seen["PYTHONHASHSEED"] == "7" and {name for name in KEYS if name in seen} == {*named}
 
 
+IMPORTS_MCP_FIRST = """
+import sys
+
+stderr, sys.stderr = sys.stderr, open(sys.argv[2], "w")
+import mcp
+
+sys.stderr.close()
+sys.stderr = stderr
+from tests.envs.test_variables import ShowsTools
+
+print(len(ShowsTools(server=(sys.executable, sys.argv[1])).tools()))
+"""
+
+
+def test_an_mcp_servers_program_starts_whatever_stderr_was_when_mcp_was_imported(tmp_path):
+    """mcp's own default for the program's stderr is sys.stderr of that moment, which may be closed since."""
+    path = tmp_path / "server.py"
+    path.write_text(MCP_SERVER)
+    command = [sys.executable, "-c", IMPORTS_MCP_FIRST, str(path), str(tmp_path / "stderr")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr[-1000:]
+
+
 def test_what_is_kept_is_listed_and_what_is_changed_comes_back(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     before = dict(os.environ)

@@ -119,7 +119,7 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
         stack.enter_context(mock.patch.object(torch, "equal", lambda a, b: a.device == b.device))
         stack.enter_context(mock.patch.object(engine_module, "init_process_group", init_process_group))
         stack.enter_context(mock.patch.object(engine_module, "Checkpoints", mock.Mock()))
-        stack.enter_context(mock.patch("rl.models.platform.fail_together", fail))
+        stack.enter_context(mock.patch("rl.models.agreement.fail_together", fail))
         stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         stack.enter_context(mock.patch.object(titan, "model_spec", unsharded))
         stack.enter_context(mock.patch.object(titan.ParallelDims, "build_mesh", lambda dims: None))

@@ -64,6 +64,28 @@ def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controlle
     assert timeline.overhead_seconds == pytest.approx(2.5) and timeline.total_seconds == pytest.approx(12.0)
 
 
+def test_the_time_in_which_processes_start_is_not_the_controllers():
+    """One starts from before the window until the middle of it, another until after its end."""
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    with timeline.starting("generator-0"):
+        clock.now = 10.0
+        timeline.skip()
+        clock.now = 14.0
+    clock.now = 15.0  # nobody works
+    with timeline.span("trainer", "forward_backward"), timeline.starting("generator-1"):
+        clock.now = 17.0
+        first = timeline.window()
+        clock.now = 18.0
+    clock.now = 20.0
+    assert first == {
+        "time/step": 7.0, "time/start": 6.0, "time/train": 2.0, "time/controller": 1.0, "idle/trainer": 5.0,
+    }  # fmt: skip
+    second = timeline.window()
+    assert second["time/start"] == 1.0 and second["time/controller"] == 2.0
+    assert "time/start" not in timeline.window()
+
+
 def test_a_host_is_idle_while_nobody_on_it_works():
     """The trainer is on two, then on the first alone. Of host 2 nothing was asked, as where it has not joined."""
     clock = Clock()

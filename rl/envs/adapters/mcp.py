@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,11 +45,13 @@ class MCPEnv(ChatEnv):
     def _target(self) -> Any:
         if self._is_remote:
             return self.server[0]
-        from mcp import StdioServerParameters
+        from mcp import StdioServerParameters, stdio_client
 
-        return StdioServerParameters(
+        program = StdioServerParameters(
             command=self.server[0], args=list(self.server[1:]), env=clean_variables(self.variables)
         )
+        # Its default is what sys.stderr was when mcp was imported, which may be closed.
+        return stdio_client(program, errlog=sys.__stderr__ or sys.stderr)
 
     def _caller(self, name: str) -> Callable[[Mapping[str, Any], Any], Any]:
         def call(arguments: Mapping[str, Any], episode: Episode) -> Awaitable[Any]:

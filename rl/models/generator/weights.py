@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl.errors import RunError, one_line
 from rl.interfaces import Transport
+from rl.models.agreement import agreed
 from rl.models.generator.sleep import drop_packed
 from rl.weight_sync.manifest import Manifest, assemble
 
@@ -124,19 +124,8 @@ class ShardsEngine(WeightTransferEngine[ShardsInitInfo, ShardsUpdateInfo]):
 
 def fetch_on_all_ranks(transport: Transport, manifest: Manifest) -> Mapping[str, Any]:
     """What `transport.fetch` returns. Where one rank of the generator cannot fetch, all raise."""
-    failure, fetched = None, {}
-    try:
-        fetched = transport.fetch(manifest)
-    except RunError as error:
-        failure = error
-    group = get_tp_group()
-    if group.world_size > 1:
-        failures = [failure] * group.world_size
-        dist.all_gather_object(failures, failure, group=group.cpu_group)
-        failure = failure or next((other for other in failures if other is not None), None)
-    if failure is not None:
-        raise failure
-    return fetched
+    with agreed(group=get_tp_group().cpu_group):
+        return transport.fetch(manifest)
 
 
 def _cpu_experts(module: torch.nn.Module) -> Any:
