@@ -78,6 +78,9 @@ def check_hosts(
     for role, hosts in of_replicas:
         if role in ENGINE_ROLES:
             _check_even(role, hosts, demand, notes)
+    for role in dict.fromkeys(role for role, _ in of_replicas):
+        there = [host for of, hosts in of_replicas if of == role for host in hosts]
+        _check_used(role, there, demand, cluster, notes)
     joining = {number for number, host in enumerate(cluster.hosts) if host.may_join}
     if not joining:
         return
@@ -95,6 +98,22 @@ def check_hosts(
         notes.problem(
             "places", f"{count}: every generator is on a host that may join; --{hosts_of} has to name another"
         )
+
+
+def _check_used(
+    role: RoleName, of_processes: Sequence[int], demand: Demand, cluster: Cluster, notes: Notes
+) -> None:
+    """of_processes: each one's host."""
+    more = {"generator": "num_replicas", "judge": "num_replicas", "reward": "num_procs"}.get(role, "layout")
+    setting, more = demand.name(f"{role}.hosts"), demand.name(f"{role}.{more}")
+    for host in demand.hosts.get(role, ()):
+        if host not in of_processes and not cluster.hosts[host].may_join:
+            count = len(of_processes)
+            notes.problem(
+                "places",
+                f"{setting} names host {host}, and none of the {role}'s {count} process{'es' * (count > 1)} "
+                f"is there; leave it out, or raise {more}",
+            )
 
 
 def _check_even(role: RoleName, of_ranks: Sequence[int], demand: Demand, notes: Notes) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from rl.plan.dealing import Member
 from rl.plan.demand import Demand, RoleName
 from rl.plan.memory import Memory
-from rl.plan.places import Member
 from rl.plan.types import PHASES, Notes, Phase, Stay
 
 Presence = Literal["whole", "suspended"]

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
+from rl.plan.dealing import Member, Place, on_cpus, on_gpus
 from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
 from rl.plan.hosts import allowed_hosts, check_hosts, spread
 from rl.plan.sections import Hosts
@@ -26,23 +27,6 @@ class Wanted:
     @property
     def num_procs(self) -> int:
         return self.num_replicas * self.procs_of_each
-
-
-@dataclass(frozen=True)
-class Member:
-    """A replica to be: its processes are started, and end, as one."""
-
-    name: str
-    role: RoleName
-    num_procs: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of one process. gpu: its number on the host; None on a CPU."""
-
-    host: int
-    gpu: int | None
 
 
 @dataclass(frozen=True)
@@ -109,7 +93,7 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     allowed = allowed_hosts([of.role for of in roles], demand, cluster, notes)
     _check_number(roles, cluster, notes)
     if cluster.gpus:
-        _check_one_role(on_devices, allowed, cluster, notes)
+        _check_one_role(on_devices, allowed, demand, cluster, notes)
     elif demand.sharing == "side_by_side":
         notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
     if len(notes.problems) > before:
@@ -118,13 +102,15 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     if not cluster.gpus:
         if demand.sharing == "by_turns":
             notes.settle(demand.name("placement"), demand.sharing, demand.sharing, "asked for")
-        return _checked(Places(started, _on_cpus(started, allowed), False), demand, cluster, notes)
-    alone = _deal(started, cluster, allowed, in_turn=False) if demand.sharing in ("auto", "alone") else None
+        return _checked(Places(started, on_cpus(started, allowed), False), demand, cluster, notes)
+    named, alone = {role for role in allowed if demand.hosts.get(role)}, None
+    if demand.sharing in ("auto", "alone"):
+        alone = on_gpus(started, cluster, allowed, named, in_turn=False)
     shared = alone is None
     _settle_sharing(on_devices, demand, shared, cluster, notes)
     if shared and demand.sharing == "alone":
         return None
-    places = alone or _deal(started, cluster, allowed, in_turn=True)
+    places = alone or on_gpus(started, cluster, allowed, named, in_turn=True)
     assert places is not None, "each role fits the GPUs"
     return _checked(Places(started, places, shared), demand, cluster, notes)
 
@@ -135,59 +121,6 @@ def _checked(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> 
     hosts = {name: [place.host for place in of_name] for name, of_name in places.by_name.items()}
     check_hosts([(member.role, hosts[member.name]) for member in places.started], demand, cluster, notes)
     return places if len(notes.problems) == before else None
-
-
-def _on_cpus(started: Sequence[Member], allowed: Mapping[RoleName, Hosts]) -> dict[str, tuple[Place, ...]]:
-    """An engine's ranks are spread over its hosts; replicas of the others go to one after the other."""
-    places, count = dict[str, tuple[Place, ...]](), Counter[RoleName]()
-    for member in started:
-        hosts = allowed[member.role]
-        if member.role in ENGINE_ROLES:
-            by_rank = spread(member.num_procs, hosts)
-            places[member.name] = tuple(Place(by_rank[rank], None) for rank in range(member.num_procs))
-        else:
-            places[member.name] = (Place(hosts[count[member.role] % len(hosts)], None),) * member.num_procs
-        count[member.role] += 1
-    return places
-
-
-def _deal(
-    started: Sequence[Member], cluster: Cluster, allowed: Mapping[RoleName, Hosts], in_turn: bool
-) -> dict[str, tuple[Place, ...]] | None:
-    """in_turn: begin again where the GPUs are used up; else None there.
-
-    The ranks of a generator or judge meet on one host: GPUs between are left out.
-    """
-    places = _on_cpus([member for member in started if member.role == "reward"], allowed)
-    next_of, used = Counter[Hosts](), set[tuple[int, int]]()
-    for member in started:
-        if member.role == "reward":
-            continue
-        hosts = allowed[member.role]
-        of_hosts = [device for device in cluster.devices if device[0] in hosts]
-        devices, first = of_hosts, next_of[hosts]
-        if not in_turn:  # what roles on other sets of hosts have is left out
-            devices, first = [device for device in of_hosts[first:] if device not in used], 0
-        if member.role not in ENGINE_ROLES:
-            first = _on_one_host(member.num_procs, first, devices, in_turn)
-        last = first + member.num_procs
-        if last > len(devices) and not in_turn:
-            return None
-        taken = [devices[i % len(devices)] for i in range(first, last)]
-        places[member.name] = tuple(Place(*device) for device in taken)
-        used.update(taken)
-        next_of[hosts] = last if in_turn else of_hosts.index(taken[-1]) + 1
-    return places
-
-
-def _on_one_host(num_procs: int, first: int, devices: Sequence[tuple[int, int]], in_turn: bool) -> int:
-    """The first device from `first` on, from which so many are of one host; else past the end."""
-    count = len(devices)
-    for start in range(first, first + (count if in_turn else max(0, count - first))):
-        at, end = start % count, start % count + num_procs - 1
-        if end < count and devices[at][0] == devices[end][0]:
-            return start
-    return count
 
 
 def _settle_sharing(
@@ -216,7 +149,11 @@ def _these(cluster: Cluster) -> str:
 
 
 def _check_one_role(
-    on_devices: Sequence[Wanted], allowed: Mapping[RoleName, Hosts], cluster: Cluster, notes: Notes
+    on_devices: Sequence[Wanted],
+    allowed: Mapping[RoleName, Hosts],
+    demand: Demand,
+    cluster: Cluster,
+    notes: Notes,
 ) -> None:
     """The ranks of an engine cannot share a GPU; those of one generator are on one host besides."""
     for of in on_devices:
@@ -231,6 +168,16 @@ def _check_one_role(
                 f"{of.role} has {of.procs_of_each} processes and {where} {num_gpus} "
                 f"GPU{'s' * (num_gpus > 1)}: those of one role cannot share; use fewer",
             )
+        elif of.role in ENGINE_ROLES and demand.hosts.get(of.role):
+            on_host = Counter(spread(of.procs_of_each, allowed[of.role]).values())
+            for host, count in on_host.items():
+                if count > len(cluster.hosts[host].gpus):
+                    notes.problem(
+                        "places",
+                        f"{of.role} has {count} of its {of.procs_of_each} processes on host {host}, which "
+                        f"has {len(cluster.hosts[host].gpus)} GPUs: those of one role cannot share; use "
+                        f"fewer, or name other hosts with --{demand.name(f'{of.role}.hosts')}",
+                    )
 
 
 def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:

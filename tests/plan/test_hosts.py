@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.config import CriticConfig, GeneratorConfig, RewardConfig, TrainerConfig
 from rl.config.settle import plan_or_problems
+from rl.loss.advantages.gae import GAE
 from rl.models.layout import Layout
 from rl.plan.cluster import Cluster, Host
 from rl.plan.show import show
@@ -70,13 +71,49 @@ def test_gpus_of_named_hosts_are_dealt_out_once():
     settings = config(shard=4, replicas=4, trainer=(1,), generator=(0, 2))
     found = places(settings, GPUS)
     assert found["trainer"] == [(1, gpu) for gpu in range(4)]
-    assert found["generator"] == [(0, gpu) for gpu in range(4)]
+    assert found["generator"] == [(0, 0), (2, 0), (0, 1), (2, 1)]
     # Those who may be anywhere leave out what is taken.
     found = places(config(shard=4, replicas=8, trainer=(1,)), GPUS)
     assert len({*found["trainer"], *found["generator"]}) == 12
     # Roles on the same hosts share, where GPUs are too few.
     found = places(config(shard=4, replicas=2, trainer=(1,), generator=(1,)), GPUS)
     assert found["generator"] == [(1, 0), (1, 1)]
+
+
+def test_on_gpus_named_hosts_have_as_many_ranks_and_replicas_each():
+    settings = config(shard=4, replicas=3, trainer=(2, 0), generator=(0, 2))
+    found = places(settings, GPUS)
+    assert found["trainer"] == [(2, 0), (2, 1), (0, 0), (0, 1)]
+    assert found["generator"] == [(0, 2), (2, 2), (0, 3)]
+    # A host that is full is passed over.
+    assert places(config(shard=4, replicas=5, trainer=(2, 0), generator=(0, 1)), GPUS)["generator"] == [
+        (0, 2), (1, 0), (0, 3), (1, 1), (1, 2)
+    ]  # fmt: skip
+    # So is a host on which the ranks of one would not meet.
+    settings = config(shard=4, replicas=2, tensor_parallel=4, trainer=(0, 1), generator=(2, 0))
+    settings = replace(settings, generator=replace(settings.generator, num_replicas=1))
+    assert problem(settings, GPUS).startswith("generator.hosts names host 0, and none of the generator's 4 ")
+
+
+def test_the_ranks_of_an_engine_on_a_host_follow_each_other():
+    """Where the critic begins amid the GPUs, and again on the first host. Monarch numbers ranks host by host."""
+    settings = config(shard=16, replicas=1, tensor_parallel=4)
+    settings = replace(settings, advantages=GAE(), critic=CriticConfig(layout=Layout(shard=16)))
+    plan = plan_or_problems(settings, "train", cluster("2 x 8xH100-80"))
+    assert isinstance(plan, Plan), plan
+    (critic,) = plan.of("critic")
+    hosts = [process.host for process in critic.processes]
+    assert hosts == sorted(hosts) and len({(p.host, *p.gpus) for p in critic.processes}) == 16
+
+
+def test_an_engine_whose_hosts_are_named_can_lose_one():
+    settings = config(shard=4, trainer=(0, 1))
+    settings = replace(settings, trainer=replace(settings.trainer, min_hosts=1))
+    plan = plan_or_problems(settings, "train", cluster("2 x 8xH100-80"))
+    assert isinstance(plan, Plan), plan
+    assert any(
+        s.setting == "trainer without host 1" and s.value == "2 processes on hosts 0" for s in plan.settled
+    )
 
 
 def test_a_generators_ranks_are_on_one_host():
@@ -138,6 +175,21 @@ REFUSED = {
         config(shard=6), GPUS,
         "trainer has 6 processes, 4 on host 0, 2 on host 1: each of its hosts has to have as many; use another "
         "layout, or name its hosts with --trainer.hosts",
+    ),
+    "hosts that nobody is on": (
+        config(shard=2, trainer=(0, 1, 2)), CPUS,
+        "trainer.hosts names host 2, and none of the trainer's 2 processes is there; leave it out, or raise "
+        "trainer.layout",
+    ),
+    "hosts that no replica is on": (
+        config(replicas=1, generator=(1, 2)), GPUS,
+        "generator.hosts names host 2, and none of the generator's 1 process is there; leave it out, or raise "
+        "generator.num_replicas",
+    ),
+    "too few GPUs on one": (
+        config(shard=6, trainer=(0, 1)), Cluster((GPUS.hosts[0], cluster("2xH100-80").hosts[0])),
+        "trainer has 3 of its 6 processes on host 1, which has 2 GPUs: those of one role cannot share; use fewer, "
+        "or name other hosts with --trainer.hosts",
     ),
     "too few GPUs there": (
         config(shard=8, trainer=(1,)), GPUS,
