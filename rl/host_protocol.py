@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.errors import ConfigError, RunError
@@ -31,6 +31,10 @@ class HostUnreachable(RunError):
 
 class HostRefuses(HostUnreachable):
     """It answers, and cannot be used: asking again changes nothing."""
+
+
+class Refusal(Exception):
+    """Of a worker: why a request is not granted, what comes after "host a:port"."""
 
 
 MARK = ".hosts"
@@ -66,7 +70,7 @@ def address_of(host: str) -> str:
     """The IP address of a name, for others to connect to. Raises ConfigError."""
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label that is empty, or too long
         raise ConfigError(f"{host} is not known ({error}); give its IP address") from None
     is_literal = host.replace(".", "").isdecimal() or ":" in host
     if ipaddress.ip_address(address).is_loopback and not is_literal and host != "localhost":
@@ -106,12 +110,21 @@ def _mac(nonce: str, request: Mapping[str, Any]) -> str:
     return hmac.new(os.environ.get(KEY, "").encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def ask(address: str, request: Mapping[str, Any], seconds: float) -> tuple[dict[str, Any], socket.socket]:
-    """One request, and its answer's first line; the caller closes the socket. Raises HostUnreachable."""
+def ask(
+    address: str,
+    request: Mapping[str, Any],
+    seconds: float,
+    connected: Callable[[socket.socket], None] = lambda _: None,
+) -> tuple[dict[str, Any], socket.socket]:
+    """One request, and its answer's first line; the caller closes the socket. Raises HostUnreachable.
+
+    connected: called with the socket before anything is asked; an OSError of its ends the request.
+    """
     connection = None
     try:
         host, port = parse_address(address)
         connection = socket.create_connection((host, port), timeout=seconds)
+        connected(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls := client_context():
             connection = tls.wrap_socket(connection, server_hostname=host)

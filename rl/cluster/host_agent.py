@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.cluster.hosted_run import HostedRun, Refusal
-from rl.cluster.machine import free_memory, num_cores, shared_memory, versions
+from rl.cluster.hosted_run import HostedRun
+from rl.cluster.machine import free_memory, machine_name, num_cores, shared_memory, versions
 from rl.cluster.unshared import receive_file
 from rl.errors import ConfigError
 from rl.host_protocol import (
     LONGEST_LINE,
     HostUnreachable,
+    Refusal,
     address_of,
     ask,
     greeting,
@@ -35,13 +36,14 @@ from rl.host_protocol import (
 )
 from rl.host_tls import server_context
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
-from rl.waiting import beside
+from rl.waiting import beside, within
 from rl.weight_sync.files import version_of
 from rl.weight_sync.remote_files import send_file
 
 SILENCE_SECONDS = 45.0
 """Without a word from a controller, its run is ended here."""
 _GREETING_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 5.0  # less than who connects waits: it is told
 _JOIN_SECONDS = 3.0
 _CHUNK = 2**20
@@ -122,12 +124,16 @@ class HostAgent:
             await writer.drain()
         except Refusal as refusal:
             writer.write(line({"error": str(refusal)}))
-        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+        except (ConnectionError, ValueError, TimeoutError, asyncio.IncompleteReadError):
             pass  # no controller, or one that is gone
+        except OSError as error:  # of this host's files or processes
+            writer.write(line({"error": f"failed: {error}"}))
         finally:
             writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            with suppress(OSError, TimeoutError):  # what a link that is cut never takes is dropped
+                async with within(_CLOSE_SECONDS):
+                    await writer.wait_closed()
+            writer.transport.abort()
 
     async def _ask_to_join(self) -> None:
         """Again and again: the run that it joins may be started later, or again."""
@@ -157,6 +163,7 @@ class HostAgent:
             "gpus": self._gpus,
             "versions": versions(),
             "time": time.time(),
+            "machine": machine_name(),
         }
 
     async def _send_file(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -179,10 +186,14 @@ class HostAgent:
         try:
             await run.start_worker()
             writer.write(line({"worker": run.worker_address, "sees_directory": run.sees_directory}))
-            while text := await asyncio.wait_for(reader.readline(), SILENCE_SECONDS):
+            while True:  # not by wait_for, which may forget that this task is to end
+                async with within(SILENCE_SECONDS):
+                    if not (text := await reader.readline()):
+                        break
                 asked = json.loads(text)
                 writer.write(line({**await run.answer(asked), "joined": self._joining()}))
-                await writer.drain()
+                async with within(SILENCE_SECONDS):
+                    await writer.drain()
                 if asked.get("do") == "close":
                     break
         finally:

@@ -15,7 +15,7 @@ from rl.actors.births import mesh_of
 from rl.cluster.ends import kill_those_that_log_to
 from rl.cluster.unshared import OwnDirectory
 from rl.errors import ConfigError
-from rl.host_protocol import MARK, OWN_HOST
+from rl.host_protocol import MARK, OWN_HOST, Refusal
 from rl.owned_directory import owned_directory, remove_unowned, temporary_base
 from rl.processes import LEASE, kill_tree
 from rl.weight_sync.files import release_files
@@ -26,10 +26,6 @@ _START_SECONDS = 60.0
 _LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _OF_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-class Refusal(Exception):
-    """Why a request is not granted: what comes after "host a:port"."""
 
 
 class HostedRun:
@@ -44,7 +40,13 @@ class HostedRun:
         self._worker: asyncio.subprocess.Process | None = None
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
         mark = directory / MARK
-        self.sees_directory = mark.is_file() and mark.read_text() == request["run"]
+        try:
+            self.sees_directory = mark.is_file() and mark.read_text() == request["run"]
+        except OSError as error:
+            raise Refusal(
+                f"cannot read {directory} ({error.strerror}); let the user of its rl worker read and write "
+                f"there, or give another --run_dir"
+            ) from None
         if not self.sees_directory and (sharer := request["sharer"]):
             raise Refusal(
                 f"does not see {directory}, which {sharer} reads and writes; put the run's directory on "
@@ -53,6 +55,11 @@ class HostedRun:
         if not os.path.exists(request["python"]):
             raise Refusal(f"has no {request['python']}; install in the same directory on all hosts")
         base = self.shared.parent.parent
+        if (theirs := self.shared.parent.name) != (ours := f"rl-{os.getuid()}"):
+            raise Refusal(
+                f"runs its rl worker as another user than the run's ({ours} and {theirs} in {base}); start "
+                f"it as a user with the same number"
+            )
         try:
             remove_unowned(base)  # of a worker that was killed
             if not self.shared.exists():  # two workers of one host share it
@@ -151,7 +158,7 @@ class HostedRun:
         self._kept.close()
 
     def _kill(self) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._is_alive:  # else its number may be another's
             kill_tree(self._worker.pid)
         for process in psutil.Process().children(recursive=True):  # orphans, where Monarch's was killed
             with suppress(psutil.Error, OSError):

@@ -19,6 +19,8 @@ _LINK_BYTES = 2**24
 _CLOCK_SECONDS = 30.0
 """By which a host's clock may differ: logs of several hosts are read side by side."""
 _LEAST_SHARED_GIB = 0.05
+_AS_LARGE = 0.99
+"""Of what was planned: drivers keep a little of a GPU's memory for themselves, and not all the same."""
 
 
 def host_addresses(text: str) -> list[str]:
@@ -54,11 +56,25 @@ def look_at_hosts(text: str) -> Cluster:
             hosts.append(look_at(address))
         except ConfigError as error:
             problems.append(str(error))
+    problems = problems or _twice(hosts)
     if not problems:
         hosts, problems = _with_links(hosts)
     if problems:
         raise ConfigError("\n".join(problems))
     return Cluster(tuple(hosts))
+
+
+def _twice(hosts: Sequence[Host]) -> list[str]:
+    """A line for each that is a machine of before: its cores and GPUs would be counted twice."""
+    problems, by_machine = list[str](), dict[str, str]()
+    for host in hosts:
+        first = by_machine.setdefault(host.machine or host.address, host.address)
+        if first != host.address:
+            problems.append(
+                f"hosts {first} and {host.address} are one machine; name one of them, and start one rl "
+                f"worker there"
+            )
+    return problems
 
 
 def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
@@ -82,12 +98,18 @@ def look_at(address: str) -> Host:
     except HostUnreachable as error:
         raise ConfigError(str(error)) from error
     connection.close()
-    if problems := _problems(address, answer, (began + time.time()) / 2):
-        raise ConfigError("\n".join(problems))
-    gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
-    return Host(
-        answer["num_cores"], answer["free_gib"], gpus, address, shared_gib=float(answer["shared_gib"])
-    )
+    try:
+        if problems := _problems(address, answer, (began + time.time()) / 2):
+            raise ConfigError("\n".join(problems))
+        gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
+        return Host(
+            answer["num_cores"], answer["free_gib"], gpus, address,
+            shared_gib=float(answer["shared_gib"]), machine=answer["machine"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"host {address} answers as another rl does ({error!r}); install the same on all hosts"
+        ) from error
 
 
 def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:
@@ -95,11 +117,16 @@ def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:
 
     Raises ConfigError.
     """
-    gpus, of_plan = ([(gpu.name, gpu.gib) for gpu in each.gpus] for each in (host, planned))
+    pairs = list(zip(host.gpus, planned.gpus, strict=False))
+    are_like = len(pairs) == len(planned.gpus) and all(
+        gpu.capability == wanted.capability and gpu.gib > _AS_LARGE * wanted.gib for gpu, wanted in pairs
+    )
+    shared, of_plan = host.shared_gib or 0.0, planned.shared_gib or 0.0
     differences = [
         (host.num_cores < planned.num_cores, f"{host.num_cores} cores", f"{planned.num_cores}"),
-        (gpus[: len(of_plan)] != of_plan, f"{len(gpus)} GPUs ({host})", f"{planned}"),
+        (not are_like, f"{len(host.gpus)} GPUs ({host})", f"{planned}"),
         (host.free_gib < needed_gib, f"{host.free_gib:.1f} GiB free", f"{needed_gib:.1f}"),
+        (shared < _AS_LARGE * of_plan, f"{shared:.1f} GiB of shared memory", f"{of_plan:.1f}"),
     ]
     for is_short, there, wanted in differences:
         if is_short:

@@ -60,10 +60,12 @@ class SlurmJob:
             "account": self.account,
             "time": self.time,
             "signal": f"TERM@{self.signal_seconds}",
-            "output": f"{run_dir}/slurm-%j.log",
+            "output": f"{run_dir}/slurm-".replace("%", "%%") + "%j.log",
             "open-mode": "append",
         }
-        lines = [f"#SBATCH --{option}={value}" for option, value in options.items() if value]
+        lines = [
+            f"#SBATCH --{option}={shlex.quote(str(value))}" for option, value in options.items() if value
+        ]
         lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] * (not self.cpus_per_node))]
         lines += [f"#SBATCH --{option}" for option in self.options]
         cores = f" --cpus-per-task={self.cpus_per_node}" if self.cpus_per_node else ""

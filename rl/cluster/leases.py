@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import logging
+import socket
 import sys
 import time
 import uuid
@@ -72,6 +73,7 @@ class Lease:
         self._id = ""  # of the connection; empty while there is none
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
+        self._sending: socket.socket | None = None  # models
         self._turn = asyncio.Lock()
         self._connecting = asyncio.Lock()
         self._worker = ""
@@ -109,8 +111,10 @@ class Lease:
         missing = [m for m in self._models if not (self._sees_directory and m.is_relative_to(directory))]
         try:
             sent = await asyncio.to_thread(self._send, missing)
-        except HostUnreachable:
-            self._lose()
+        except BaseException as error:
+            self._stop_sending()
+            if isinstance(error, HostUnreachable):
+                self._lose()
             raise
         if sent or not self._sees_directory:
             _log.warning("host %s: %.1f GB of models were sent there", self.address, sent / 1e9)
@@ -118,7 +122,20 @@ class Lease:
             _log.warning("host %s does not see %s; its logs come here", self.address, directory)
 
     def _send(self, models: Sequence[Path]) -> int:
-        return sum(send_files(self.address, self._request["run"], model) for model in models)
+        run = self._request["run"]
+        return sum(send_files(self.address, run, model, self._hold) for model in models)
+
+    def _hold(self, connection: socket.socket) -> None:
+        """Of the thread that sends: the connection goes with the lease. Raises ConnectionError."""
+        self._sending = connection
+        if not self._id:
+            raise ConnectionError("it was lost")
+
+    def _stop_sending(self) -> None:
+        """The thread that sends, where one does, meets a closed connection."""
+        if self._sending is not None:
+            with suppress(OSError):
+                self._sending.shutdown(socket.SHUT_RDWR)
 
     async def run(self) -> None:
         """Keep it, until cancelled."""
@@ -196,6 +213,7 @@ class Lease:
     def _lose(self) -> None:
         self._id = ""
         self._writer.close()
+        self._stop_sending()
 
     def born(self, mesh: str) -> list[ProcessInfo]:
         return [

@@ -3,9 +3,11 @@
 import math
 import os
 import sys
+import uuid
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 
@@ -44,6 +46,15 @@ def shared_memory() -> int:
         return 0
     there = os.statvfs(SHARED_MEMORY)
     return there.f_blocks * there.f_frsize or total_memory()  # 0: a tmpfs without a limit
+
+
+def machine_name() -> str:
+    """The same for all processes that share this machine's memory, and for no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{os.stat(SHARED_MEMORY).st_dev}"
+    except OSError:  # not Linux, or no shared memory
+        return f"{uuid.getnode():x}"
 
 
 @lru_cache(maxsize=1)

@@ -27,6 +27,7 @@ _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 30.0
 _SILENT_SECONDS = 60.0
 _OVER = "over"
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
         has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         return Group(rank, size, environment["MASTER_ADDR"], port, has_store)
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+    # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
+    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in environment:
         if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", environment["SLURM_NTASKS"]):
             raise ConfigError(
                 "rl train is one process on each host, and starts the others itself; write srun "
@@ -127,16 +129,16 @@ def _store(group: Group) -> Any:
 
 
 def _addresses(store: Any, group: Group) -> list[str]:
-    addresses = []
-    for rank in range(group.size):
-        try:
-            addresses.append(store.get(f"host-{rank}").decode())
-        except Exception as error:
-            raise RunError(
-                f"{len(addresses)} of {group.size} hosts are there after {_START_SECONDS:.0f} s, and rank "
-                f"{rank} is not; see its output"
-            ) from error
-    return addresses
+    keys = [f"host-{rank}" for rank in range(group.size)]
+    try:
+        return [store.get(key).decode() for key in keys]
+    except Exception as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        numbers = " ".join(map(str, missing[:_MOST_NAMED])) + " ..." * (len(missing) > _MOST_NAMED)
+        raise RunError(
+            f"{group.size - len(missing)} of {group.size} hosts are there after {_START_SECONDS:.0f} s; see "
+            f"the output of rank {numbers}"
+        ) from error
 
 
 @contextmanager

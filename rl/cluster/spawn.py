@@ -31,25 +31,22 @@ class Procs:
 
 
 def spawn_procs(
-    hosts: Any, name: str, devices: Sequence[str | None], per_host: int, env: Mapping[str, str], log: Path
+    hosts: Any, name: str, environments: Sequence[Mapping[str, str]], per_host: int, log: Path
 ) -> Procs:
     """Processes on a host mesh, on each host as many.
 
-    devices: of each process, what its host calls its GPU; empty: it is shown none; None: the host has none.
+    environments: of each process, beside what it inherits.
     A mesh of one writes to `<log>.log`, each rank of a larger one to `<log>-<rank>.log`: first its host.
     """
     from monarch.actor import default_bootstrap_cmd
 
     def command(point: Any) -> Any:
-        device = kernel_cache()
-        if (shown := devices[point.rank]) is not None:
-            device["CUDA_VISIBLE_DEVICES"] = shown
-        return default_bootstrap_cmd().with_env(dict(env) | device)
+        return default_bootstrap_cmd().with_env({**environments[point.rank], **kernel_cache()})
 
     mesh = hosts.spawn_procs(
         per_host={"procs": per_host},
         name=name,
-        bootstrap=_prepare_process(str(log.resolve()), len(devices) > 1, list(sys.path)),
+        bootstrap=_prepare_process(str(log.resolve()), len(environments) > 1, list(sys.path)),
         bootstrap_command=command,
     )
     return Procs(mesh)

@@ -53,11 +53,13 @@ class Spawner:
     ) -> Callable[[], Awaitable[tuple[Any, Any]]]:
         """arguments: what such an actor takes beside the engine's own arguments."""
         name, spec = replica.name, spec_of(replica, EngineSpec)
-        env = engine_environment(replica.processes[0].threads) | GROUP_ENVIRONMENT
+
+        def environment(threads: int) -> dict[str, str]:
+            return engine_environment(threads) | GROUP_ENVIRONMENT
 
         async def spawn() -> tuple[Any, Any]:
             left = self._launcher.end_log(self._logs / name, [process.host for process in replica.processes])
-            mesh = await self._spawn_replica(replica, env, left)
+            mesh = await self._spawn_replica(replica, environment, left)
             self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             directory = str(self._models[spec.model])
             return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *arguments)
@@ -70,12 +72,13 @@ class Spawner:
         name, spec = replica.name, spec_of(replica, GeneratorSpec)
         model_dir, shared = str(self._models[spec.model]), str(self._shared)
         config = replace(spec.config, model_dir=model_dir, shared_directory=shared)
-        env = generator_environment(replica.processes[0].threads, config.compile, config.dtype)
-        if config.tensor_parallel > 1:
-            env |= GROUP_ENVIRONMENT
+        group = GROUP_ENVIRONMENT if config.tensor_parallel > 1 else {}
+
+        def environment(threads: int) -> dict[str, str]:
+            return generator_environment(threads, config.compile, config.dtype) | group
 
         async def spawn() -> GeneratorProcesses:
-            mesh = await self._spawn_replica(replica, env)
+            mesh = await self._spawn_replica(replica, environment)
             if config.tensor_parallel > 1:
                 self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             actors = mesh.spawn("generator", Generator, config, transport)
@@ -88,12 +91,15 @@ class Spawner:
     ) -> Callable[[], Awaitable[RewardProcess]]:
         """judge: the variables by which it finds the run's judge."""
         name, limit = replica.name, spec_of(replica, WorkerSpec).limit_seconds
-        env, longest = {**engine_environment(replica.processes[0].threads), **judge}, limit
+        longest = limit
         if isinstance(task, ChatEnv):
             longest = max(limit, task.turn_seconds, task.episode_seconds)
 
+        def environment(threads: int) -> dict[str, str]:
+            return {**engine_environment(threads), **judge}
+
         async def spawn() -> RewardProcess:
-            mesh = await self._spawn_replica(replica, env)
+            mesh = await self._spawn_replica(replica, environment)
             actor = mesh.spawn("reward", RewardWorker, task, limit).slice(procs=0)
             return await _ready(RewardProcess(name, mesh, actor, longest, self._deadlines, self._timeline))
 
@@ -101,7 +107,7 @@ class Spawner:
 
     async def storage(self, name: str) -> Procs:
         """One process without a device on the first host, which is no replica's."""
-        return await self._spawn(name, (0,), [()], engine_environment(1))
+        return await self._spawn(name, (0,), [{**engine_environment(1), **self._shown(0, ())}])
 
     def births_of(self, name: str) -> Births:
         return self._births.setdefault(name, Births(name, self._timeline))
@@ -110,32 +116,38 @@ class Spawner:
         return await Caller(name).call(answer, "start", Deadline("start", self._deadlines.start))
 
     async def _spawn_replica(
-        self, replica: Replica, env: Mapping[str, str], before: Awaitable[None] | None = None
+        self,
+        replica: Replica,
+        environment: Callable[[int], Mapping[str, str]],
+        before: Awaitable[None] | None = None,
     ) -> Procs:
+        """environment: of a process with so many threads."""
         hosts = tuple(process.host for process in replica.processes)
-        gpus = [process.gpus for process in replica.processes]
-        return await self._spawn(replica.name, hosts, gpus, env, before)
+        environments = [
+            {**environment(process.threads), **self._shown(process.host, process.gpus)}
+            for process in replica.processes
+        ]
+        return await self._spawn(replica.name, hosts, environments, before)
 
     async def _spawn(
         self,
         name: str,
         hosts: tuple[int, ...],
-        gpus: Sequence[Sequence[int]],
-        env: Mapping[str, str],
+        environments: Sequence[Mapping[str, str]],
         before: Awaitable[None] | None = None,
     ) -> Procs:
         # Before anything is awaited: who watches over the births would see the deaths of an earlier mesh.
-        env = {**env, **self.births_of(name).expect(len(hosts))}
+        birth = self.births_of(name).expect(len(hosts))
         if before is not None:
             await before
         mesh = await self._launcher.attach(name, hosts)
-        devices = [self._shown(host, of) for host, of in zip(hosts, gpus, strict=True)]
-        return spawn_procs(mesh, name, devices, len(hosts) // len({*hosts}), env, self._logs / name)
+        environments = [{**environment, **birth} for environment in environments]
+        return spawn_procs(mesh, name, environments, len(hosts) // len({*hosts}), self._logs / name)
 
-    def _shown(self, host: int, gpus: Sequence[int]) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a process; None on a host without GPUs."""
+    def _shown(self, host: int, gpus: Sequence[int]) -> dict[str, str]:
+        """Which GPUs a process is shown, as its host calls them. Nothing on a host without GPUs."""
         there = self._launcher.host(host).gpus
-        return ",".join(there[gpu].visible for gpu in gpus) if there else None
+        return {"CUDA_VISIBLE_DEVICES": ",".join(there[gpu].visible for gpu in gpus)} if there else {}
 
 
 def spec_of(replica: Replica, kind: type[S]) -> S:

@@ -5,19 +5,23 @@ import base64
 import hashlib
 import os
 import shutil
+import socket
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.host_protocol import HostRefuses, HostUnreachable, ask, line, unreachable
-from rl.paths import lock, whole_file
+from rl.host_protocol import HostRefuses, HostUnreachable, Refusal, ask, line, unreachable
+from rl.paths import lock
 
 _OWNER = ".sent"
 _MOST_LOG_BYTES = 2**18  # of a file, at a time
+_MOST_NEWS_BYTES = 2**22  # of all: an answer is one line, and the next one comes a second later
 _SECONDS = 60.0  # without a byte
 _LOOK_SECONDS = 600.0  # to read a file that is there already
 _CHUNK = 2**20
+Connected = Callable[[socket.socket], None]
 
 
 class OwnDirectory:
@@ -44,12 +48,16 @@ class OwnDirectory:
         return [[path.name, base64.b64encode(text).decode()] for path, text in self._added()]
 
     def _added(self) -> Iterator[tuple[Path, bytes]]:
-        for path in sorted((self._directory / "logs").glob("*.log")):
+        """Those first of which least was told."""
+        left = _MOST_NEWS_BYTES
+        logs = (self._directory / "logs").glob("*.log")
+        for path in sorted(logs, key=lambda path: (self._sent.get(path, -1), path)):
             with path.open("rb") as file:
                 file.seek(self._sent.get(path, 0))
-                text = file.read(_MOST_LOG_BYTES)
+                text = file.read(min(left, _MOST_LOG_BYTES))
                 if text or path not in self._sent:
                     self._sent[path] = file.tell()
+                    left -= len(text)
                     yield path, text
 
     def remove(self) -> None:
@@ -65,25 +73,50 @@ async def receive_file(
 ) -> None:
     """The worker's side of `send_files`: says whether it is wanted, takes it, and says that it is there.
 
-    is_leased: whether the run still has this host.
+    is_leased: whether the run still has this host. Raises Refusal where the file cannot be here. Hosts that
+    share a file system may take the same file at once: each writes one of its own, and the last has the name.
     """
     path, size = Path(request["path"]), int(request["size"])
-    if path.exists():
-        same = path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (size, request["time"])
-        there = await asyncio.to_thread(_digest, path) if path.is_file() and not same else ""
-        writer.write(line({"wanted": False, "is_same": same, "digest": there}))
-        return
-    writer.write(line({"wanted": True}))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path, durable=False) as file:
-        while size > 0:
-            part = await asyncio.wait_for(reader.read(min(size, _CHUNK)), _SECONDS)
-            if not part or not is_leased():
-                raise ConnectionError("it closed the connection")
-            file.write(part)
-            size -= len(part)
-    os.utime(path, ns=(request["time"],) * 2)
+    with _refusing(path):
+        if path.exists():
+            same = path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (
+                size,
+                request["time"],
+            )
+            there = await asyncio.to_thread(_digest, path) if path.is_file() and not same else ""
+            writer.write(line({"wanted": False, "is_same": same, "digest": there}))
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if size > (free := shutil.disk_usage(path.parent).free):
+            needed = f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} are free"
+            raise Refusal(f"has no room for {path} ({needed}); make room there")
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        file = partial.open("xb")
+    try:
+        with file:
+            writer.write(line({"wanted": True}))
+            while size > 0:
+                part = await asyncio.wait_for(reader.read(min(size, _CHUNK)), _SECONDS)
+                if not part or not is_leased():
+                    raise ConnectionError("it closed the connection")
+                with _refusing(path):
+                    file.write(part)
+                size -= len(part)
+        with _refusing(path):
+            os.utime(partial, ns=(request["time"],) * 2)
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     writer.write(b"\n")
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """What this host's file system says no to is told to who asked."""
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(f"cannot take {path} ({error.strerror}); make room, or permit it, there") from error
 
 
 def _digest(path: Path) -> str:
@@ -92,24 +125,25 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
-def send_files(address: str, run: str, directory: Path) -> int:
+def send_files(address: str, run: str, directory: Path, connected: Connected = lambda _: None) -> int:
     """Every file below, to the same path on that host, but for those that it has. How many bytes went.
 
-    A file of the same size and time is taken for the same, as it is where hosts share it.
+    A file of the same size and time is taken for the same, as it is where hosts share it. connected: called
+    with each socket, which another thread may shut down.
 
     Raises HostUnreachable.
     """
     count = 0
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            count += _send(address, run, path)
+            count += _send(address, run, path, connected)
     return count
 
 
-def _send(address: str, run: str, path: Path) -> int:
+def _send(address: str, run: str, path: Path, connected: Connected) -> int:
     size, changed = path.stat().st_size, path.stat().st_mtime_ns
     request = {"do": "put", "run": run, "path": str(path.absolute()), "size": size, "time": changed}
-    answer, connection = ask(address, request, _LOOK_SECONDS)
+    answer, connection = ask(address, request, _LOOK_SECONDS, connected)
     try:
         with connection, path.open("rb") as file:
             if not answer["wanted"]:
@@ -119,6 +153,7 @@ def _send(address: str, run: str, path: Path) -> int:
                         f"or share it"
                     )
                 return 0
+            connection.settimeout(_SECONDS)
             connection.sendfile(file)
             if connection.recv(1) != b"\n":
                 raise ConnectionError(f"{path} did not arrive")

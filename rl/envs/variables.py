@@ -7,11 +7,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
+from rl.processes import LEASE
+
 _KEPT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PWD"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"),
     *("TRANSFORMERS_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    LEASE,  # by which a host finds what a run has left there
 )
 _KEPT_PREFIXES = ("LC_", "PYTHON", "OMP_", "XDG_")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -96,6 +96,17 @@ def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
     assert launcher.closed
 
 
+def test_each_rank_has_the_threads_of_its_own_host(models, tmp_path):
+    hosts = tuple(Host(cores, 64.0, address=f"10.0.0.{cores}:7000") for cores in (8, 2))
+    trainer = TrainerConfig(layout=Layout(shard=2), hosts=(0, 1))
+    plan = settle(dataclasses.replace(quickstart(), trainer=trainer), "train", Cluster(hosts))
+    launcher = started(without_torchstore(plan), models, tmp_path, FakeLauncher(plan))
+    (spawned,) = (spawned for spawned in launcher.spawned if spawned.name == "trainer")
+    threads = [process.threads for process in plan.of("trainer")[0].processes]
+    assert [int(environment["OMP_NUM_THREADS"]) for environment in spawned.environments] == threads
+    assert len({*threads}) == 2
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_each_replica_may_die_as_it_starts(name, models, tmp_path):
     """Each is started again, in the same place; engines together."""

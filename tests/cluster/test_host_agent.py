@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -267,7 +268,15 @@ REFUSED = {
         dict(python="/no/python"),
         "has no /no/python; install in the same directory on all",
     ),
-    "shared memory cannot be used": (dict(shared="/proc/1/rl-0/x"), "cannot be used: .*"),
+    "shared memory cannot be used": (dict(shared=f"/proc/1/rl-{os.getuid()}/x"), "cannot be used: .*"),
+    "another user": (
+        dict(shared="/dev/shm/rl-424242/1-abc"),
+        "runs its rl worker as another user than the run's .*; start it as a user with the same number",
+    ),
+    "no name of a directory": (
+        dict(run_dir="/tmp/" + "x" * 300),
+        "cannot read /tmp/x* .File name too long.; let",
+    ),
 }
 
 
@@ -300,6 +309,25 @@ def test_a_host_that_cannot_write_to_the_runs_directory_says_so(tmp_path):
             words = "cannot write to .*/run/logs .Not a directory.; let the user of its rl worker write there"
             with pytest.raises(HostRefuses, match=f"host {agent.address} {words}"):
                 await lease.connect()
+
+    asyncio.run(main())
+    assert not all_of_the_run()
+
+
+def test_a_controller_that_takes_no_answers_leaves_nothing(tmp_path, monkeypatch):
+    """As where a link is cut while a large answer is on its way."""
+    monkeypatch.setattr(host_agent, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(host_agent, "_CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(hosted_run.HostedRun, "_news", lambda _: [["x.log", "A" * 2**23]] * 4)
+    (tmp_path / "logs").mkdir()
+
+    async def main():
+        async with an_agent() as agent:
+            request = a_lease(agent.address, tmp_path)._request | {"lease": "one"}
+            _, connection = await asyncio.to_thread(ask, agent.address, request, 20)
+            with connection:
+                connection.sendall(b'{"do": "ping"}\n' * 8)
+                await until(lambda: not agent._runs and not agent._answering, 10)
 
     asyncio.run(main())
     assert not all_of_the_run()
@@ -490,7 +518,8 @@ def test_no_worker_answers_at_an_address_without_one():
     assert sys.executable
 
 
-def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsys):
+def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsys, monkeypatch):
+    monkeypatch.setattr(host_agent, "machine_name", map(str, itertools.count()).__next__)
     from rl.cluster.hosts import look_at_hosts
     from rl.doctor import doctor_of_hosts
 

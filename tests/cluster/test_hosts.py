@@ -9,11 +9,12 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.cluster import hosts as module
-from rl.cluster.hosts import look_at_hosts
+from rl.cluster.hosts import check_as_planned, look_at_hosts
 from rl.cluster.machine import PACKAGES, versions
 from rl.config.settle import cluster_of, settle
 from rl.errors import ConfigError
 from rl.host_protocol import HostRefuses, HostUnreachable
+from rl.plan.cluster import Host
 from rl.weight_sync.remote_files import STREAMS
 
 GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
@@ -42,7 +43,8 @@ def answers(monkeypatch):
         answer = made[address]
         if isinstance(answer, Exception):
             raise answer
-        return {**GOOD, "versions": versions(), "time": time.time(), **answer}, Nothing()
+        said = {**GOOD, "versions": versions(), "time": time.time(), "machine": address, **answer}
+        return {name: value for name, value in said.items() if value is not None}, Nothing()
 
     monkeypatch.setattr(module, "ask", ask)
     yield made
@@ -64,6 +66,22 @@ def test_the_version_of_each_package_that_hosts_have_to_share_is_known():
     assert versions().keys() == {"python", *PACKAGES}
 
 
+def test_one_machine_is_not_counted_twice(answers):
+    """As where two workers listen on it, or two names are addresses of it."""
+    answers |= {A: {"machine": "one"}, B: {"machine": "one"}}
+    with pytest.raises(ConfigError, match=f"hosts {A} and {B} are one machine; name one of them"):
+        look_at_hosts(f"{A},{B}")
+
+
+def test_a_gpu_that_is_larger_or_hardly_smaller_than_planned_may_join():
+    host = Host(8, 64.0, (module.GPU("H100", 79.2, (9, 0)),), B, shared_gib=30.0)
+    for name, gib in (("H100", 79.21), ("H100 PCIe", 79.1), ("H100", 40.0)):
+        check_as_planned(host, replace(host, gpus=(module.GPU(name, gib, (9, 0)),)), 1.0)
+    for wanted in (module.GPU("H200", 139.0, (9, 0)), module.GPU("B200", 79.2, (10, 0))):
+        with pytest.raises(ConfigError, match=f"host {B} cannot join: it has 1 GPUs"):
+            check_as_planned(host, replace(host, gpus=(wanted,)), 1.0)
+
+
 def test_gpus_are_called_what_their_host_calls_them(answers):
     answers |= {A: {"gpus": [GPU]}, B: {"gpus": [{**GPU, "visible": "1"}]}}
     cluster = look_at_hosts(f"{A},{B}")
@@ -76,6 +94,7 @@ def other(package, there):
 
 WRONG = {
     "port closed": (HostUnreachable(f"host {B} does not answer (refused); start there: rl worker --listen {B}"), "does not answer .*; start there: rl worker --listen"),
+    "another rl": ({"shared_gib": None}, "answers as another rl does .*shared_gib.*; install the same on all hosts"),
     "key": (HostRefuses(f"host {B} refused the key; set RL_WORKER_KEY to the same on all hosts"), "refused the key; set RL_WORKER_KEY to the same on all hosts"),
     **{f"other {package}": (other(package, "9.9"), f"has {package} 9.9, and this one {re.escape(versions().get(package, 'none'))}; install the same on all hosts") for package in PACKAGES},
     "other python": (other("python", "3.99"), "has python 3.99, and this one 3.1.; install the same on all hosts"),

@@ -106,6 +106,9 @@ def test_more_hosts_than_slots_wait_for_one_to_leave(tmp_path):
 SMALL = {
     "cores": (dataclasses.replace(PLANNED, num_cores=10_000), 0.0, "it has .* cores, and the plan 10000"),
     "GPUs": (dataclasses.replace(PLANNED, gpus=(GPU("H100", 79.0, (9, 0)),)), 0.0, "it has 0 GPUs .*1 x H100"),
+    "shared memory": (
+        dataclasses.replace(PLANNED, shared_gib=1e6), 0.0, "it has .* GiB of shared memory, and the plan 1000000.0"
+    ),
     "memory": (PLANNED, 1e6, "it has .* GiB free, and the plan 1000000.0"),
 }  # fmt: skip
 

@@ -30,12 +30,15 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
 }
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "17",
-        "SLURM_STEP_NODELIST": "n[0-1]"}  # fmt: skip
+        "SLURM_STEP_NODELIST": "n[0-1]", "SLURM_STEP_ID": "0"}  # fmt: skip
+# Of Slurm 22, in the script of sbatch --ntasks 4 --nodes 1.
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4",
+         "SLURM_JOB_NODELIST": "n0", "SLURM_JOB_ID": "1"}  # fmt: skip
 
 
 def test_a_process_that_was_started_alone_is_in_no_group():
     for environment in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-                        {"SLURM_NTASKS": "4"}):  # fmt: skip
+                        {"SLURM_NTASKS": "4"}, BATCH):  # fmt: skip
         assert group_of(environment) is None
 
 
@@ -176,7 +179,9 @@ def test_where_the_first_is_killed_the_others_end():
 
 def test_a_host_that_never_comes_is_named():
     said = together(ranks=(0, 1))
-    assert "2 of 3 hosts are there after 5 s, and rank 2 is not" in said[0][0] and said[1] == [1]
+    assert "2 of 3 hosts are there after 5 s; see the output of rank 2" in said[0][0] and said[1] == [1]
+    said = together(ranks=(0, 2))
+    assert "2 of 3 hosts are there after 5 s; see the output of rank 1" in said[0][0] and said[2] == [1]
 
 
 def test_a_worker_that_dies_is_started_again_at_its_address(monkeypatch):

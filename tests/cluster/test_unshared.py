@@ -1,13 +1,18 @@
 """A host that does not see the run's directory: what is sent there, what comes back, and that nothing is left."""
 
 import asyncio
+import base64
+import json
 import os
+import socket
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from rl.cluster import unshared
 from rl.cluster.unshared import OwnDirectory, send_files
-from rl.host_protocol import HostRefuses, HostUnreachable, ask
+from rl.host_protocol import LONGEST_LINE, HostRefuses, HostUnreachable, ask
 from tests.cluster.test_host_agent import a_lease, an_agent, until, without_monarch  # noqa: F401
 
 
@@ -94,6 +99,108 @@ def test_another_runs_directory_is_not_taken_and_a_dead_workers_is(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
+def test_many_logs_come_in_answers_that_are_no_longer_than_a_line_may_be(tmp_path):
+    own = OwnDirectory(tmp_path / "own")
+    texts = {f"reward-{i}.log": bytes([i]) * 2**18 for i in range(80)}
+    for name, text in texts.items():
+        (tmp_path / "own" / "logs" / name).write_bytes(text)
+    received, answers = dict.fromkeys(texts, b""), 0
+    while received != texts:
+        news, answers = own.news(), answers + 1
+        assert 0 < len(json.dumps(news)) < LONGEST_LINE / 2 and answers < 20
+        for name, text in news:
+            received[name] += base64.b64decode(text)
+    own.remove()
+
+
+def put(address, run, path, size):
+    """The connection of a file that is wanted there."""
+    request = {"do": "put", "run": run, "path": str(path), "size": size, "time": 10**18}
+    answer, connection = ask(address, request, 10)
+    assert answer == {"wanted": True}
+    return connection
+
+
+def test_hosts_that_share_a_file_system_take_the_same_file_at_once(tmp_path):
+    content, target = os.urandom(2**20), tmp_path / "models" / "model.safetensors"
+
+    def both(*addresses):
+        one, other = (put(address, "run", target, len(content)) for address in addresses)
+        with one, other:
+            one.sendall(content[:9])
+            other.sendall(content)
+            assert other.recv(1) == b"\n" and target.read_bytes() == content
+            one.sendall(content[9:])
+            assert one.recv(1) == b"\n" and target.read_bytes() == content
+
+    async def main():
+        async with an_agent() as one, an_agent() as other:
+            leases = []
+            for number, agent in enumerate((one, other)):
+                (tmp_path / str(number)).mkdir()
+                leases.append(a_lease(agent.address, tmp_path / str(number)))
+                await leases[-1].connect()
+            await asyncio.to_thread(both, one.address, other.address)
+            for lease in leases:
+                await lease.close()
+
+    asyncio.run(main())
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+@pytest.mark.parametrize("problem", ["room", "directory"])
+def test_a_host_that_cannot_take_a_file_says_why(problem, tmp_path, monkeypatch):
+    target = tmp_path / "models" / "model.safetensors"
+    if problem == "directory":
+        target.parent.write_text("a file")
+        words = f"cannot take {target} .*; make room, or permit it, there"
+    else:
+        monkeypatch.setattr(unshared.shutil, "disk_usage", lambda _: SimpleNamespace(free=99))
+        words = f"has no room for {target} .*; make room there"
+
+    async def main():
+        async with an_agent() as agent:
+            lease = a_lease_of_its_own(agent.address, tmp_path)
+            await lease.connect()
+            with pytest.raises(HostRefuses, match=f"host {agent.address} {words}"):
+                await asyncio.to_thread(put, agent.address, "run", target, 100)
+            assert lease.is_held
+            await lease.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["lost", "cancelled"])
+def test_a_host_that_takes_nothing_holds_nobody_up(end, tmp_path):
+    """Whoever sends it a model, once its lease is lost, or the run ends."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"x" * 2**20)
+
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            lease = a_lease(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path, models=[tmp_path / "model"])
+            lease._id, lease._writer, lease._sees_directory = "held", mock.Mock(), False
+            sending = asyncio.create_task(lease.send_models())
+            connection, _ = await asyncio.to_thread(listener.accept)
+            with connection:
+                connection.sendall(b'{"nonce": "12"}\n')
+                await asyncio.sleep(0.2)
+                assert not sending.done()
+                if end == "lost":
+                    lease._lose()
+                    with pytest.raises(HostUnreachable):
+                        await asyncio.wait_for(sending, 10)
+                else:
+                    sending.cancel()
+                    await asyncio.wait([sending], timeout=10)
+                    assert sending.cancelled()
+                connection.settimeout(10)
+                while connection.recv(2**16):  # until the other end is closed
+                    pass
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("size", [0, 1, 2**20, 2**20 + 1])
 def test_a_file_arrives_whole(size, tmp_path):
     content, target = os.urandom(size), tmp_path / "models" / "one" / "model.safetensors"
@@ -137,7 +244,7 @@ def test_a_file_that_stops_half_way_is_not_there(tmp_path):
             await asyncio.sleep(0.2)
             connection.close()
             await asyncio.sleep(0.2)
-            assert not target.exists() and lease.is_held
+            assert not target.exists() and not any(target.parent.iterdir()) and lease.is_held
 
     asyncio.run(main())
 
@@ -145,7 +252,7 @@ def test_a_file_that_stops_half_way_is_not_there(tmp_path):
 def test_a_lease_is_lost_where_models_do_not_arrive(tmp_path, monkeypatch):
     asked = []
 
-    def send(address, run, model):
+    def send(address, run, model, connected):
         asked.append(model.name)
         if model.name == "gone":
             raise HostUnreachable("host does not answer")
@@ -184,8 +291,8 @@ def test_another_file_of_the_same_size_is_neither_taken_nor_overwritten(tmp_path
         path.write_bytes(content)
     asking = unshared.ask
 
-    def ask_for_theirs(address, request, seconds):
-        return asking(address, {**request, "path": str(theirs)}, seconds)
+    def ask_for_theirs(address, request, *more):
+        return asking(address, {**request, "path": str(theirs)}, *more)
 
     monkeypatch.setattr(unshared, "ask", ask_for_theirs)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,14 @@ def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
     assert (tmp_path / "called").read_text() == f"sbatch {script}\n"
     assert subprocess.run(["bash", "-n", script], check=True, capture_output=True).stderr == b""
     assert "a secret" not in script.read_text()
+
+
+def test_a_directory_with_a_space_is_one_word_of_the_script(tmp_path):
+    (tmp_path / "my runs").mkdir()
+    submit(tmp_path / "my runs", *SLURM)
+    text = (tmp_path / "my runs" / "run" / "slurm.sh").read_text()
+    (output,) = re.findall("^#SBATCH (--output=.*)$", text, re.M)
+    assert shlex.split(output) == [f"--output={tmp_path}/my runs/run/slurm-%j.log"]
 
 
 def test_nodes_that_are_shared_are_asked_for_by_cores(tmp_path):

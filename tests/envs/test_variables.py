@@ -14,6 +14,7 @@ from rl.envs.adapters.mcp import MCPEnv
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.variables import clean_environment, clean_variables
+from rl.processes import LEASE
 from rl.types import Problem
 
 KEYS = {
@@ -111,6 +112,11 @@ def test_an_mcp_servers_program_starts_whatever_stderr_was_when_mcp_was_imported
     command = [sys.executable, "-c", IMPORTS_MCP_FIRST, str(path), str(tmp_path / "stderr")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr[-1000:]
+
+
+def test_a_program_keeps_the_lease_by_which_its_host_finds_what_a_run_left(monkeypatch):
+    monkeypatch.setenv(LEASE, "of-a-run")
+    assert clean_variables()[LEASE] == "of-a-run"
 
 
 def test_what_is_kept_is_listed_and_what_is_changed_comes_back(monkeypatch):
