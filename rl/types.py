@@ -206,6 +206,10 @@ class Group:
         """Whether its rewards differ."""
         return not all_equal([score.reward for score in self.scores if not score.is_dropped])
 
+    def sample_id(self, number: int) -> str:
+        """Of the samples that are made of a rollout."""
+        return f"{self.rollouts[number].problem.id}, rollout {number}"
+
     @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest weights that sampled any of its tokens."""

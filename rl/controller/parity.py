@@ -1,7 +1,8 @@
 """Parity: what a run does where generator and trainer compute different logprobs for the same tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +46,16 @@ class Parity:
     policy. Ends the run where the first step that counts is over it, or STEPS in a row.
     """
 
-    def __init__(self, limit: float):
-        """limit: nats a token."""
+    def __init__(self, limit: float, state: Mapping[str, Any] | None = None):
+        """limit: nats a token. state: of an earlier part of the run."""
         self.limit = limit
-        self.num_over = 0  # steps in a row
-        self._first = True
+        self.num_over: int = state["num_over"] if state else 0  # steps in a row
+        self._first: bool = state["first"] if state else True
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A part of checkpoints."""
+        return {"num_over": self.num_over, "first": self._first}
 
     def check(self, mean: float) -> None:
         """mean: of |trainer - generator|, nats, of a step; NaN where nothing was trained on.

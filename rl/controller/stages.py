@@ -8,14 +8,13 @@ from typing import Any
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied, ProcessDied
-from rl.config.algorithm import Algorithm
 from rl.config.learning import Learning
 from rl.config.resume import is_own
 from rl.controller.buffer import RolloutBuffer
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
+from rl.controller.controls import Controls
 from rl.controller.held_groups import write_prompts
 from rl.controller.loop import train
-from rl.controller.parity import Parity, default_limit
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
@@ -24,7 +23,6 @@ from rl.controller.update import StepFailed, Updater, learn, stream
 from rl.controller.updaters import rollout_buffer, rollouts, scorers, updaters
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
-from rl.loss.entropy import EntropyBonus, EntropyControl
 from rl.models.checkpoint_dir import is_complete, latest
 from rl.observability.metrics import eval_metrics, group_metrics, offpolicy_metrics
 from rl.observability.recorder import Recorder
@@ -54,8 +52,7 @@ class RunStages:
         self._data = SupervisedData(learning.env, tokenizer, learning.seed)
         self._rollouts = rollouts(learning, tokenizer, actors)
         self._updaters = updaters(learning, actors)
-        self._entropy = EntropyControl(learning.algorithm.entropy)
-        self._parity = Parity(learning.max_logprob_diff or default_limit(actors.trainer.config))
+        self._controls = self._controls_with({})
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
         rhythm = learning.rhythm
@@ -74,7 +71,7 @@ class RunStages:
         await actors.enter("score")
         state = await load_checkpoint(actors, self._checkpoint)
         if self._checkpoint:
-            self._entropy = EntropyControl(learning.algorithm.entropy, state.get("entropy"))
+            self._controls = self._controls_with(state)
         else:
             await self._warm_up()
         if learning.algorithm.samples_rollouts:
@@ -120,14 +117,12 @@ class RunStages:
         if self.buffer is not None:
             yield self.buffer.follow(self._served, generators.changed)
 
-    @property
-    def _algorithm(self) -> Algorithm:
-        """Of this step: with a target, the entropy bonus changes from step to step."""
-        return replace(self._learning.algorithm, entropy=EntropyBonus(self._entropy.coef))
+    def _controls_with(self, state: Mapping[str, Any]) -> Controls:
+        return Controls(self._learning, self._actors.trainer.config, state)
 
     @property
     def _policy(self) -> Updater:
-        return replace(self._updaters[0], loss=self._algorithm.objective)
+        return replace(self._updaters[0], loss=self._controls.algorithm.objective)
 
     def _served(self) -> PolicyVersion | None:
         """What prompts may start with: nothing while an evaluation stands still for itself."""
@@ -135,10 +130,10 @@ class RunStages:
 
     async def next_batch(self, step: int) -> TrainingBatch:
         """Where groups are streamed, all parts but the last are in the gradient when this returns."""
-        learning, inputs = self._learning, scorers(self._algorithm, self._actors)
-        buffer = self.buffer
+        learning, algorithm, buffer = self._learning, self._controls.algorithm, self.buffer
+        inputs = scorers(algorithm, self._actors)
         if buffer is None:
-            return await self._data.batch(step, learning.pace.groups_per_step, self._algorithm, inputs)
+            return await self._data.batch(step, learning.pace.groups_per_step, algorithm, inputs)
         batch = await self._next_part(buffer, step, inputs)
         for _ in range(1, learning.num_parts):
             try:
@@ -156,13 +151,13 @@ class RunStages:
         self._taken = True
         if inputs:
             await self._actors.enter("score")
-        part = await build_training_batch(taken.groups, self._algorithm, inputs)
+        part = await build_training_batch(taken.groups, self._controls.algorithm, inputs)
         return replace(part, filtered=list(taken.filtered))
 
     async def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """One that is interrupted ends first, so that a checkpoint is of whole steps."""
         if keep := self._learning.rhythm.record_batches:
-            await self._recorder.keep_batch(step, batch, self._entropy.coef, keep)
+            await self._recorder.keep_batch(step, batch, self._controls.entropy.coef, keep)
         self._updating = True
         updating = asyncio.create_task(self._update(batch, step))
         try:
@@ -180,16 +175,19 @@ class RunStages:
     async def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         coming = self.buffer.coming if self.buffer and step < self._learning.pace.num_steps else ()
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
+        before = self._controls.state
         try:
             await self._actors.enter("train")
             seed, critic = self._learning.seed, self._updaters[1]
-            learned = await learn(batch, step, self._algorithm, seed, self._policy, critic, self._parity)
+            parity, entropy = self._controls.parity, self._controls.entropy
+            learned = await learn(batch, step, self._controls.algorithm, seed, self._policy, critic, parity)
             await preparing
             if self._learning.algorithm.entropy.used:
-                learned["entropy/coef"] = self._entropy.coef
-            self._entropy.observe(learned["entropy"])
+                learned["entropy/coef"] = entropy.coef
+            entropy.observe(learned["entropy"])
             return learned
         except StepFailed as failure:
+            self._controls = self._controls_with(before)  # as the checkpoint of the step before has them
             raise await self._give_up(step, failure) from failure
 
     async def publish(self, step: int) -> None:
@@ -213,7 +211,7 @@ class RunStages:
         """taken: prompts of the next step have been taken from the buffer."""
         learning, buffer = self._learning, self.buffer
         path = self._recorder.run_dir / "checkpoints" / f"step-{step}"
-        state = {**learning.checkpoint_notes, "step": step, "entropy": self._entropy.state}
+        state = {**learning.checkpoint_notes, "step": step, **self._controls.state}
         await self._actors.enter("train")
         await self._recorder.flush()  # who resumes counts on the lines up to this step
         if buffer is not None:
@@ -249,7 +247,7 @@ class RunStages:
 
         Generators stay at that version until they have answered.
         """
-        generators = self._actors.generators
+        generators, began = self._actors.generators, self._recorder.now()
         await self._actors.enter("generate")
         async with generators.pinned() as (version, sampler):
             await generators.wait_served(version)
@@ -257,7 +255,8 @@ class RunStages:
         if self._learning.algorithm.reads_rewards:
             check_rewards(groups, has_trained=step > 0)
         metrics = eval_metrics(groups) | {"eval/version": version}
-        self._recorder.evaluation(step, metrics, groups, pause=self._only_evaluating)
+        since = 0.0 if step < self._schedule.first else began  # before the first step all is a pause
+        self._recorder.evaluation(step, metrics, groups, since if self._only_evaluating else None)
         self._only_evaluating = False
         generators.changed.notify()
 
@@ -265,6 +264,7 @@ class RunStages:
         self._unrecorded = None
         metrics = group_metrics(batch.sampled) | batch.metrics | dict(learned)
         metrics |= self._actors.generators.take_metrics() | {"time/sync_blocking": self._sync_blocking}
+        self._sync_blocking = 0.0  # supervised steps publish nothing but before evaluations
         if self.buffer is not None:
             metrics |= offpolicy_metrics(batch.rollouts, step - 1) | self.buffer.metrics
         if self._learning.pace.max_filtered_per_step:

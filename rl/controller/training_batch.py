@@ -143,8 +143,7 @@ def _usable(group: Group, algorithm: Algorithm) -> list[Member]:
     members = []
     for i, (rollout, score) in enumerate(zip(group.rollouts, group.scores, strict=True)):
         if not (score.is_dropped and algorithm.reads_rewards):
-            name = f"{rollout.problem.id}, rollout {i}"
-            samples = tuple(segments_sample(branch, id=name) for branch in rollout.branches)
+            samples = tuple(segments_sample(branch, id=group.sample_id(i)) for branch in rollout.branches)
             members.append(Member(rollout, score, samples))
     return members
 

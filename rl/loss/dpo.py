@@ -53,8 +53,8 @@ class DPO:
             means = sequence_sums(logprobs, num, index) / sequence_sums(torch.ones_like(logprobs), num, index)
             loss = loss - self.nll_coef * means[::2].sum()
         metrics: dict[str, torch.Tensor | float] = {
-            "pairs:sum": len(margin),
-            "preferred:sum": (margin > 0).sum(),
-            "margin:sum": margin.detach().sum(),
+            "dpo/pairs:sum": len(margin),
+            "dpo/accuracy:sum": (margin > 0).sum(),
+            "dpo/margin:sum": margin.detach().sum(),
         }
         return LossOutput(loss, metrics)

@@ -1,6 +1,8 @@
 """The entropy bonus: a reward for staying undecided, and its control towards a target."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rl.bounds import NonNegativeFloat
 from rl.fields import refuse
@@ -41,10 +43,13 @@ class EntropyBonus:
 class EntropyControl:
     """The coefficient, step by step. Its `state` is a part of checkpoints."""
 
-    def __init__(self, bonus: EntropyBonus, state: dict[str, float] | None = None):
+    def __init__(self, bonus: EntropyBonus, state: Mapping[str, Any] | None = None):
+        """state: of the same bonus; another's is left alone: its settings were others."""
         self._bonus = bonus
-        self._coef = bonus.coef if state is None else state["coef"]
-        self._entropy = bonus.target if state is None else state["entropy"]
+        if not bonus.target or state is None or state.get("bonus", asdict(bonus)) != asdict(bonus):
+            state = {"coef": bonus.coef, "entropy": bonus.target}
+        self._coef: float = state["coef"]
+        self._entropy: float = state["entropy"]
 
     @property
     def coef(self) -> float:
@@ -59,5 +64,5 @@ class EntropyControl:
         self._coef, self._entropy = max(0.0, self._coef + change), entropy
 
     @property
-    def state(self) -> dict[str, float]:
-        return {"coef": self._coef, "entropy": self._entropy}
+    def state(self) -> dict[str, Any]:
+        return {"coef": self._coef, "entropy": self._entropy, "bonus": asdict(self._bonus)}

@@ -12,6 +12,12 @@ from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.correction import Correction
 from rl.loss.kl import KL, estimate
 
+_RESERVED = {
+    *("loss", "tokens", "computed", "unshared", "cuts", "entropy", "kl"),
+    *("logprob_diff", "ratio_outside", "grad_norm", "lr", "updates", "denominator"),
+}
+"""Metrics of every step."""
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -38,6 +44,8 @@ class Objective:
                     f"the loss's metric {name!r} does not say how tokens are combined; "
                     f"call it {name}:sum or {name}:max"
                 )
+            if name in of_correction or name.rpartition(":")[0] in _RESERVED:
+                raise RunError(f"the loss's metric {name!r} has the name of another; call it otherwise")
         metrics = {**of_correction, **own}
         if self.kl.in_loss:
             kl = estimate(logprobs, inputs.loss_input("ref_logprobs"), self.kl.estimator)

@@ -13,6 +13,7 @@ from rl.interfaces import AdvantageEstimator, Loss
 from rl.loss.advantages.base import Trajectory, estimate
 from rl.loss.aggregate import LossAgg, denominator, token_divisor
 from rl.loss.base import TokenInputs
+from rl.loss.dpo import DPO
 
 
 class PaddedLoss(NamedTuple):
@@ -38,8 +39,14 @@ def padded_loss(
     [B, T], or [B] for all tokens of a sequence. sampling_logprobs: [B, T], of the policy that sampled; none
     where the policy is still that one. entropy: [B, T] in nats. loss_agg, max_new_tokens: see
     `aggregate.denominator`. loss_inputs: [B, T] each, such as ref_logprobs for a KL penalty, or old_logprobs.
-    What stands where the mask is 0 is not read. Raises RunError where a shape is another.
+    What stands where the mask is 0 is not read. DPO, whose rows 2i and 2i + 1 are the chosen and the rejected
+    response to a prompt, gives the mean over pairs, and its metrics too, and has no loss_agg.
+
+    Raises RunError where a shape is another.
     """
+    of_pairs = isinstance(getattr(loss, "loss", loss), DPO)
+    if of_pairs and loss_agg != "token_mean":
+        raise RunError(f"loss_agg={loss_agg!r} has no effect on DPO, the mean over pairs; leave it out")
     if loss_agg == "constant" and max_new_tokens < 1:
         raise RunError("loss_agg='constant' divides by max_new_tokens; give it")
     keep = mask.bool()
@@ -62,11 +69,13 @@ def padded_loss(
     )
     num_tokens = int(keep.sum())
     total, metrics = loss(policy, inputs)
-    mean = total / denominator(loss_agg, num_tokens, len(mask), max_new_tokens)
+    divisor = len(mask) / 2 if of_pairs else denominator(loss_agg, num_tokens, len(mask), max_new_tokens)
+    mean, count = total / max(1, divisor), len(mask) / 2 if of_pairs else num_tokens
     values: dict[str, float] = {}
     for metric, value in metrics.items():
         name, _, reduction = metric.partition(":")
-        values[name] = float(value) / (max(1, num_tokens) if reduction == "sum" else 1)
+        values[name] = float(value) / (max(1, count) if reduction == "sum" else 1)
+    values.pop("dpo/pairs", None)  # of each pair one
     return PaddedLoss(mean, values)
 
 
@@ -76,8 +85,9 @@ def padded_advantages(
     """Advantages [B, T], 0 where the mask is 0.
 
     rewards: [B], of whole sequences, of which each group_size in a row are of one prompt; or [B, T], where in
-    a sequence they were earned. mask: [B, T], 1 at the tokens that were sampled. For estimators without a
-    critic. Raises RunError where a reward is not finite.
+    a sequence they were earned. mask: [B, T], 1 at the tokens that were sampled. A reward where it is 0 goes
+    to the last sampled token before it, else to the first. For estimators without a critic. Raises RunError
+    where a reward is not finite.
     """
     keep = mask.bool()
     if rewards.shape not in (keep.shape[:1], keep.shape):
@@ -94,9 +104,11 @@ def padded_advantages(
 
 def _trajectory(rewards: torch.Tensor, keep: torch.Tensor) -> Trajectory:
     """rewards: of one sequence, whole or [T]. keep: [T]."""
-    if rewards.ndim:
-        of_tokens = rewards[keep].double().cpu().numpy()
-        return Trajectory(of_tokens, float(of_tokens.sum()))
     of_tokens = np.zeros(int(keep.sum()))
+    if rewards.ndim:
+        if len(of_tokens):
+            at = (keep.cumsum(0) - 1).clamp(min=0).cpu().numpy()
+            np.add.at(of_tokens, at, rewards.double().cpu().numpy())
+        return Trajectory(of_tokens, float(rewards.double().sum()))
     of_tokens[-1:] = float(rewards)
     return Trajectory(of_tokens, float(rewards))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rl.types import Group, StopReason
 
+_OF_PAIRS = ("dpo/pairs", "dpo/accuracy", "dpo/margin")
 _TOKENS = {"trained": "tokens", "computed": "computed", "computed_unshared": "unshared", "cuts": "cuts"}
 
 
@@ -19,7 +20,7 @@ def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> d
     trainer, on the first update's tokens: after that they are not the same policy.
     """
     first = updates[0]
-    metrics = _means(updates, skip=("logprob_diff", "ratio_outside", "pairs", "preferred", "margin"))
+    metrics = _means(updates, skip=("logprob_diff", "ratio_outside", *_OF_PAIRS))
     metrics["updates"] = len(updates)
     for name, key in _TOKENS.items():
         metrics[f"tokens/{name}"] = sum(u[f"{key}:sum"] for u in updates)
@@ -30,9 +31,10 @@ def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> d
             "logprob_diff/max": first["logprob_diff:max"],
             "logprob_diff/ratio_outside": first["ratio_outside:sum"] / tokens,
         }
-    if "pairs:sum" in first:  # DPO
-        pairs = first["pairs:sum"]
-        metrics |= {"dpo/accuracy": first["preferred:sum"] / pairs, "dpo/margin": first["margin:sum"] / pairs}
+    if "dpo/pairs:sum" in first:
+        metrics |= {
+            f"dpo/{n}": first[f"dpo/{n}:sum"] / first["dpo/pairs:sum"] for n in ("accuracy", "margin")
+        }
     return metrics
 
 
@@ -57,7 +59,7 @@ def _means(updates: Sequence[Mapping[str, float]], skip: Sequence[str]) -> dict[
         if n not in ("loss", *_TOKENS.values(), *skip)
     }
     for name in dict.fromkeys(
-        n for u in updates for n in u if n.endswith(":max") and not n.startswith(tuple(skip))
+        n for u in updates for n in u if n.endswith(":max") and n.removesuffix(":max") not in skip
     ):
         means[name.replace(":", "/")] = max(u[name] for u in updates if name in u)
     means["loss"] = statistics.fmean(u["loss:sum"] / u["denominator"] for u in updates)
@@ -78,7 +80,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/errors": sum(score.error is not None for score in scores),
         **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
-        **_by_name("reward/part", [s.components for s in scores if s.error is None], statistics.fmean),
+        **_by_name("reward/part", [s.components for s in scores if not s.is_dropped], statistics.fmean),
         **_by_name("episode", [rollout.counts for rollout in rollouts], statistics.fmean),
         "group/with_signal": statistics.fmean(group.has_signal for group in groups),
         "tokens/sampled": sum(lengths),

@@ -126,6 +126,10 @@ class Recorder:
         more = f" and {len(waits) - _MOST_WAITS} more" if len(waits) > _MOST_WAITS else ""
         return f"waiting for {', '.join(waits[:_MOST_WAITS]) or 'the controller'}{more}"
 
+    def now(self) -> float:
+        """Seconds, as steps are measured."""
+        return self._timeline.now()
+
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         self._tell(step, {"warmup/loss": loss})
         is_due = step in (1, num_steps) or self._timeline.now() - self._last_kept >= _SILENCE_SECONDS
@@ -181,9 +185,14 @@ class Recorder:
         return f"  held-out {accuracy:.3f} (step {step})"
 
     def evaluation(
-        self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], pause: bool = True
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group],
+        waited_since: float | None = -math.inf,
     ) -> None:
-        """pause: training waited for it, so that its time is not a step's."""
+        """waited_since: when, of `now`, training began to wait for it: the time since is no step's. None: it
+        went on."""
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
         self._record(step, metrics)
         self._write_rollouts(step, "eval", groups)
@@ -194,8 +203,8 @@ class Recorder:
             + f" ({of_each})" * bool(tasks),
             keep=True,
         )
-        if pause:
-            self._timeline.skip()
+        if waited_since is not None:
+            self._timeline.skip(waited_since)
 
     def draw_curve(self, title: str) -> Path:
         """curve.png: the mean reward of each step and the held-out accuracy with its standard error."""

@@ -35,7 +35,7 @@ class Row:
     index: int  # the prompt's
     rollout: Rollout
     score: Score
-    samples: Sequence[Sample]  # those of its group that were trained on
+    samples: Sequence[Sample]  # of its own, those that were trained on
 
     @property
     def size(self) -> int:
@@ -46,7 +46,7 @@ class Row:
 
 def choose(groups: Sequence[Group], num_kept: int, trained: Trained = lambda _: ()) -> list[Row]:
     """The first `num_kept` rollouts, and up to MAX_FAILED more that failed: of each cause in turn."""
-    scored = [(g, *pair) for g in groups for pair in zip(g.rollouts, g.scores, strict=True)]
+    scored = [(g, number, score) for g in groups for number, score in enumerate(g.scores)]
     num_before: Counter[str] = Counter()  # of the same cause
     turns = []
     for i, (_, _, score) in enumerate(scored[num_kept:], num_kept):
@@ -55,8 +55,9 @@ def choose(groups: Sequence[Group], num_kept: int, trained: Trained = lambda _: 
             num_before[score.cause] += 1
     chosen = [*range(min(num_kept, len(scored))), *sorted(i for _, i in sorted(turns)[:MAX_FAILED])]
     rows = []
-    for group, rollout, score in (scored[i] for i in chosen):
-        rows.append(Row(group.index, rollout, score, trained(group)))
+    for group, number, score in (scored[i] for i in chosen):
+        samples = [sample for sample in trained(group) if sample.id == group.sample_id(number)]
+        rows.append(Row(group.index, group.rollouts[number], score, samples))
     return rows
 
 

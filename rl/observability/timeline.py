@@ -4,9 +4,10 @@ A lane is an actor ("trainer", "generator-0", ...). A span lasts from the call t
 own share of the wall time is the time in which no call was under way.
 """
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rl.observability.trace import Span, Trace
@@ -96,11 +97,18 @@ class Timeline:
             for (lane, verb), times in sorted(begins.items(), key=lambda item: min(item[1]))
         ]
 
-    def skip(self) -> None:
-        """Forget the time since the last window: what lies between steps, such as the warm-up."""
-        self._window_start = self._clock()
-        self._spans.clear()
-        self._starts.clear()
+    def skip(self, since: float = -math.inf) -> None:
+        """Forget the time since then: what lies between steps, such as an evaluation, or the warm-up."""
+        since = max(since, self._window_start)
+        gap = self._clock() - since
+        self._window_start += gap
+
+        def before(spans: Sequence[Span]) -> list[Span]:
+            """As if the pause had been in front of the window."""
+            kept = (span for span in spans if span.start < since)
+            return [Span(s.lane, s.verb, s.start + gap, min(s.end, since) + gap) for s in kept]
+
+        self._spans, self._starts = before(self._spans), before(self._starts)
 
     def window(self) -> dict[str, float]:
         """Seconds since the last window, by kind of work and idle by actor and host; then a new one begins.

@@ -42,8 +42,8 @@ class TrainerConfig:
     lr_warmup_steps: NonNegativeInt = 5
     """Steps over which the learning rate rises linearly; where a schedule follows, at most half of all."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up. linear, cosine: down to lr_min_ratio at the last step. wsd (warmup-stable-decay):
-    constant, then down over the last lr_decay_ratio of the steps."""
+    """After the warm-up. linear, cosine: down towards lr_min_ratio, which the step after the last would have.
+    wsd (warmup-stable-decay): constant, then so over the last lr_decay_ratio of the steps."""
     lr_min_ratio: Share = 0.0
     """The share of the learning rate towards which the schedule goes down."""
     lr_decay_ratio: Share = 0.2

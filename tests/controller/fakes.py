@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import pickle
+import time
 import zlib
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -271,7 +272,10 @@ class QuietRecorder(SimpleNamespace):
     def step(self, step, metrics, groups, trained):
         self.steps[step], self.groups[step] = metrics, groups
 
-    def evaluation(self, step, metrics, groups, pause=True):
+    def now(self):
+        return time.monotonic()
+
+    def evaluation(self, step, metrics, groups, waited_since):
         self.evaluations[step] = metrics
 
     async def keep_batch(self, step, batch, entropy_coef, keep_last):

@@ -161,3 +161,12 @@ def test_a_group_without_signal_has_no_advantage(estimator):
     assert estimator([group(0.1, 0.1, 0.1)]) == [[0, 0, 0]]
     assert estimator([group(1.0)]) == [[0]]
     assert estimator([[]]) == [[]]
+
+
+@pytest.mark.parametrize("reward", [0.7, 1 / 3, 1.0])
+def test_equal_rewards_are_no_advantage_to_anybody(reward):
+    """Rounding of their mean, over the square root of eps, would be one."""
+    groups = [[Trajectory(np.array([0.0] * (n - 1) + [reward]), reward) for n in (1, 3, 2)] for _ in range(4)]
+    for estimator in (ReinforcePP(), ReinforcePP(baseline="group_mean"), GroupMean(), RLOO()):
+        advantages = estimator(groups)
+        assert all(not np.any(value) for group in advantages for value in group), estimator

@@ -2,6 +2,7 @@
 
 # holds: exact, fp32 against float64 on a few small numbers
 
+import pytest
 import torch
 
 from rl.loss.logprobs import logprobs_and_entropy
@@ -25,6 +26,22 @@ def test_logprobs_and_entropy_are_fp32_whatever_the_logits():
     own_error = (exact.grad.bfloat16() - exact.grad).abs()
     fp32 = 16 * torch.finfo(torch.float32).eps * exact.grad.abs().max()
     assert ((logits.grad - exact.grad).abs() <= own_error + fp32).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entropy_over_a_large_vocabulary_is_as_near_as_fp32_can_be(dtype):
+    """A peaked distribution with a long tail: nearly all of its mass is in few tokens."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 50_000) * 2.5 + 12
+    logits[:, 7], logits[:, 8] = 32.0, 28.0
+    logits = logits.to(dtype)
+    exact = logits.double().log_softmax(-1)
+    expected = -(exact.exp() * exact).sum(-1)
+    by_torch = logits.float().log_softmax(-1)
+    own_error = (-(by_torch.exp() * by_torch).sum(-1) - expected).abs().max()
+    _, entropy = logprobs_and_entropy(logits, torch.zeros(8, dtype=torch.long))
+    assert (entropy - expected).abs().max() <= 4 * own_error + 4 * torch.finfo(torch.float32).eps
+    assert 0.1 < expected.min() < expected.max() < 0.5
 
 
 def test_logprobs_of_improbable_tokens_do_not_vanish():

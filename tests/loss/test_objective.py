@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.errors import RunError
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
@@ -150,3 +151,14 @@ def test_shaping_worked_by_hand():
     assert Shaping()([], [], 10) == []
     assert Shaping(drop_truncated=True).drops(StopReason.LENGTH) and not Shaping().drops(StopReason.LENGTH)
     assert not Shaping(drop_truncated=True).drops(StopReason.STOP)
+
+
+@pytest.mark.parametrize("name", ["loss:sum", "tokens:max", "entropy:sum", "kl:sum", "grad_norm:max"])
+def test_a_losss_own_metrics_have_names_of_their_own(name):
+    logprobs, inputs = random_inputs(np.random.default_rng(0))
+
+    def loss(logprobs, inputs):
+        return LossOutput(logprobs.sum(), {"margin:sum": 1.0, "preferred:max": 2.0, name: 3.0})
+
+    with pytest.raises(RunError, match=f"the loss's metric '{name}' has the name of another"):
+        Objective(loss)(logprobs, inputs)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rl.errors import RunError
 from rl.loss import (
     CISPO,
+    DPO,
     DRO,
     GSPO,
     KL,
@@ -141,3 +142,36 @@ def test_the_docs_example_runs_and_says_what_it_gives():
     scope: dict = {}
     exec(example, scope)
     assert f"# metrics: {scope['metrics']}" in example and scope["logprobs"].grad.any()
+
+
+@pytest.mark.parametrize("objective", [DPO(beta=0.3), Objective(DPO(beta=0.3))])
+def test_dpo_is_the_mean_over_pairs(objective):
+    """Equation 7 of arXiv 2305.18290."""
+    (logprobs, _, reference), mask = rows(0, [5, 1, 3, 4, 6, 2], 6)
+    logprobs.requires_grad_()
+    done = padded_loss(objective, logprobs, mask, torch.zeros(6, dtype=torch.float64), ref_logprobs=reference)
+    own = logprobs.detach().clone().requires_grad_()
+    rewards = [0.3 * (own[b] - reference[b])[mask[b]].sum() for b in range(6)]
+    margins = torch.stack(rewards[::2]) - torch.stack(rewards[1::2])
+    expected = -torch.nn.functional.logsigmoid(margins).mean()
+    assert done.loss.item() == pytest.approx(expected.item())
+    for loss, leaf in ((done.loss, logprobs), (expected, own)):
+        (leaf.grad,) = torch.autograd.grad(loss, leaf)
+    assert torch.allclose(logprobs.grad.nan_to_num(), own.grad.nan_to_num())
+    accuracy, margin = (margins > 0).double().mean().item(), margins.mean().item()
+    assert done.metrics == {"dpo/accuracy": pytest.approx(accuracy), "dpo/margin": pytest.approx(margin)}
+    with pytest.raises(RunError, match="loss_agg='seq_mean' has no effect on DPO"):
+        padded_loss(objective, logprobs, mask, torch.zeros(6), ref_logprobs=reference, loss_agg="seq_mean")
+
+
+def test_a_reward_where_nothing_was_sampled_goes_to_the_token_before():
+    """As at the end of a tool's answer. One before all tokens goes to the first."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0]] * 2)
+    at_end, at_begin, whole = torch.zeros(2, 6), torch.zeros(2, 6), torch.tensor([1.0, 0.0])
+    at_end[0, 5] = at_begin[0, 0] = 1.0
+    expected = padded_advantages(GroupMean(), whole, mask, 2)
+    assert expected.abs().sum() > 0
+    for rewards in (at_end, at_begin):
+        assert torch.equal(padded_advantages(GroupMean(), rewards, mask, 2), expected)
+    discounted = padded_advantages(ReinforcePP(discount=0.5), at_end, mask, 2)
+    assert discounted[0, 4] > discounted[0, 2] > discounted[0, 1]

@@ -242,7 +242,10 @@ def test_dpo_equals_an_independent_implementation_in_value_and_gradient(smoothin
             preferred += margin > 0
         assert total == pytest.approx(expected, rel=1e-6, abs=1e-6)
         assert gradient == pytest.approx(expected_gradient, rel=1e-6, abs=1e-6)
-        assert (int(metrics["pairs:sum"]), int(metrics["preferred:sum"])) == (len(rows) // 2, preferred)
+        assert (int(metrics["dpo/pairs:sum"]), int(metrics["dpo/accuracy:sum"])) == (
+            len(rows) // 2,
+            preferred,
+        )
 
 
 def test_dpo_refuses_sequences_that_are_not_side_by_side():

@@ -30,6 +30,17 @@ def with_parts(components):
     return replace(plain, scores=tuple(replace(score, components=components) for score in plain.scores))
 
 
+def test_parts_add_up_to_the_mean_where_the_policy_failed_some():
+    """Its own failure is a reward of 0; what the infrastructure lost is in neither."""
+    good = Score(1.0, components={"answer": 0.8, "format": 0.2})
+    lost = Score(0.0, "the judge is down", cause="server")
+    of_one = group(good, Score(0.0, "ZeroDivisionError", cause="raised"), lost)
+    assert [score.is_dropped for score in of_one.scores] == [False, False, True]
+    metrics = group_metrics([of_one])
+    assert metrics["reward/part/answer"] == 0.4 and metrics["reward/part/format"] == 0.1
+    assert metrics["reward/mean"] == 0.5
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text(max_size=4)), st.floats(-9, 9), max_size=5))
 def test_a_part_replaces_no_metric_whatever_it_is_called(components):
@@ -93,7 +104,7 @@ def test_the_gap_is_that_of_the_first_update_and_all_else_of_all_of_them():
     assert learning_metrics([first, second], sampled=False) == expected
     gap = {"logprob_diff/mean": 0.5, "logprob_diff/max": 0.9, "logprob_diff/ratio_outside": 0.25}
     assert learning_metrics([first, second], sampled=True) == expected | gap
-    pairs = {"pairs:sum": 4, "preferred:sum": 3, "margin:sum": 6.0}
+    pairs = {"dpo/pairs:sum": 4, "dpo/accuracy:sum": 3, "dpo/margin:sum": 6.0}
     with_pairs = learning_metrics([first | pairs, second | pairs], sampled=False)
     assert with_pairs == expected | {"dpo/accuracy": 0.75, "dpo/margin": 1.5}
 
@@ -128,4 +139,20 @@ def test_a_held_out_problem_is_right_only_with_the_whole_reward():
     assert eval_metrics(groups) == {
         "eval/accuracy": 0.5, "eval/accuracy/sums": 0.5, "eval/accuracy/words": 0.0, "eval/errors": 1,
         "eval/standard_error": 0.25, "eval/reward": 0.75,
+    }  # fmt: skip
+
+
+def test_what_a_loss_measures_of_its_own_is_recorded_whatever_it_is_called():
+    of_loss = {
+        "margin:sum": 5.0,
+        "preferred:sum": 10.0,
+        "pairs:sum": 20.0,
+        "margin_top:max": 3.0,
+        "error:max": 4.0,
+    }
+    update = {"loss:sum": 1.0, "tokens:sum": 10.0, "computed:sum": 10.0, "unshared:sum": 10.0, "cuts:sum": 0.0,
+              "grad_norm": 1.0, "denominator": 1.0, **of_loss}  # fmt: skip
+    metrics = learning_metrics([update], sampled=False)
+    assert {name: metrics.get(name) for name in ("margin", "preferred", "pairs", "margin_top/max", "error/max")} == {
+        "margin": 0.5, "preferred": 1.0, "pairs": 2.0, "margin_top/max": 3.0, "error/max": 4.0,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import math
 import threading
 from contextlib import suppress
 
@@ -103,7 +104,7 @@ def test_the_time_of_an_evaluation_that_training_waits_for_is_no_steps(tmp_path,
     def body(recorder):
         step(recorder, 1)
         clock.now += 60.0  # the evaluation
-        recorder.evaluation(1, EVALUATION, [], pause=pause)
+        recorder.evaluation(1, EVALUATION, [], -math.inf if pause else None)
         clock.now += 2.0
         step(recorder, 2)
 

@@ -57,6 +57,18 @@ def test_every_token_with_what_was_learnt_from_it(tmp_path):
     log.close()
 
 
+def test_equal_answers_with_different_rewards_have_each_its_own_advantages(tmp_path):
+    """As a judge gives them, or a reward that failed."""
+    groups = [group(1, 0, Score(0.0, "the reward worker died", cause="lost"))]
+    batch, _ = build(groups, quickstart(), tmp_path)
+    assert len({r.tokens.tobytes() for r in batch.groups[0].samples}) == 1
+    log = RolloutLog(tmp_path)
+    log.write(1, "train", choose(groups, 3, batch.samples_of))
+    log.close()
+    advantages = [line["branches"][0][-1]["advantages"] for line in read_whole_rollouts(tmp_path, "train", 1)]
+    assert advantages[0][0] > 0 > advantages[1][0] and advantages[2] is None
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 5, 9])
 @pytest.mark.parametrize("num_forks", [0, 2])
 def test_in_pieces_it_is_the_json_of_the_whole(monkeypatch, num_tokens, num_forks):

@@ -64,6 +64,25 @@ def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controlle
     assert timeline.overhead_seconds == pytest.approx(2.5) and timeline.total_seconds == pytest.approx(12.0)
 
 
+def test_a_pause_leaves_out_itself_and_nothing_before_it():
+    """As an evaluation, before which a checkpoint was saved."""
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    with timeline.span("trainer", "save_checkpoint"):
+        clock.now = 3.0
+    began = clock.now = 4.0
+    with timeline.span("generator-0", "sample"):
+        clock.now = 64.0
+    timeline.skip(began)
+    with timeline.span("trainer", "forward_backward"):
+        clock.now = 66.0
+    assert timeline.window() == {
+        "time/step": 6.0, "time/controller": 1.0, "time/checkpoint": 3.0, "time/train": 2.0,
+        "idle/trainer": 1.0, "idle/generator-0": 6.0,
+    }  # fmt: skip
+    assert timeline.window()["time/step"] == 0.0
+
+
 def test_the_time_in_which_processes_start_is_not_the_controllers():
     """One starts from before the window until the middle of it, another until after its end."""
     clock = Clock()

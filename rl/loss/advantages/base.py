@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl.errors import RunError
+from rl.rewards import all_equal
 
 if TYPE_CHECKING:
     from rl.interfaces import AdvantageEstimator
@@ -83,10 +84,10 @@ def discounted_sums(values: np.ndarray, discount: float) -> np.ndarray:
 def whiten(advantages: list[list[np.ndarray]], eps: float) -> list[list[np.ndarray]]:
     """Mean 0 and variance 1 over all tokens of the batch.
 
-    The variance is the sample's (divisor n - 1), and eps is added to it. One token alone gets 0.
+    The variance is the sample's (divisor n - 1), and eps is added to it. Equal tokens, and one alone, get 0.
     """
     tokens = np.concatenate([a for group in advantages for a in group] or [np.zeros(0)])
-    if len(tokens) < 2:
+    if not len(tokens) or all_equal([tokens.min(), tokens.max()]):
         return [[np.zeros(len(a)) for a in group] for group in advantages]
     mean, scale = tokens.mean(), 1 / np.sqrt(tokens.var(ddof=1) + eps)
     return [[(a - mean) * scale for a in group] for group in advantages]
