@@ -12,7 +12,18 @@ from rl.errors import ConfigError
 from rl.fields import kind, shown
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.sequences import lay_out
-from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Segment, StopReason, Verdict
+from rl.types import (
+    Completion,
+    Problem,
+    Prompt,
+    Rewards,
+    Rollout,
+    SamplingParams,
+    Score,
+    Segment,
+    StopReason,
+    Verdict,
+)
 from rl.waiting import in_thread
 
 _LONG = 4096
@@ -110,7 +121,8 @@ class Env:
     """Text before every question: instructions, or worked examples. With chat, the system's turn."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, as EOS does; each has to be one token of the tokenizer."""
+    """Texts that end a completion, as EOS does, and are no part of the response, as EOS is not. Each has to
+    be one token of the tokenizer."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Raises ConfigError where the class sets an inherited field without an annotation.
@@ -202,15 +214,31 @@ class Env:
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         """Walk the policy through the problem n times. For tools or several turns, see ChatEnv."""
+        prompt_segment = Segment.given(prompt.tokens)
+        if len(prompt.tokens) >= context.max_tokens:
+            reason = (
+                f"the prompt of {len(prompt.tokens)} tokens leaves no room for an answer within "
+                f"{context.max_tokens} (max_seq_len, or the model's positions)"
+            )
+            score = Score(0.0, reason, cause="too_long")
+            segments = lay_out([prompt_segment])
+            return [Rollout(prompt.problem, segments, "", StopReason.STOP, None, score=score)] * n
+        stop_ids = self.stop_ids(context.tokenizer)
+
+        def response(completion: Completion) -> str:
+            """Without the text of `stop` that ended it, as without EOS."""
+            tokens = completion.tokens.tolist()
+            ends = completion.stop is StopReason.STOP and tokens[-1:] and tokens[-1] in stop_ids
+            return context.tokenizer.decode(tokens[:-1] if ends else tokens)
+
         completions = await context.sampler.sample(prompt.tokens, n, context.params)
 
         def rollouts() -> list[Rollout]:
-            prompt_segment = Segment.given(prompt.tokens)
             return [
                 Rollout(
                     problem=prompt.problem,
                     segments=lay_out([prompt_segment, Segment(completion.tokens, True, completion.logprobs)]),
-                    response=context.tokenizer.decode(completion.tokens.tolist()),
+                    response=response(completion),
                     stop=completion.stop,
                     versions=completion.versions,
                 )

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from rl.hub import data_file
 from rl.types import Problem, StopReason
 
 _FINAL = "####"
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ class QuestionFile(Env):
         return Path(self._file).stat().st_mtime_ns
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+def _number(text: str) -> Decimal:
+    """Exact, whatever its length: 7.0 is 7, and 2**53 + 1 is not 2**53."""
+    return Decimal(text.replace(",", ""))
 
 
 @lru_cache(maxsize=8)

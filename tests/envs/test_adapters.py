@@ -5,6 +5,7 @@ import random
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +13,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
+from rl.envs.adapters import openenv as openenv_module
 from rl.envs.adapters.mcp import MCPEnv
 from rl.envs.adapters.nemo_gym import NeMoGym
 from rl.envs.adapters.openenv import OpenEnv
@@ -235,6 +237,21 @@ def test_an_openenv_server_of_texts_rewards_each_turn(tokenizer, openenv):
     assert rollout.score.parts.turns == (0.3, 0.3) and rollout.stop == "stop"
 
 
+def test_an_openenv_server_that_says_nothing_is_asked_for_its_tools_for_a_while(monkeypatch):
+    monkeypatch.setattr(openenv_module, "_CONNECT_SECONDS", 0.5)
+    over = threading.Event()
+    with serve(lambda socket: over.wait(60), "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(ConfigError, match="offers no tools .*is gone"):
+                OpenEnv(url=f"http://127.0.0.1:{server.socket.getsockname()[1]}").tools()
+        finally:
+            over.set()
+            server.shutdown()
+            thread.join()
+
+
 def test_an_openenv_server_of_tools(tokenizer, openenv):
     env = OpenEnv(url=openenv[1], max_turns=4, turn_rewards=True)
     call = '<tool_call>{"name": "double", "arguments": ARGUMENTS}</tool_call>'
@@ -358,6 +375,8 @@ class NeMoGymServer(BaseHTTPRequestHandler):
             item["content"][0]["text"] for item in body["response"]["output"] if item["type"] == "message"
         ]
         kinds = [item["type"] for item in body["response"]["output"]]
+        if said[-1:] == ["slow"]:
+            time.sleep(1.5)
         reward = float(said[-1:] == [body["answer"]] and session == f"session={body['answer']}")
         if said[-1:] == ["mask"]:
             masked = {"mask_sample": True, "failure_kind": "judge_failed", "failure_reason": "no judge"}
@@ -415,6 +434,13 @@ def test_a_nemo_gym_server_runs_the_tools_and_verifies(tokenizer, nemo_gym):
     assert "number is missing" in told[0] and json.loads(told[1]) == {"twice": 8, "session": "session=8"}
     kinds = ["function_call", "function_call_output"] * 2 + ["message"]
     assert rollout.score.notes["verified"] == {"reward": 1.0, "kinds": kinds}
+
+
+def test_a_nemo_gym_server_may_take_as_long_to_verify_as_a_reward_may(tokenizer, nemo_gym):
+    """Longer than a turn: else a policy would have its failures dropped by what takes long to run."""
+    env = replace(nemo_gym, turn_seconds=0.5)
+    score = play(tokenizer, env, env.generate(4), ["slow"]).score
+    assert score.error is None and score.reward == 0.0
 
 
 def test_a_sample_that_nemo_gym_masks_is_dropped(tokenizer, nemo_gym):

@@ -75,6 +75,24 @@ def test_a_question_file_splits_and_verifies(tmp_path):
     assert env.reward(problem, "1000", StopReason.LENGTH) == 0
 
 
+@pytest.mark.parametrize(
+    ("answer", "response", "is_right"),
+    [
+        ("121932631112635269", "it is 121,932,631,112,635,269", True),
+        ("121932631112635269", "it is 121932631112635270", False),
+        ("7", "7.0", True),
+        ("0.5", "it is .5", True),
+        ("0.5", "0.50", True),
+        ("-0.5", "-.5.", True),
+        ("5", "it is .5", False),
+        ("0.1", "0.10000000000000001", False),
+    ],
+)
+def test_numbers_are_compared_exactly(answer, response, is_right):
+    env = QuestionFile()
+    assert env.reward(Problem("1", "q", answer), response, StopReason.STOP) == is_right
+
+
 def test_a_question_file_never_trains_on_what_it_holds_out_and_names_answers_it_cannot_verify(tmp_path):
     file = tmp_path / "data.jsonl"
     rows = [("a", 1), ("a", 1), ("b", 2)]
@@ -312,6 +330,40 @@ def test_a_completion_ends_at_eos_or_at_a_text_of_the_env():
         rollouts = Rollouts(SortLetters(num_eval=8, stop=stop), Spelled(), score, 2, 0, max_tokens=99)
         asyncio.run(rollouts.train_group(0, Sampler()))
     assert [params.stop_token_ids for params in asked] == [(0,), (0, 10, 46)]
+
+
+@pytest.mark.parametrize(("tokens", "stop", "response"), [
+    ([97, 10], StopReason.STOP, "a"), ([97, 46], StopReason.STOP, "a"), ([10], StopReason.STOP, ""),
+    ([97, 10], StopReason.LENGTH, "a\n"), ([10, 97], StopReason.STOP, "\na"), ([], StopReason.STOP, ""),
+])  # fmt: skip
+def test_the_text_that_ends_a_completion_is_no_part_of_the_response(tokens, stop, response):
+    class Sampler:
+        async def sample(self, prompt, n, params):
+            return [Completion(tokens, [-1.0] * len(tokens), VersionRange(0, 0), stop)] * n
+
+    async def score(rollouts):
+        return [Score(1.0) for _ in rollouts]
+
+    rollouts = Rollouts(SortLetters(num_eval=8, stop=("\n", ".")), Spelled(), score, 2, 0, max_tokens=99)
+    group = asyncio.run(rollouts.train_group(0, Sampler()))
+    assert {rollout.response for rollout in group.rollouts} == {response}
+    assert {tuple(rollout.turn_tokens[0]) for rollout in group.rollouts} == {tuple(tokens)}
+
+
+def test_a_prompt_without_room_for_an_answer_costs_its_own_samples():
+    """As the first prompt of a conversation does."""
+
+    class Sampler:
+        async def sample(self, prompt, n, params):
+            raise AssertionError("nothing is sampled")
+
+    rollouts = Rollouts(SortLetters(num_eval=8, prompt_prefix="x" * 99), Spelled(), None, 2, 0, max_tokens=99)
+    group = asyncio.run(rollouts.train_group(0, Sampler()))
+    assert [(score.cause, score.is_dropped, score.reward) for score in group.scores] == [
+        ("too_long", True, 0.0)
+    ] * 2
+    assert "leaves no room for an answer within 99 (max_seq_len" in group.scores[0].error
+    assert not group.was_sampled and group.rollouts[0].turn_lengths == []
 
 
 GSM8K = {"question": "How many?", "answer": "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"}

@@ -17,6 +17,7 @@ from rl.envs.chat.tools import Tool
 from rl.errors import one_line
 from rl.types import Message, Problem
 
+_CONNECT_SECONDS = 10.0
 _PARAMS = "responses_create_params"
 
 
@@ -44,7 +45,9 @@ class NeMoGym(ChatEnv):
         return [Tool(_schema(tool), _calling(tool["name"])) for tool in _tools(_rows(self.path)[0])]
 
     def start(self, episode: Episode) -> None:
-        session = episode.state["session"] = httpx.Client(base_url=self.url, timeout=self.turn_seconds)
+        # What the policy wrote may be slow to run: how long an answer may take is the episode's to say.
+        patience = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+        session = episode.state["session"] = httpx.Client(base_url=self.url, timeout=patience)
         began = _post(session, "seed_session", _rows(self.path)[int(episode.problem.id)])
         began.raise_for_status()
         if began.json().get("mcp"):

@@ -54,8 +54,9 @@ class OpenEnv(ChatEnv):
             return ()
         session = _Session(self.url)
         try:
-            session.ask("reset", dict(self.reset))
-            listed = session.ask("step", {"type": "list_tools"})["observation"]["tools"]
+            session.ask("reset", dict(self.reset), _CONNECT_SECONDS)
+            answer = session.ask("step", {"type": "list_tools"}, _CONNECT_SECONDS)
+            listed = answer["observation"]["tools"]
         except (ServerLost, RuntimeError, LookupError) as error:
             raise ConfigError(
                 f"the OpenEnv server {self.url} offers no tools ({one_line(error)}); set env.action to the "
@@ -111,13 +112,14 @@ class _Session:
         except (OSError, WebSocketException) as error:
             raise ServerLost(f"the OpenEnv server {url} does not answer ({one_line(error)})") from error
 
-    def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises RuntimeError with the server's words where it refuses, ServerLost where it is gone."""
+    def ask(self, kind: str, data: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Raises RuntimeError with the server's words where it refuses, ServerLost where it is gone, or
+        silent for so long. None: an episode's own deadline ends the wait."""
         try:
             with suppress(ConnectionClosed):  # by a server that is full: it says so, and closes
                 self._socket.send(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(self._socket.recv())
-        except (OSError, WebSocketException) as error:
+            answer = json.loads(self._socket.recv(seconds))
+        except (OSError, WebSocketException) as error:  # TimeoutError is one
             raise ServerLost(f"the OpenEnv server {self._url} is gone ({one_line(error)})") from error
         if answer["type"] != "error":
             return answer["data"]

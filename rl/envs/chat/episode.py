@@ -78,16 +78,21 @@ class Reply:
     done: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     score: Score | None = None  # once it is done
+    tool_results: Sequence[ToolResult] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EndedEpisode:
-    """One of a problem's episodes, after its end."""
+    """One of a problem's episodes, after its end: what an Episode has, but for its `state`."""
 
     messages: Sequence[Message]
     stop: StopReason
     turn_tokens: Sequence[Sequence[int]]
     answers: Sequence[str]
+    turn_texts: Sequence[str]
+    num_opening: int
+    tool_results: Sequence[ToolResult]
+    notes: Mapping[str, Any]
 
 
 class ServerLost(Unavailable):
@@ -124,6 +129,7 @@ class EpisodeRunner:
         self.episode.turn_tokens.append(tokens)
         self.episode.answers.append(str(message["content"]))
         counts: Counter[str] = Counter()
+        num_results = len(self.episode.tool_results)
         if malformed:
             counts["malformed_calls"] = len(malformed)
             new: list[Message] = [
@@ -137,7 +143,9 @@ class EpisodeRunner:
                 return Reply(done=True)
             new = reply
         self.episode.messages += new
-        return Reply(new, self.episode.done, counts)
+        return Reply(
+            new, self.episode.done, counts, tool_results=tuple(self.episode.tool_results[num_results:])
+        )
 
     def act(self, base_url: str, api_key: str) -> None:
         """Run the environment's agent (AgentEnv)."""
@@ -168,6 +176,10 @@ class EpisodeRunner:
                 stop=m.stop,
                 turn_tokens=list(m.turn_tokens),
                 answers=list(m.answers),
+                turn_texts=list(m.turn_texts),
+                num_opening=m.num_opening,
+                tool_results=list(m.tool_results),
+                notes=dict(m.notes),
             )
             for m in members
         ]

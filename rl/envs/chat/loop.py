@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl.causes import is_policys
 from rl.envs.base import RolloutContext, derive_seed
-from rl.envs.chat.episode import EndedEpisode
+from rl.envs.chat.episode import EndedEpisode, ToolResult
 from rl.envs.chat.session import ChatSession, TooLong, Turn, Unwritable
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.verifier import check_parts
@@ -54,15 +54,18 @@ async def _play_all(
 async def _compared(
     env: "ChatEnv", problem: Problem, played: Sequence[_Played], context: RolloutContext
 ) -> Sequence[Rollout]:
-    """With what reward_group adds to their rewards. Where it fails, it fails for all."""
+    """With what reward_group adds to their rewards, where at least two are left. Where it fails, it fails for
+    all."""
     assert context.episodes is not None
     compared = [(r, end) for r, end in played if r.score is not None and r.score.error is None]
     good, members = [r for r, _ in compared], [end for _, end in compared]
+    if len(members) < 2:  # as in an evaluation: nobody is better than another
+        return [rollout for rollout, _ in played]
     seed = derive_seed(context.params.seed, "group")
     for _ in range(_MAX_LOST):
         try:
             async with context.episodes.open(problem, seed) as process:
-                scores = await process.score_group(members) if members else ()
+                scores = await process.score_group(members)
             break
         except EpisodeLost:
             scores = [Score(0.0, "its process was lost", cause="lost")] * len(good)
@@ -74,7 +77,7 @@ async def _compared(
 
 
 def _sum(own: Score | None, added: Score) -> Score:
-    """The group's part is given for the last turn."""
+    """The group's part is given for the last turn. Whether the answer is right stays the episode's own."""
     assert own is not None
     if added.error is not None:
         return added
@@ -84,8 +87,8 @@ def _sum(own: Score | None, added: Score) -> Score:
         (*tokens[:-1], tokens[-1] + added.reward) if tokens else (),
     )
     components = {**(own.components or {"episode": own.reward}), "group": added.reward}
-    verdict = own.verdict if added.verdict is None else added.verdict
-    return replace(own, reward=own.reward + added.reward, parts=parts, components=components, verdict=verdict)
+    correct = own.correct if added.verdict is None else added.verdict
+    return replace(own, reward=own.reward + added.reward, parts=parts, components=components, verdict=correct)
 
 
 async def _play(
@@ -111,6 +114,8 @@ class _Walk:
         self._problem = problem
         self._seed = derive_seed(context.params.seed, "episode", sample)
         self._messages: list[Message] = []
+        self._num_opening = 0
+        self._tool_results: list[ToolResult] = []
         self._counts: Counter[str] = Counter()
         self._stop = StopReason.STOP
         self._began = time.monotonic()
@@ -134,6 +139,7 @@ class _Walk:
     async def _talk(self, process: EpisodeProcess) -> Score:
         opening = await process.begin()
         self._messages += opening.messages
+        self._num_opening = len(self._messages)
         while True:
             try:
                 turn = await self._session.complete(self._messages, opening.tools)
@@ -147,6 +153,7 @@ class _Walk:
             reply = await process.step(turn.told, turn.parsed.malformed, turn.completion.tokens.tolist())
             self._counts.update(reply.counts)
             self._messages += reply.messages
+            self._tool_results += reply.tool_results
             if reply.score is not None:
                 return reply.score
             if not self._session.num_turns_left:
@@ -159,7 +166,10 @@ class _Walk:
 
     def played(self, score: Score) -> _Played:
         turns = self._session.turns
-        end = EndedEpisode(tuple(self._messages), self._stop, _tokens(turns), _texts(turns))
+        end = EndedEpisode(
+            tuple(self._messages), self._stop, _tokens(turns), _texts(turns), [t.written for t in turns],
+            self._num_opening, tuple(self._tool_results), score.notes,
+        )  # fmt: skip
         return self._rollout(score), end
 
     def _rollout(self, score: Score) -> Rollout:

@@ -126,7 +126,7 @@ class ChatSession:
         limit = min(self._params.max_new_tokens, room, max_new_tokens or room)
         params = replace(self._params, max_new_tokens=limit, seed=seed)
         completion = (await self._sampler.sample(prompt, 1, params))[0]
-        turn = self._turn(before, given, completion)
+        turn = self._turn(before, given, completion, has_tools=bool(tools))
         self.turns.append(turn)
         if turn.is_complete:
             self._known[_key([*messages, turn.message], tools)] = turn
@@ -167,12 +167,14 @@ class ChatSession:
                 return turn, messages[end:]
         return None, messages
 
-    def _turn(self, before: Turn | None, given: Sequence[int], completion: Completion) -> Turn:
+    def _turn(
+        self, before: Turn | None, given: Sequence[int], completion: Completion, has_tools: bool
+    ) -> Turn:
         text = self._template.text(completion.tokens.tolist())
         if completion.stop is not StopReason.STOP:
             message: Message = {"role": "assistant", "content": text}
             return Turn(before, np.array(given, np.int32), completion, message, ParsedTurn(text), text)
-        parsed = self._template.parse(text)
+        parsed = self._template.parse(text, has_tools)
         message = as_message(parsed, text, f"call{len(self.turns):03d}")
         return Turn(before, np.array(given, np.int32), completion, message, parsed, text)
 

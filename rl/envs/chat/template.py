@@ -86,9 +86,9 @@ class ChatTemplate:
     def text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens).strip()
 
-    def parse(self, text: str) -> ParsedTurn:
+    def parse(self, text: str, has_tools: bool = True) -> ParsedTurn:
         """Of a turn that ended by itself. text: see `text`."""
-        return parse_turn(text, self.written)
+        return parse_turn(text, self.written, has_tools)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema], prompt: bool = True) -> str:
         try:

@@ -88,10 +88,15 @@ def knows_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def parse_turn(text: str, written: CallFormat) -> ParsedTurn:
-    """A complete turn of the model; of one that was cut off nothing should be called."""
+def parse_turn(text: str, written: CallFormat, has_tools: bool = True) -> ParsedTurn:
+    """A complete turn of the model; of one that was cut off nothing should be called.
+
+    Without tools nothing is a call: an answer in JSON is an answer.
+    """
     reasoning, rest = _split_reasoning(text, written)
     parsed = _PARSERS[written](rest)
+    if not has_tools and (parsed.calls or parsed.malformed):
+        return ParsedTurn(rest.strip(), reasoning=reasoning)
     return ParsedTurn(parsed.content, parsed.calls, parsed.malformed, reasoning)
 
 

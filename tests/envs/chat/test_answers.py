@@ -68,10 +68,17 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_the_prompts_own_assistant_is_not_the_policy(tokenizer, env, is_cut):
     SEEN.clear()
-    policy = Writer(tokenizer, tokenizer.eos_id, [("four", False), ("six", is_cut)])
-    (rollout,) = play_here(env, tokenizer, policy, Problem("1", "", messages=EXAMPLE))
-    assert rollout.score.error is None and rollout.score.reward == 2
-    assert [row[:3] for row in SEEN] == [(["four", "six"], 2, "six")] * 2
+
+    class ByTurn:
+        """Of each episode, whatever their order."""
+
+        async def sample(self, prompt, n, params):
+            turn = ("six", is_cut) if "four" in tokenizer.decode(prompt) else ("four", False)
+            return await Writer(tokenizer, tokenizer.eos_id, [turn]).sample(prompt, n, params)
+
+    rollouts = play_here(env, tokenizer, ByTurn(), Problem("1", "", messages=EXAMPLE), n=2)
+    assert [(rollout.score.error, rollout.score.reward) for rollout in rollouts] == [(None, 2)] * 2
+    assert [row[:3] for row in SEEN] == [(["four", "six"], 2, "six")] * 4  # two of reward_group
     if isinstance(env, Talk):  # a server that verifies gets what followed the prompt
         assert [item["content"][0]["text"] for item in SEEN[0][3]] == ["four", "three", "six"]
-    assert not any("given" in message for message in rollout.messages)
+    assert not any("given" in message for rollout in rollouts for message in rollout.messages)

@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.episode import ServerLost, ToolResult
 from rl.envs.chat.host import EpisodeHost
+from rl.envs.chat.tool_calls import CallFormat
 from rl.envs.chat.tools import as_tool, tool
 from rl.envs.pipes import receive, send
 from rl.errors import ConfigError, EpisodeLost, RunError
@@ -296,6 +298,96 @@ def test_a_group_is_compared_and_where_that_fails_it_fails_for_all(tokenizer, mo
         assert rollouts[0].score.components.keys() == {"episode", "group"}
     else:
         assert {rollout.score.cause for rollout in rollouts} == {"raised" if mode == "raises" else "type"}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_alone_is_compared_with_nobody(tokenizer, lost):
+    """As in an evaluation, and where the others of its group were lost. A verdict stays the episode's own."""
+
+    @dataclass(frozen=True)
+    class Tournament(ChatEnv):
+        def generate(self, seed):
+            return Problem(str(seed), "say", "42")
+
+        def reward_episode(self, episode):
+            if lost and episode.response == "lose":
+                raise ServerLost("it is gone")
+            return 0.75 * (episode.response == "42") + 0.25
+
+        def reward_group(self, episodes):
+            return [2.0 / (len(episodes) - 1) for _ in episodes]
+
+    class Various(Says):
+        async def sample(self, prompt, n, params):
+            self.texts = [["41", "lose"][len(asked)] if lost else "41"]
+            asked.append(params.seed)
+            return await super().sample(prompt, n, params)
+
+    asked = []
+    rollouts = playing.play(
+        Tournament(), tokenizer, Various(tokenizer, []), Problem("1", "say", "42"), n=1 + lost
+    )
+    (kept,) = [rollout.score for rollout in rollouts if rollout.score.error is None]
+    assert kept.reward == 0.25 and not kept.correct and "group" not in (kept.components or {})
+    pair = playing.play(Tournament(), tokenizer, Says(tokenizer, ["41"]), Problem("1", "say", "42"), n=2)
+    assert [(r.score.reward, r.score.correct) for r in pair] == [(2.25, False)] * 2
+
+
+def test_a_group_is_compared_by_all_that_its_episodes_had(tokenizer):
+    seen = []
+
+    @dataclass(frozen=True)
+    class Thrifty(ChatEnv):
+        max_turns: int = 3
+
+        def generate(self, seed):
+            return Problem(str(seed), "say")
+
+        @tool
+        def look(self, what: str) -> str:
+            """Look something up.
+
+            Args:
+                what: the thing.
+            """
+            return f"there is no {what}"
+
+        def reward_episode(self, episode):
+            episode.notes["turns"] = len(episode.turn_texts)
+            return 0.0
+
+        def reward_group(self, episodes):
+            seen.extend((e.tool_results, e.turn_texts, e.num_opening, e.notes, e.answers) for e in episodes)
+            return [0.0 for _ in episodes]
+
+    texts = ['<tool_call>{"name": "look", "arguments": {"what": "x"}}</tool_call>', "42"]
+    problem = Problem("1", "say")
+    assert all(
+        r.score.error is None
+        for r in playing.play_here(Thrifty(), tokenizer, Says(tokenizer, texts), problem, n=2)
+    )
+    of_each = ([ToolResult("look", {"what": "x"}, "there is no x")], texts, 1, {"turns": 2}, ["", "42"])
+    assert seen == [of_each] * 2
+
+
+@pytest.mark.parametrize("written", ["hermes", "llama3", "pythonic"])
+@pytest.mark.parametrize(
+    "answer", ['{"name": "Bob", "age": 7}', '{"age": 7}', "<tool_call>{}</tool_call>", "[f(x=1)]"]
+)
+def test_without_tools_an_answer_is_an_answer_whatever_it_looks_like(tokenizer, written, answer):
+    @dataclass(frozen=True)
+    class Asks(ChatEnv):
+        call_format: CallFormat = written
+
+        def generate(self, seed):
+            return Problem(str(seed), "In JSON: who?")
+
+        def reward_episode(self, episode):
+            return float(episode.response == answer)
+
+    (rollout,) = playing.play_here(Asks(), tokenizer, Says(tokenizer, [answer]), Problem("1", "who?"))
+    assert rollout.score.reward == 1.0 and rollout.response == answer
+    assert (rollout.counts["turns"], rollout.counts["tool_calls"]) == (1, 0)
 
 
 @pytest.mark.parametrize(("losses", "cause"), [(1, ""), (3, ""), (4, "lost")])
