@@ -92,7 +92,8 @@ def test_short_right_answers_are_told_by_the_verdict_and_not_by_the_reward():
     assert shaping([False, True], [2, 4], 8) == [0.0, -0.5]  # a short wrong answer earns nothing
 
 
-def test_a_groups_verdict_is_the_last():
+def test_a_comparison_makes_nothing_right_or_wrong_but_by_a_verdict():
     assert _sum(score_of(0.3), score_of(Verdict(0.2, True))).correct
     assert not _sum(score_of(Verdict(1.0, False)), score_of(0.5)).correct
-    assert _sum(score_of(0.5), score_of(0.5)).correct
+    assert not _sum(score_of(0.5), score_of(0.5)).correct
+    assert _sum(score_of(1.0), score_of(-0.5)).correct

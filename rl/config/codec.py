@@ -1,6 +1,7 @@
 """config.json of a run: every setting, with the class of each part, so that the run can be started again."""
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import json
@@ -100,6 +101,10 @@ def to_json(value: Any) -> Any:
         return {"method": value.__name__, "of": to_json(owner)}
     if hasattr(value, "__qualname__") and (inspect.isroutine(value) or isinstance(value, type)):
         return {"python": _name(value)}
+    if isinstance(value, enum.Enum):
+        return {"enum": _name(type(value)), "name": value.name}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"named": _name(type(value)), "values": [to_json(item) for item in value]}
     if isinstance(value, list):
         return {"list": [to_json(item) for item in value]}
     if isinstance(value, tuple):
@@ -113,12 +118,30 @@ def to_json(value: Any) -> Any:
     return {"repr": repr(value)}
 
 
-def from_json(data: Any, where: str = "config.json") -> Any:
-    """What `to_json` was given. Raises ConfigError where that is not possible, or not in this version."""
+def from_json(data: Any, where: str = "config.json", recipes: Any = None) -> Any:
+    """What `to_json` was given. Raises ConfigError where that is not possible, or not in this version.
+
+    recipes: what the recipe has in its place, where that is known: a lambda can be read from nowhere else.
+    """
     if isinstance(data, list):
-        return tuple(from_json(item, where) for item in data)
+        known = recipes if isinstance(recipes, tuple) and len(recipes) == len(data) else [None] * len(data)
+        return tuple(from_json(item, where, own) for item, own in zip(data, known, strict=True))
     if not isinstance(data, dict):
         return data
+    try:
+        return _from_dict(data, where, recipes)
+    except ConfigError:
+        if _is_of_python(data) and _is_of_python(to_json(recipes)):
+            return recipes
+        raise
+
+
+def _is_of_python(data: Any) -> bool:
+    """Whether it stands for what a recipe made, such as a function."""
+    return isinstance(data, dict) and bool(data.keys() & {"python", "method", "repr"})
+
+
+def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
     match data:
         case {"type": str(name), **fields}:
             kind = _find(name, where)
@@ -132,7 +155,8 @@ def from_json(data: Any, where: str = "config.json") -> Any:
                     f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
                     f"remove it there, or give a recipe"
                 )
-            values = {field: from_json(value, where) for field, value in fields.items()}
+            own = recipes if type(recipes) is kind else None
+            values = {f: from_json(value, where, getattr(own, f, None)) for f, value in fields.items()}
             values |= {f: RENAMED[f, value] for f, value in fields.items() if (f, str(value)) in RENAMED}
             try:
                 return kind(**values)
@@ -150,6 +174,15 @@ def from_json(data: Any, where: str = "config.json") -> Any:
             return _find(name, where)
         case {"path": str(path)}:
             return Path(path)
+        case {"enum": str(kind), "name": str(name)}:
+            try:
+                return _find(kind, where)[name]
+            except KeyError as error:
+                raise ConfigError(
+                    f"{where} names {name!r} of {kind}, which is not there; give a recipe"
+                ) from error
+        case {"named": str(kind), "values": list(items)}:
+            return _find(kind, where)(*(from_json(item, where) for item in items))
     raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
 
 

@@ -7,7 +7,7 @@ import io
 import shlex
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import tyro
 
@@ -107,7 +107,7 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
             problems.append(_unknown(config, name, known))
             continue
         value = attrgetter(name)(config)
-        if value is None or callable(value):
+        if callable(value) or (value is None and not _is_plain(config, name)):
             problems.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
             continue
         several = isinstance(value, tuple)
@@ -118,6 +118,13 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
             problems += [_stray(value, known, after=name) for value in values[1:]]
         flags.append([flag, *(values if several else values[:1])])
     return flags, problems
+
+
+def _is_plain(config: Any, name: str) -> bool:
+    """Whether a setting that may be None is otherwise a word or a number, which a flag can give."""
+    owner, _, field = name.rpartition(".")
+    hint = type_hints(type(attrgetter(owner)(config) if owner else config)).get(field, Any)
+    return bool(get_args(hint)) and {*get_args(hint)} <= {str, int, float, bool, type(None)}
 
 
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:

@@ -124,7 +124,15 @@ def _from_config(name: str) -> tuple[str, RunConfig]:
         if not Path(path).is_file():
             raise ConfigError(f"{name} was written for {recipe}, which is gone; give a recipe")
         _run_user_code(path, lambda: import_recipe(path))
-    config = from_json(data, str(config_file(name)))
+    where = str(config_file(name))
+    try:
+        config = from_json(data, where)
+    except ConfigError as problem:  # as of a lambda, which its recipe alone can make
+        try:
+            made = _load(recipe)[1]
+        except ConfigError:
+            raise problem from None
+        config = from_json(data, where, made)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} is not the config.json of a run; give a recipe")
     return Path(recipe).name.rpartition(":")[2], dataclasses.replace(config, run_dir="")

@@ -54,6 +54,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     if not recipes:
         raise ConfigError(f"no recipe is named; {_USAGE}")
     configs = {name: _config(model, name, rest) for name in recipes}
+    for name, config in configs.items():
+        if count := _trained_on(Path(model), config):
+            print(
+                f"{name}: {count} of {len(held_out(config.env))} problems were not held out of the run's "
+                f"training; lower env.num_eval for those that were"
+            )
     with own_directory("eval", configs[recipes[0]].run_dir) as out:
         print(f"directory: {out}", flush=True)
         metrics = _measure_all(configs, num_samples, out)
@@ -87,18 +93,27 @@ def _measure_all(
 
 
 def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, float]:
-    """What is said of them. sampled: n of each problem, or nothing."""
+    """What is said of them. sampled: n of each problem, or nothing. What the infrastructure lost of these is
+    left out of means and of pass@k, and counted."""
     metrics = eval_metrics(greedy)
     skipped = ("reward/mean", "reward/std", "reward/errors", "group/with_signal")
     metrics |= {n: v for n, v in group_metrics(greedy).items() if n not in skipped and math.isfinite(v)}
     if sampled:
-        rights = [[score.correct for score in group.scores] for group in sampled]
-        n = len(rights[0])
-        rewards = [score.reward for group in sampled for score in group.scores]
-        metrics[f"mean reward of {n}"] = statistics.fmean(rewards)
+        n = len(sampled[0].scores)
+        kept = [[score for score in group.scores if not score.is_dropped] for group in sampled]
+        metrics[f"errors of {n}"] = sum(
+            score.error is not None for group in sampled for score in group.scores
+        )
+        metrics |= _mean(f"mean reward of {n}", [score.reward for scores in kept for score in scores])
         for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n] + [n]:
-            metrics[f"pass@{k}"] = statistics.fmean(pass_at_k(n, sum(right), k) for right in rights)
+            rights = [(len(s), sum(score.correct for score in s)) for s in kept if len(s) >= k]
+            metrics |= _mean(f"pass@{k}", [pass_at_k(num, right, k) for num, right in rights])
     return metrics
+
+
+def _mean(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Nothing where there are none."""
+    return {name: statistics.fmean(values)} if values else {}
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -115,6 +130,15 @@ def _take_samples(rest: list[str]) -> int:
         raise ConfigError(f"--samples {value or 'without a value'} must be a number from 1 to 1024; {_USAGE}")
     del rest[i : i + 2]
     return int(value)
+
+
+def _trained_on(model: Path, config: RunConfig) -> int:
+    """How many of the problems the run itself may have trained on, where it had the same kind of task."""
+    run_dir, _ = _of_a_run(model)
+    own = None if run_dir is None else load_recipe(str(run_dir / "config.json"))[1].env
+    if type(own) is not type(config.env) or own.num_eval >= config.env.num_eval:
+        return 0
+    return len({problem.key for problem in held_out(config.env)} - {p.key for p in held_out(own)})
 
 
 def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:

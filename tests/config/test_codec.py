@@ -1,11 +1,13 @@
 """config.json: what a run was, and that a run can be started from it."""
 
 import dataclasses
+import enum
 import functools
 import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +53,43 @@ def test_every_recipe_can_be_read_back(name, tmp_path):
     write_config(tmp_path, name, config)
     assert load_recipe(str(tmp_path)) == (name, config)
     assert load_recipe(str(tmp_path / "config.json")) == (name, config)
+
+
+MADE_IN_PYTHON = """
+import functools
+from dataclasses import dataclass, field
+from rl.config import RunConfig
+from rl.envs.base import Env
+from rl.models.sources import TinyQwen3
+from rl.types import Problem
+
+@dataclass(frozen=True)
+class Mine(Env):
+    answers: tuple = ()
+    most: int = 5
+    def generate(self, seed):
+        return Problem(str(seed), str(seed), str(self.answers[0](seed)))
+    def reward(self, problem, response, stop):
+        return 1.0
+
+def mine() -> RunConfig:
+    answers = (lambda seed: seed + 1, functools.partial(max, 7))
+    return RunConfig(model=TinyQwen3("0123456789"), env=Mine(num_eval=3, answers=answers), steps=7)
+"""
+
+
+def test_what_a_recipe_alone_can_make_is_taken_from_it_and_all_else_from_the_run(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MADE_IN_PYTHON)
+    _, config = load_recipe(str(path))
+    changed = replace(config, steps=9, env=replace(config.env, most=6, num_eval=2))
+    write_config(tmp_path / "run", f"{path}:mine", changed)
+    name, again = load_recipe(str(tmp_path / "run"))
+    assert (name, again.steps, again.env.most, again.env.num_eval) == ("mine", 9, 6, 2)
+    assert again.env.generate(3).answer == "4" and again.env.answers[1](2) == 7
+    path.write_text(MADE_IN_PYTHON.replace("def mine()", "def other()"))
+    with pytest.raises(ConfigError, match="names .*lambda.*, which is not there .*; give a recipe"):
+        load_recipe(str(tmp_path / "run"))
 
 
 def test_a_recipe_of_ones_own_with_a_class_a_function_and_a_module_beside_it(tmp_path):
@@ -108,11 +147,30 @@ class Odd:
         return cls
 
 
+class Level(enum.Enum):
+    LOW = "low"
+    HIGH = 2
+
+
+class Word(enum.StrEnum):
+    A = "a"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object = None
+
+
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4),
     st.sampled_from([Path("a/b"), Path("/"), math.sqrt, replace, Odd, Odd.method, Odd.of_the_class, len, str.lower, dict.get, int.__add__]),
+    st.sampled_from([*Level, *Word, *Number]),
 )  # fmt: skip
-KEYS = st.one_of(st.sampled_from(["type", "dict", "list", "set", "frozenset", "python", "path", "repr", "method", "of"]), st.text(max_size=3), st.integers())  # fmt: skip
+KEYS = st.one_of(st.sampled_from(["type", "dict", "list", "set", "frozenset", "python", "path", "repr", "method", "of", "enum", "named", "name", "values"]), st.text(max_size=3), st.integers())  # fmt: skip
 
 
 def deeper(inner):
@@ -121,6 +179,7 @@ def deeper(inner):
             lambda fields: Odd(**fields)
         ),
         st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
         st.lists(inner, max_size=3),
         st.sets(KEYS, max_size=3),
         st.frozensets(st.one_of(KEYS, st.frozensets(KEYS, max_size=2)), max_size=3),

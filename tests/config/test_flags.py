@@ -1,6 +1,7 @@
 """Values on the command line: whatever a value begins with, after = it is the value."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import pytest
@@ -60,3 +61,18 @@ def test_negative_numbers_are_read_as_such():
 def test_a_value_that_cannot_be_read_is_named_beside_others():
     _, misread = override(CONFIG, ["--steps=-x", "--run_dir=-y"], "rl")
     assert [line.partition(" must")[0] for line in misread] == ["--steps -x"]
+
+
+@dataclass(frozen=True)
+class Hinting(QuestionFile):
+    hint: str | None = None
+    most: int | None = None
+    judge: Callable[[str], float] | None = None
+
+
+def test_a_setting_that_is_none_takes_words_and_numbers_where_it_may_have_them():
+    config = replace(CONFIG, env=Hinting(path="questions.jsonl", num_eval=1))
+    config, misread = override(config, ["--env.hint", "x", "--env.most", "7"], "rl")
+    assert misread == [] and (config.env.hint, config.env.most) == ("x", 7)
+    _, misread = override(config, ["--env.judge", "x"], "rl")
+    assert misread == ["--env.judge is a part that is made in Python; set it in a recipe of your own"]

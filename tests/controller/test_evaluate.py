@@ -25,7 +25,7 @@ from rl.errors import ConfigError
 from rl.loss.kl import KL
 from rl.models.random_weights import draw_once
 from rl.owned_directory import temporary_directory
-from rl.types import LoRA
+from rl.types import LoRA, Score
 from tests.controller.fakes import run_fakes
 from tests.controller.test_training_batch import group
 
@@ -136,6 +136,15 @@ def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_
     assert roles["reference"] == (run_dir / "teacher/model", None)
 
 
+def test_problems_that_the_run_did_not_hold_out_are_counted(a_run, tmp_path, capsys):
+    run_dir, config = a_run
+    for number, more in enumerate((0, 7)):
+        count = config.env.num_eval + more
+        started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / str(number), "--env.num_eval", count)
+        words = f"quickstart: {more} of {count} problems were not held out of the run's training; lower env.num_eval"
+        assert (words in capsys.readouterr().out) == (more > 0)
+
+
 def test_who_goes_on_from_another_run_takes_over_the_weights_that_it_drew(a_run, tmp_path):
     run_dir, config = a_run
     QUICKSTART.model.materialize(run_dir)
@@ -170,3 +179,20 @@ def test_temporary_files_lie_where_they_go_with_the_process_however_it_ends(kind
         asyncio.run(run[kind]())
     (directory,) = error.value.args
     assert temporary_directory() in directory.parents and not directory.exists()
+
+
+def test_what_the_infrastructure_lost_lowers_no_pass_at_k_and_is_counted():
+    lost, wrong = (
+        Score(0.0, "the judge did not answer", cause="judge"),
+        Score(0.0, "it raised", cause="raised"),
+    )
+    metrics = measures(
+        [group(1)], [group(lost, lost, lost, lost), group(1, lost, lost, lost), group(1, 1, wrong, 0)]
+    )
+    assert metrics["errors of 4"] == 8
+    assert metrics["pass@1"] == pytest.approx((1 + 0.5) / 2) and metrics["mean reward of 4"] == pytest.approx(
+        3 / 5
+    )
+    assert metrics["pass@2"] == pytest.approx(1 - 1 / 6) and metrics["pass@4"] == 1.0
+    nothing = measures([group(1)], [group(lost, lost)])
+    assert nothing["errors of 2"] == 2 and not any(name.startswith("pass@") for name in nothing)

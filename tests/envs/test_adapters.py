@@ -73,12 +73,15 @@ def test_skyrl_gym(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"question": "2 + {i}?", "answer": "{2 + i}"}}\n' for i in range(9)))
     env = SkyRLGym(
-        questions=QuestionFile(path=str(path), match="exact", num_eval=4),
+        questions=QuestionFile(path=str(path), match="exact"),
+        num_eval=4,
         turn_seconds=60.0,
         max_turns=3,
         turn_rewards=True,
     )
-    assert env.validate() == []
+    assert env.validate() == [] and len(env.eval_problems()) == 4
+    unread = replace(env, questions=replace(env.questions, num_eval=2))
+    assert unread.validate() == ["env.questions.num_eval=2 has no effect; set env.num_eval"]
     problem = env.eval_problems()[2]
     rollout = play(tokenizer, env, problem, ["#### 5", "#### 4", "#### 4"])
     assert rollout.score.error is None and rollout.counts["turns"] >= 2

@@ -53,7 +53,7 @@ def train(): return recipe(TextArena(**SMALL), SMOLLM2)
 from rl.envs.adapters.skyrl_gym import SkyRLGym
 from rl.envs.question_file import QuestionFile
 def train():
-    questions = QuestionFile(path=HERE + "/rows.jsonl", match="exact", num_eval=2)
+    questions = QuestionFile(path=HERE + "/rows.jsonl", match="exact")
     return recipe(SkyRLGym(questions=questions, **SMALL))
 """,
     "MCP": """

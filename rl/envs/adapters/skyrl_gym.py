@@ -1,7 +1,7 @@
 """SkyRL-Gym's environments (pip install skyrl-gym==0.4.0), over the rows of a question file."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.envs.chat.env import ChatEnv
@@ -28,10 +28,14 @@ class SkyRLGym(ChatEnv):
         import skyrl_gym  # noqa: F401
 
     def eval_problems(self) -> list[Problem]:
-        return self.questions.eval_problems()
+        return self._rows.eval_problems()
 
     def train_problem(self, seed: int) -> Problem:
-        return self.questions.train_problem(seed)
+        return self._rows.train_problem(seed)
+
+    @property
+    def _rows(self) -> QuestionFile:
+        return replace(self.questions, num_eval=self.num_eval)
 
     def start(self, episode: Episode) -> list[Message]:
         import skyrl_gym
@@ -64,4 +68,6 @@ class SkyRLGym(ChatEnv):
     def validate(self) -> list[str]:
         if importlib.util.find_spec("skyrl_gym") is None:
             return ["the skyrl-gym package is missing; run: pip install skyrl-gym==0.4.0"]
-        return self.questions.validate()
+        if self.questions.num_eval not in (QuestionFile.num_eval, self.num_eval):
+            return [f"env.questions.num_eval={self.questions.num_eval} has no effect; set env.num_eval"]
+        return self._rows.validate()

@@ -1,6 +1,7 @@
 """What is wrong with a ChatEnv is said before anything starts."""
 
 import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,6 +10,7 @@ from configs.calculator import calculator
 from rl.config.env_rules import check_chat_env, check_env
 from rl.config.validate import validate
 from rl.envs.calculator import Calculator
+from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.testing import play
 from rl.envs.chat.tools import tool
@@ -49,6 +51,21 @@ class Undocumented(Fine):
     def use(self, it: str) -> str: ...
 
 
+@dataclass(frozen=True)
+class Program(AgentEnv):
+    num_eval: int = 2
+    command: tuple[str, ...] = (sys.executable,)
+
+    def generate(self, seed):
+        return Problem(str(seed), str(seed))
+
+    def reward_episode(self, episode):
+        return 1.0
+
+    def demonstration(self, problem, seed):
+        return "1"
+
+
 class Undecorated(Fine):
     max_turns: int = 2
 
@@ -86,6 +103,8 @@ def test_the_recipe_is_fine():
     [
         (Calculator(chat=False), "env.chat=False has no effect on a ChatEnv"),
         (Calculator(stop=(">",)), "env.stop has no effect on a ChatEnv"),
+        (Program(prompt_prefix="12"), "env.prompt_prefix has no effect on env.command"),
+        (Program(max_result_chars=5), "env.max_result_chars has no effect on env.command"),
         (Untyped(), "the tool use cannot be described"),
         (Undescribed(), "the tool use has no type hint for it"),
         (Undocumented(), "the tool use has no docstring"),
