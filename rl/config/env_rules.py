@@ -17,7 +17,7 @@ from rl.envs.remake import has_own_held_out, some_problems
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, short, shown
 from rl.interfaces import Tokenizer
-from rl.models.sources import TinyQwen3
+from rl.models.sources import ModelSource, TinyQwen3
 from rl.types import Problem
 
 _PACKAGE = Path(__file__).parents[1]
@@ -180,14 +180,19 @@ def _at_work(config: RunConfig) -> list[str]:
     if any(problem.messages for problem in problems) and not (env.chat or isinstance(env, Mixture)):
         return [f"env {type(env).__name__}'s problems have messages, which need env.chat=True; set it"]
     texts = [*(part.prompt_prefix for part in env.made_of), *(p.question + p.answer for p in problems)]
-    if unknown := config.model.unknown_characters("".join(texts)):
-        if isinstance(config.model, TinyQwen3):
-            return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
-        return [
-            f"the task uses characters that the model's tokenizer lacks: {short(repr(unknown))}; use another "
-            f"model, or one that was made for this task"
-        ]
-    return []
+    return without_token(config.model, "".join(texts))
+
+
+def without_token(model: ModelSource, text: str) -> list[str]:
+    """A line, where the model's tokenizer lacks characters of the text."""
+    if not (unknown := model.unknown_characters(text)):
+        return []
+    if isinstance(model, TinyQwen3):
+        return [f"the task uses characters that model.alphabet lacks: {unknown!r}; add them"]
+    return [
+        f"the task uses characters that the model's tokenizer lacks: {short(repr(unknown))}; use another "
+        f"model, or one that was made for this task"
+    ]
 
 
 def check_prompts(env: Env, tokenizer: Tokenizer, limit: int) -> list[str]:

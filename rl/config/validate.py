@@ -13,6 +13,7 @@ from rl.config.judge_rules import check_judge
 from rl.config.replay_rules import check_replay
 from rl.config.run import RunConfig
 from rl.config.settle import demand_of, longest_sequence, why_no_plan
+from rl.config.taught_rules import check_taught
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields
@@ -73,8 +74,10 @@ def validate(
             f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there"
         )
     problems += _run_dir(config, in_place) + config.tracking.validate()
-    if not problems and config.data == "rollouts":  # with the model that all of the above holds for
-        problems += check_prompts(config.env, config.model.tokenizer(), longest_sequence(config))
+    if not problems:  # with the model that all of the above holds for
+        tokenizer, limit = config.model.tokenizer(), longest_sequence(config)
+        problems += check_prompts(config.env, tokenizer, limit) if config.data == "rollouts" else []
+        problems += check_taught(config, tokenizer, limit)
     return problems
 
 

@@ -74,10 +74,13 @@ class ChatTemplate:
 
     def assistant_tokens(self, message: Message) -> list[int]:
         """A turn as the policy would write it: its content, its calls, and the end."""
+        return [*self._tokens(self.written_turn(message)), self.end_id]
+
+    def written_turn(self, message: Message) -> str:
+        """Its content and its calls."""
         plain = for_template(message)
         calls = [write_call(call["function"], self.written) for call in plain.get("tool_calls", ())]
-        text = "\n".join(filter(None, [plain["content"], *calls]))
-        return [*self._tokens(text), self.end_id]
+        return "\n".join(filter(None, [plain["content"], *calls]))
 
     def _tokens(self, text: str) -> list[int]:
         """A tokenizer refuses half of a surrogate pair: a question mark stands for it."""

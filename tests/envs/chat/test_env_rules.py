@@ -1,5 +1,6 @@
 """What is wrong with a ChatEnv is said before anything starts."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -144,3 +145,39 @@ def test_a_model_whose_template_cannot_be_written_is_refused():
     found = validate(replace(config, model=replace(config.model, alphabet="0123456789+*>")))
     assert any("has no chat template; a ChatEnv needs one" in line for line in found), found
     assert check_chat_env(config.env, config.model.tokenizer()) == []
+
+
+@dataclass(frozen=True)
+class Teaches(Calculator):
+    """What is taught is seen to be wrong of some problems only."""
+
+    mistake: str = ""
+
+    def chat_demonstration(self, problem, seed):
+        turns = super().chat_demonstration(problem, seed)
+        if seed % 3 == 0:  # of one in three
+            last = dict(turns[-1])
+            if self.mistake == "length":
+                last["content"] = "12 " * 3000
+            if self.mistake == "characters":
+                last["content"] = "The Answer"
+            if self.mistake == "calls":
+                last["tool_calls"] = [{"name": "get", "arguments": {}}]
+            if self.mistake == "raises":
+                last["content"] = problem.metadata["answer"]
+            return [*turns[:-1], last]
+        return turns
+
+
+@pytest.mark.parametrize(("mistake", "words"), [
+    ("length", "what env Teaches teaches of the problem .* tokens with its prompt, and a sequence has [0-9]+ .*; shorten it"),
+    ("characters", "the task uses characters that model.alphabet lacks: 'AT.*'; add them"),
+    ("calls", r"Teaches.chat_demonstration\(\) returned .*: tool_calls is a list of"),
+    ("raises", "env Teaches failed to teach anything .KeyError: 'answer'.; fix it"),
+])  # fmt: skip
+def test_what_a_warm_up_would_teach_is_looked_at_before(mistake, words):
+    warmup = replace(calculator().warmup, steps=5)
+    assert problems(Teaches(), warmup=warmup) == []
+    (line,) = problems(Teaches(mistake=mistake), warmup=warmup)
+    assert re.search(words, line), line
+    assert problems(Teaches(mistake=mistake), warmup=replace(warmup, steps=0)) == []

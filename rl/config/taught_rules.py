@@ -1,0 +1,66 @@
+"""What is wrong with demonstrations and preferences: some are made as a run makes them, before it starts."""
+
+from collections.abc import Iterator
+
+from rl.config.env_rules import without_token
+from rl.config.run import RunConfig
+from rl.envs.base import derive_seed
+from rl.envs.chat.demonstration import chat_sample
+from rl.envs.chat.env import ChatEnv
+from rl.envs.chat.loop import chat_template
+from rl.envs.chat.messages import wrong_with
+from rl.errors import ConfigError, one_line
+from rl.fields import shown
+from rl.interfaces import Tokenizer
+from rl.types import Problem
+
+_NUM_MADE = 8
+
+
+def check_taught(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """One line, or none. limit: tokens of the longest sequence."""
+    if not (config.warmup.steps or config.data != "rollouts"):
+        return []
+    name = type(config.env).__name__
+    try:
+        for number in range(_NUM_MADE):
+            seed = derive_seed(config.seed, "taught", number)
+            problem = config.env.train_problem(seed)
+            for text, num_tokens in _taught(config, problem, seed, tokenizer):
+                if problems := without_token(config.model, text):
+                    return problems
+                if num_tokens > limit:
+                    return [
+                        f"what env {name} teaches of the problem {shown(problem.id)} has {num_tokens} tokens with "
+                        f"its prompt, and a sequence has {limit} (the model's positions, max_seq_len); shorten it"
+                    ]
+    except ConfigError as error:
+        return [str(error)]
+    except Exception as error:  # the user's own code
+        return [f"env {name} failed to teach anything ({one_line(error)}); fix it, or its settings"]
+    return []
+
+
+def _taught(
+    config: RunConfig, problem: Problem, seed: int, tokenizer: Tokenizer
+) -> Iterator[tuple[str, int]]:
+    """(what is taught, tokens of the whole sequence), one or a pair. Raises ConfigError."""
+    env = config.env
+    if config.data == "preferences":
+        texts = list(env.preference(problem, seed))
+    elif isinstance(env, ChatEnv):
+        turns = [*env.opening(problem), *env.chat_demonstration(problem, seed)]
+        for turn in turns:
+            if wrong := wrong_with(turn):
+                raise ConfigError(
+                    f"{type(env).__name__}.chat_demonstration() returned {shown(turn)}: {wrong}"
+                )
+        template = chat_template(tokenizer, env.call_format)
+        written = [template.written_turn(turn) for turn in turns if turn["role"] == "assistant"]
+        yield "".join(written), len(chat_sample(env, problem, seed, tokenizer).tokens)
+        return
+    else:
+        texts = [env.demonstration(problem, seed)]
+    prompt = env.encode(problem, tokenizer).tokens
+    for text in texts:
+        yield text, len(prompt) + len(tokenizer.encode_plain(text)) + 1  # EOS
