@@ -31,8 +31,9 @@ def check_taught(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[st
                     return problems
                 if num_tokens > limit:
                     return [
-                        f"what env {name} teaches of the problem {shown(problem.id)} has {num_tokens} tokens with "
-                        f"its prompt, and a sequence has {limit} (the model's positions, max_seq_len); shorten it"
+                        f"what env {name} teaches of the problem {shown(problem.id)} has {num_tokens} tokens "
+                        f"with its prompt, and a sequence has {limit} (the model's positions, max_seq_len); "
+                        f"shorten it"
                     ]
     except ConfigError as error:
         return [str(error)]

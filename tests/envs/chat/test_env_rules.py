@@ -155,7 +155,7 @@ class Teaches(Calculator):
 
     def chat_demonstration(self, problem, seed):
         turns = super().chat_demonstration(problem, seed)
-        if seed % 3 == 0:  # of one in three
+        if seed % 3 == 1:
             last = dict(turns[-1])
             if self.mistake == "length":
                 last["content"] = "12 " * 3000
