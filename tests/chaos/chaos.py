@@ -1,6 +1,6 @@
 """Kills processes of real runs at random moments, and holds the runs against one that nothing happened to.
 
-`make chaos`, which is `python -m tests.chaos.chaos [--kills N] [--seed S]`, prints a table. A controller that is killed is
+`make chaos`, which is `python -m tests.chaos.chaos [--kills N] [--seed S] [--only NAME]`, prints a table. A controller that is killed is
 started again by the same command, which has --resume latest.
 """
 
@@ -117,8 +117,8 @@ def lost_and_doubled(
 class Victim:
     """A run that is started again whenever its controller was killed."""
 
-    def __init__(self, setting: Setting, directory: Path):
-        self.setting = setting
+    def __init__(self, setting: Setting, directory: Path, module: str = "rl.cli"):
+        self.setting, self._module = setting, module
         self.run_dir = directory / "run"
         self._output = (directory / "output.txt").open("w+")
         self._seen: set[psutil.Process] = set()
@@ -127,7 +127,7 @@ class Victim:
     def start(self) -> None:
         flags = (*self.setting.flags, "--deadlines.progress", STOPPED_SECONDS, "--resume", "latest")
         command = ("train", f"tests/recipes.py:{self.setting.recipe}", "--run_dir", self.run_dir, *flags)
-        self.process = start(*command, stdout=self._output, stderr=subprocess.STDOUT)
+        self.process = start(*command, stdout=self._output, stderr=subprocess.STDOUT, module=self._module)
 
     @property
     def num_steps(self) -> int:
@@ -280,14 +280,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="write docs/chaos.md")
+    parser.add_argument("--only", default="", help='runs whose name begins so, as "by turns"')
+    parser.add_argument("--write", action="store_true", help="write docs/chaos.md, of all runs")
     options = parser.parse_args()
+    settings = [setting for setting in SETTINGS if setting.name.startswith(options.only)]
+    if not settings or (options.only and options.write):
+        parser.error("--only is the beginning of a run's name, without --write")
     machine()
     rng, num_kills = random.Random(options.seed), 0
     table: dict[tuple[str, str], list[tuple[Kill, Outcome, bool]]] = defaultdict(list)
     expected: dict[str, tuple[Outcome, float]] = {}
     while num_kills < options.kills:
-        setting = SETTINGS[sum(map(len, table.values())) and rng.randrange(len(SETTINGS))]
+        setting = settings[sum(map(len, table.values())) and rng.randrange(len(settings))]
         with tempfile.TemporaryDirectory(prefix="rl-chaos-") as directory:
             if setting.name not in expected:
                 (Path(directory) / "whole").mkdir()

@@ -60,8 +60,8 @@ def rl(*arguments, timeout=400):
     return done
 
 
-def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT):
-    command = [sys.executable, "-m", "rl.cli", *map(str, arguments)]
+def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, module="rl.cli"):
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, env=with_all(), stdout=stdout, stderr=stderr, text=True)
 
 
