@@ -50,31 +50,25 @@ def cluster_at(addresses: str) -> Cluster:
 @lru_cache(maxsize=1)
 def look_at_hosts(text: str) -> Cluster:
     """As they were when first asked. Raises ConfigError with a line for each host that cannot be used."""
-    hosts, problems = [], []
+    hosts, problems = list[Host](), list[str]()
+    by_machine = dict[str, str]()
     for address in host_addresses(text):
         try:
-            hosts.append(look_at(address))
+            host, machine = _look_at(address)
         except ConfigError as error:
             problems.append(str(error))
-    problems = problems or _twice(hosts)
+            continue
+        hosts.append(host)
+        if (first := by_machine.setdefault(machine, address)) != address:  # its GPUs would be counted twice
+            problems.append(
+                f"hosts {first} and {address} are one machine; name one of them, and start one rl worker "
+                f"there"
+            )
     if not problems:
         hosts, problems = _with_links(hosts)
     if problems:
         raise ConfigError("\n".join(problems))
     return Cluster(tuple(hosts))
-
-
-def _twice(hosts: Sequence[Host]) -> list[str]:
-    """A line for each that is a machine of before: its cores and GPUs would be counted twice."""
-    problems, by_machine = list[str](), dict[str, str]()
-    for host in hosts:
-        first = by_machine.setdefault(host.machine or host.address, host.address)
-        if first != host.address:
-            problems.append(
-                f"hosts {first} and {host.address} are one machine; name one of them, and start one rl "
-                f"worker there"
-            )
-    return problems
 
 
 def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
@@ -92,6 +86,11 @@ def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
 
 def look_at(address: str) -> Host:
     """As it is now. Raises ConfigError, with a line for each problem."""
+    return _look_at(address)[0]
+
+
+def _look_at(address: str) -> tuple[Host, str]:
+    """And the name of its machine."""
     began = time.time()
     try:
         answer, connection = ask(address, {"do": "look"}, _SECONDS)
@@ -102,10 +101,9 @@ def look_at(address: str) -> Host:
         if problems := _problems(address, answer, (began + time.time()) / 2):
             raise ConfigError("\n".join(problems))
         gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
-        return Host(
-            answer["num_cores"], answer["free_gib"], gpus, address,
-            shared_gib=float(answer["shared_gib"]), machine=answer["machine"],
-        )  # fmt: skip
+        shared_gib = float(answer["shared_gib"])
+        host = Host(answer["num_cores"], answer["free_gib"], gpus, address, shared_gib=shared_gib)
+        return host, str(answer["machine"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"host {address} answers as another rl does ({error!r}); install the same on all hosts"

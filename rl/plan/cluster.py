@@ -37,8 +37,7 @@ class Host:
 
     address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
     not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one.
-    shared_gib: what its /dev/shm holds in all. None: not known. machine: the same for two addresses of one
-    machine; empty: not known.
+    shared_gib: what its /dev/shm holds in all. None: not known.
     """
 
     num_cores: int
@@ -48,7 +47,6 @@ class Host:
     may_join: bool = False
     gb_per_s: float | None = None
     shared_gib: float | None = None
-    machine: str = ""
 
     def __str__(self) -> str:
         later = " that may join" if self.may_join else ""
