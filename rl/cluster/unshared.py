@@ -79,10 +79,8 @@ async def receive_file(
     path, size = Path(request["path"]), int(request["size"])
     with _refusing(path):
         if path.exists():
-            same = path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (
-                size,
-                request["time"],
-            )
+            status = path.stat()
+            same = path.is_file() and (status.st_size, status.st_mtime_ns) == (size, request["time"])
             there = await asyncio.to_thread(_digest, path) if path.is_file() and not same else ""
             writer.write(line({"wanted": False, "is_same": same, "digest": there}))
             return
