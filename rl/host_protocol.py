@@ -128,8 +128,9 @@ def ask(
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls := client_context():
             connection = tls.wrap_socket(connection, server_hostname=host)
-        connection.sendall(signed(request, _read_line(connection)))
-        answer = checked(address, _read_line(connection))
+            connected(connection)  # the one before is none any more
+        connection.sendall(signed(request, read_line(connection)))
+        answer = checked(address, read_line(connection))
     except BaseException as error:
         if connection is not None:
             connection.close()
@@ -139,7 +140,7 @@ def ask(
     return answer, connection
 
 
-def _read_line(connection: socket.socket) -> bytes:
+def read_line(connection: socket.socket) -> bytes:
     """Byte by byte: what follows a line is not a line. Empty where the connection is closed."""
     text = bytearray()
     while not text.endswith(b"\n"):

@@ -74,6 +74,7 @@ class Lease:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._sending: socket.socket | None = None  # models
+        self._is_sending = False
         self._turn = asyncio.Lock()
         self._connecting = asyncio.Lock()
         self._worker = ""
@@ -109,6 +110,7 @@ class Lease:
         """Those that the host does not have. It may take minutes: `run` keeps the lease."""
         directory = self._logs.parent
         missing = [m for m in self._models if not (self._sees_directory and m.is_relative_to(directory))]
+        self._is_sending = True
         try:
             sent = await asyncio.to_thread(self._send, missing)
         except BaseException as error:
@@ -128,11 +130,12 @@ class Lease:
     def _hold(self, connection: socket.socket) -> None:
         """Of the thread that sends: the connection goes with the lease. Raises ConnectionError."""
         self._sending = connection
-        if not self._id:
+        if not (self._id and self._is_sending):
             raise ConnectionError("it was lost")
 
     def _stop_sending(self) -> None:
         """The thread that sends, where one does, meets a closed connection."""
+        self._is_sending = False
         if self._sending is not None:
             with suppress(OSError):
                 self._sending.shutdown(socket.SHUT_RDWR)

@@ -12,7 +12,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.host_protocol import HostRefuses, HostUnreachable, Refusal, ask, line, unreachable
+from rl.host_protocol import (
+    HostRefuses,
+    HostUnreachable,
+    Refusal,
+    ask,
+    checked,
+    line,
+    read_line,
+    unreachable,
+)
 from rl.paths import lock
 
 _OWNER = ".sent"
@@ -97,15 +106,25 @@ async def receive_file(
                 part = await asyncio.wait_for(reader.read(min(size, _CHUNK)), _SECONDS)
                 if not part or not is_leased():
                     raise ConnectionError("it closed the connection")
-                with _refusing(path):
-                    file.write(part)
                 size -= len(part)
+                try:
+                    with _refusing(path):
+                        file.write(part)
+                except Refusal:
+                    await _drop(reader, size)  # who still sends would not read why
+                    raise
         with _refusing(path):
             os.utime(partial, ns=(request["time"],) * 2)
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    writer.write(b"\n")
+    writer.write(line({}))
+
+
+async def _drop(reader: asyncio.StreamReader, size: int) -> None:
+    """What is still sent of a file."""
+    while size > 0 and (part := await asyncio.wait_for(reader.read(min(size, _CHUNK)), _SECONDS)):
+        size -= len(part)
 
 
 @contextmanager
@@ -153,8 +172,9 @@ def _send(address: str, run: str, path: Path, connected: Connected) -> int:
                 return 0
             connection.settimeout(_SECONDS)
             connection.sendfile(file)
-            if connection.recv(1) != b"\n":
+            if not (text := read_line(connection)):
                 raise ConnectionError(f"{path} did not arrive")
+            checked(address, text)
         return size
     except OSError as error:
         raise HostUnreachable(unreachable(address, error)) from error

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,21 +125,26 @@ def from_json(data: Any, where: str = "config.json", recipes: Any = None) -> Any
     recipes: what the recipe has in its place, where that is known: a lambda can be read from nowhere else.
     """
     if isinstance(data, list):
-        known = recipes if isinstance(recipes, tuple) and len(recipes) == len(data) else [None] * len(data)
-        return tuple(from_json(item, where, own) for item, own in zip(data, known, strict=True))
+        return tuple(_items(data, where, recipes))
     if not isinstance(data, dict):
         return data
     try:
         return _from_dict(data, where, recipes)
     except ConfigError:
-        if _is_of_python(data) and _is_of_python(to_json(recipes)):
+        if data.keys() & {"python", "method", "repr"} and _without_addresses(data) == _without_addresses(
+            to_json(recipes)
+        ):
             return recipes
         raise
 
 
-def _is_of_python(data: Any) -> bool:
-    """Whether it stands for what a recipe made, such as a function."""
-    return isinstance(data, dict) and bool(data.keys() & {"python", "method", "repr"})
+def _items(data: list[Any], where: str, recipes: Any) -> list[Any]:
+    own = recipes if isinstance(recipes, list | tuple) and len(recipes) == len(data) else [None] * len(data)
+    return [from_json(item, where, known) for item, known in zip(data, own, strict=True)]
+
+
+def _without_addresses(data: Any) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", json.dumps(data))
 
 
 def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
@@ -163,9 +169,13 @@ def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
         case {"dict": list(items)}:
-            return {from_json(key, where): from_json(item, where) for key, item in items}
+            made = recipes if isinstance(recipes, dict) else {}
+            keys = [from_json(key, where) for key, _ in items]
+            return {
+                key: from_json(item, where, made.get(key)) for key, (_, item) in zip(keys, items, strict=True)
+            }
         case {"list": list(items)}:
-            return [from_json(item, where) for item in items]
+            return _items(items, where, recipes)
         case {"set": list(items)} | {"frozenset": list(items)}:
             return _SETS[next(iter(data))](from_json(item, where) for item in items)
         case {"method": str(name), "of": owner}:
@@ -182,7 +192,7 @@ def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
                     f"{where} names {name!r} of {kind}, which is not there; give a recipe"
                 ) from error
         case {"named": str(kind), "values": list(items)}:
-            return _find(kind, where)(*(from_json(item, where) for item in items))
+            return _find(kind, where)(*_items(items, where, recipes))
     raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
 
 

@@ -133,10 +133,10 @@ def _take_samples(rest: list[str]) -> int:
 
 
 def _trained_on(model: Path, config: RunConfig) -> int:
-    """How many of the problems the run itself may have trained on, where it had the same kind of task."""
+    """How many of the problems the run itself may have trained on, where it had the same task."""
     run_dir, _ = _of_a_run(model)
     own = None if run_dir is None else load_recipe(str(run_dir / "config.json"))[1].env
-    if type(own) is not type(config.env) or own.num_eval >= config.env.num_eval:
+    if own is None or replace(own, num_eval=config.env.num_eval) != config.env:
         return 0
     return len({problem.key for problem in held_out(config.env)} - {p.key for p in held_out(own)})
 

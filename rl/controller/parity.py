@@ -17,6 +17,7 @@ a missed weight sync: there the limit finds a model that is computed wrongly, no
 
 STEPS = 10
 """In a row over the limit, after which a run ends."""
+_MANY_TIMES = 10
 
 _CERTAIN = 0.05  # nats: a token that is likelier says little of what a model computes
 _FEWEST = 8  # tokens on each side of a position, to say that the two differ from there on
@@ -43,7 +44,8 @@ class Parity:
     """Counts steps whose mean difference is over the limit.
 
     Only steps count whose tokens were all sampled by the version that learns: an older version is another
-    policy. Ends the run where the first step that counts is over it, or STEPS in a row.
+    policy. Ends the run where the first step that counts is over it, or STEPS in a row; of a part of a run
+    that goes on from a checkpoint, where the first is over it many times.
     """
 
     def __init__(self, limit: float, state: Mapping[str, Any] | None = None):
@@ -51,6 +53,7 @@ class Parity:
         self.limit = limit
         self.num_over: int = state["num_over"] if state else 0  # steps in a row
         self._first: bool = state["first"] if state else True
+        self._goes_on = not self._first  # its generators are new, and may compute something else
 
     @property
     def state(self) -> dict[str, Any]:
@@ -64,7 +67,8 @@ class Parity:
         """
         if math.isnan(mean):
             return
-        first, self._first = self._first, False
+        first = self._first or (self._goes_on and mean > _MANY_TIMES * self.limit)
+        self._first = self._goes_on = False
         self.num_over = self.num_over + 1 if mean > self.limit else 0
         if self.num_over and (first or self.num_over >= STEPS):
             since = "" if first else f", for {self.num_over} steps"

@@ -139,10 +139,10 @@ def _with_advantages(
 
 
 def _usable(group: Group, algorithm: Algorithm) -> list[Member]:
-    """Without those that are dropped, where rewards are read."""
+    """Without those that are dropped, where rewards are read, or where nothing was sampled."""
     members = []
     for i, (rollout, score) in enumerate(zip(group.rollouts, group.scores, strict=True)):
-        if not (score.is_dropped and algorithm.reads_rewards):
+        if not (score.is_dropped and (algorithm.reads_rewards or rollout.versions is None)):
             samples = tuple(segments_sample(branch, id=group.sample_id(i)) for branch in rollout.branches)
             members.append(Member(rollout, score, samples))
     return members

@@ -17,7 +17,7 @@ from rl.hub import data_file
 from rl.types import Problem, StopReason
 
 _FINAL = "####"
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<![\d.])\.\d+)")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-_CACHED_ELEMENTS = 2**19
+_CACHED_ELEMENTS, _PART_ELEMENTS = 2**19, 2**24
+"""Of logits at a time: on a CPU what stays in its cache; elsewhere what takes little memory beside them."""
 
 
 def logprobs_and_entropy(logits_MV: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,9 +19,10 @@ def logprobs_and_entropy(logits_MV: torch.Tensor, targets: torch.Tensor) -> tupl
 def _mean_below(top: torch.Tensor, logits_MV: torch.Tensor, p_MV: torch.Tensor) -> torch.Tensor:
     """sum_v p_v (logit_v - top) [M]: small numbers, of which a sum over a vocabulary loses nothing.
 
-    On a CPU some rows at a time, which stay in its cache.
+    Some rows at a time.
     """
-    num_rows = len(top) if top.device.type != "cpu" else max(1, _CACHED_ELEMENTS // logits_MV.shape[1])
+    elements = _CACHED_ELEMENTS if top.device.type == "cpu" else _PART_ELEMENTS
+    num_rows = max(1, elements // logits_MV.shape[1])
     parts = zip(top.split(num_rows), logits_MV.split(num_rows), p_MV.split(num_rows), strict=True)
     return torch.cat([((logits - high[:, None]) * p).sum(-1) for high, logits, p in parts])
 

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rl.observability.trace import Span, Trace
 
@@ -30,6 +31,22 @@ _OTHER = "other"
 _START = "start"  # of processes
 
 
+@dataclass
+class _Open:
+    """Under way. counts_from: its begin, but for pauses since."""
+
+    lane: str
+    verb: str
+    began: float
+    counts_from: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts_from = self.began
+
+    def until(self, end: float) -> Span:
+        return Span(self.lane, self.verb, self.counts_from, end)
+
+
 class Timeline:
     """Records spans. `clock` gives seconds; `trace`: its lines, where one is asked for.
 
@@ -46,8 +63,8 @@ class Timeline:
         self._hosts = dict(hosts or {})
         self._window_start = clock()
         self._spans: list[Span] = []  # ended, and not yet behind the window
-        self._open: dict[int, tuple[str, str, float]] = {}
-        self._starting: dict[int, tuple[str, str, float]] = {}
+        self._open: dict[int, _Open] = {}
+        self._starting: dict[int, _Open] = {}
         self._starts: list[Span] = []  # ended, and not yet behind the window
         self._next_id = 0
         self._lanes: dict[str, int] = {}
@@ -59,24 +76,24 @@ class Timeline:
     def span(self, lane: str, verb: str) -> Iterator[None]:
         number, self._next_id = self._next_id, self._next_id + 1
         self._lanes.setdefault(lane, len(self._lanes))
-        self._open[number] = lane, verb, self._clock()
+        self._open[number] = _Open(lane, verb, self._clock())
         try:
             yield
         finally:
-            span = Span(*self._open.pop(number), self._clock())
-            self._spans.append(span)
+            span, end = self._open.pop(number), self._clock()
+            self._spans.append(span.until(end))
             if self.trace:
-                self.trace.add(span, self._lanes[lane])
+                self.trace.add(Span(lane, verb, span.began, end), self._lanes[lane])
 
     @contextmanager
     def starting(self, lane: str) -> Iterator[None]:
         """While an actor's processes start. The actor itself is idle."""
         number, self._next_id = self._next_id, self._next_id + 1
-        self._starting[number] = lane, _START, self._clock()
+        self._starting[number] = _Open(lane, _START, self._clock())
         try:
             yield
         finally:
-            self._starts.append(Span(*self._starting.pop(number), self._clock()))
+            self._starts.append(self._starting.pop(number).until(self._clock()))
 
     def move(self, lane: str, hosts: Collection[int]) -> None:
         """The lane's actor is on these hosts from now on."""
@@ -89,8 +106,8 @@ class Timeline:
     def waits(self) -> list[str]:
         """What is waited for now, the longest wait first: each actor with its verb, calls and seconds."""
         begins: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for lane, verb, began in [*self._starting.values(), *self._open.values()]:
-            begins[lane, verb].append(began)
+        for span in [*self._starting.values(), *self._open.values()]:
+            begins[span.lane, span.verb].append(span.began)
         now = self._clock()
         return [
             f"{lane} to {verb} ({f'{len(times)} calls, ' if len(times) > 1 else ''}{now - min(times):.0f} s)"
@@ -99,8 +116,8 @@ class Timeline:
 
     def skip(self, since: float = -math.inf) -> None:
         """Forget the time since then: what lies between steps, such as an evaluation, or the warm-up."""
-        since = max(since, self._window_start)
-        gap = self._clock() - since
+        since, now = max(since, self._window_start), self._clock()
+        gap = now - since
         self._window_start += gap
 
         def before(spans: Sequence[Span]) -> list[Span]:
@@ -109,6 +126,8 @@ class Timeline:
             return [Span(s.lane, s.verb, s.start + gap, min(s.end, since) + gap) for s in kept]
 
         self._spans, self._starts = before(self._spans), before(self._starts)
+        for span in [*self._open.values(), *self._starting.values()]:
+            span.counts_from = span.counts_from + gap if span.counts_from < since else now
 
     def window(self) -> dict[str, float]:
         """Seconds since the last window, by kind of work and idle by actor and host; then a new one begins.
@@ -117,8 +136,8 @@ class Timeline:
         some did. `time/controller`: no call was under way, and no process started.
         """
         start, end = self._window_start, self._clock()
-        spans = self._spans + [Span(lane, verb, began, end) for lane, verb, began in self._open.values()]
-        starts = self._starts + [Span(*started, end) for started in self._starting.values()]
+        spans = self._spans + [span.until(end) for span in self._open.values()]
+        starts = self._starts + [span.until(end) for span in self._starting.values()]
         by_kind, by_lane = defaultdict(list), defaultdict(list)
         for span in starts:
             by_kind[_START].append((max(span.start, start), span.end))

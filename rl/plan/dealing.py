@@ -81,7 +81,8 @@ def _on_named(member: Member, hosts: Hosts, number: int, devices: "_Devices") ->
         taken = [devices.on_host(host, count) for host, count in parts]
         return None if None in taken else [device for part in taken if part for device in part]
     first = number % len(hosts)
-    for host in hosts[first:] + hosts[:first]:
+    in_turn = hosts[first:] + hosts[:first]
+    for host in sorted(in_turn, key=lambda host: devices.rounds(host, member.num_procs)):
         if (part := devices.on_host(host, member.num_procs)) is not None:
             return part
     return None
@@ -105,6 +106,11 @@ class _Devices:
         first = self._next_of[(host,)] % len(there) if self._in_turn else 0
         self._next_of[(host,)] = first + count
         return self._taken([there[i % len(there)] for i in range(first, first + count)])
+
+    def rounds(self, host: int, count: int) -> int:
+        """How often the host's GPUs have been dealt out, once so many more are."""
+        there = sum(device[0] == host for device in self._all)
+        return max(0, self._next_of[(host,)] + count - 1) // max(1, there) if self._in_turn else 0
 
     def in_order(self, hosts: Hosts, count: int, on_one: bool) -> list[Device] | None:
         """So many of all hosts; on_one: all of one host, for which GPUs between are left out."""

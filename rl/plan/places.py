@@ -127,16 +127,21 @@ def _settle_sharing(
     on_devices: Sequence[Wanted], demand: Demand, shared: bool, cluster: Cluster, notes: Notes
 ) -> None:
     needed, num_gpus = sum(of.num_procs for of in on_devices), len(cluster.gpus)
+    apart = (
+        ", not all of them where a role's ranks meet, or on its hosts"
+        if shared and needed <= num_gpus
+        else ""
+    )
     if shared and demand.sharing == "alone":
         parts = " + ".join(f"{of.role} {of.num_procs}" for of in on_devices)
         notes.problem(
             "places",
-            f"{needed} processes ({parts}) need a GPU each but {_there(cluster)} {num_gpus}; use fewer, or "
-            f"set --placement side_by_side",
+            f"{needed} processes ({parts}) need a GPU each but {_there(cluster)} {num_gpus}{apart}; use "
+            f"fewer, or set --placement side_by_side",
         )
     asked = demand.sharing != "auto"
     value = demand.sharing if asked else ("side_by_side" if shared else "alone")
-    why = f"{needed} processes for {num_gpus} GPU{'s' * (num_gpus > 1)}"
+    why = f"{needed} processes for {num_gpus} GPU{'s' * (num_gpus > 1)}{apart}"
     notes.settle(demand.name("placement"), demand.sharing, value, "asked for" if asked else why)
 
 

@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 
 from rl.cluster import unshared
 from rl.cluster.unshared import OwnDirectory, send_files
-from rl.host_protocol import LONGEST_LINE, HostRefuses, HostUnreachable, ask
+from rl.host_protocol import LONGEST_LINE, HostRefuses, HostUnreachable, ask, read_line
 from tests.cluster.test_host_agent import a_lease, an_agent, until, without_monarch  # noqa: F401
 
 
@@ -129,9 +130,9 @@ def test_hosts_that_share_a_file_system_take_the_same_file_at_once(tmp_path):
         with one, other:
             one.sendall(content[:9])
             other.sendall(content)
-            assert other.recv(1) == b"\n" and target.read_bytes() == content
+            assert read_line(other) == b"{}\n" and target.read_bytes() == content
             one.sendall(content[9:])
-            assert one.recv(1) == b"\n" and target.read_bytes() == content
+            assert read_line(one) == b"{}\n" and target.read_bytes() == content
 
     async def main():
         async with an_agent() as one, an_agent() as other:
@@ -168,6 +169,38 @@ def test_a_host_that_cannot_take_a_file_says_why(problem, tmp_path, monkeypatch)
             await lease.close()
 
     asyncio.run(main())
+
+
+def test_a_disk_that_fills_as_a_file_arrives_is_said(tmp_path, monkeypatch):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "model.safetensors").write_bytes(b"x" * 2**24)
+    asking, opening = unshared.ask, Path.open
+
+    def ask_elsewhere(address, request, *more):
+        return asking(address, {**request, "path": str(tmp_path / "theirs" / "model.safetensors")}, *more)
+
+    def full(path, mode="r", *more, **how):
+        file = opening(path, mode, *more, **how)
+        if mode == "xb":
+            file = mock.MagicMock(wraps=file)
+            file.write.side_effect = OSError(28, "No space left on device")
+        return file
+
+    monkeypatch.setattr(unshared, "ask", ask_elsewhere)
+    monkeypatch.setattr(Path, "open", full)
+
+    async def main():
+        async with an_agent() as agent:
+            lease = a_lease_of_its_own(agent.address, tmp_path)
+            await lease.connect()
+            words = f"host {agent.address} cannot take .* .No space left on device.; make room"
+            with pytest.raises(HostRefuses, match=words):
+                await asyncio.to_thread(send_files, agent.address, "run", tmp_path / "ours")
+            assert lease.is_held
+            await lease.close()
+
+    asyncio.run(main())
+    assert not any((tmp_path / "theirs").iterdir())
 
 
 @pytest.mark.parametrize("end", ["lost", "cancelled"])
@@ -212,7 +245,7 @@ def test_a_file_arrives_whole(size, tmp_path):
         with connection:
             if answer["wanted"]:
                 connection.sendall(content)
-                assert connection.recv(1) == b"\n"
+                assert read_line(connection) == b"{}\n"
             return answer["wanted"]
 
     async def main():

@@ -72,8 +72,10 @@ class Mine(Env):
     def reward(self, problem, response, stop):
         return 1.0
 
+def _named(): ...
+
 def mine() -> RunConfig:
-    answers = (lambda seed: seed + 1, functools.partial(max, 7))
+    answers = (lambda seed: seed + 1, functools.partial(max, 7), {"a": [lambda: 3]}, _named)
     return RunConfig(model=TinyQwen3("0123456789"), env=Mine(num_eval=3, answers=answers), steps=7)
 """
 
@@ -87,6 +89,10 @@ def test_what_a_recipe_alone_can_make_is_taken_from_it_and_all_else_from_the_run
     name, again = load_recipe(str(tmp_path / "run"))
     assert (name, again.steps, again.env.most, again.env.num_eval) == ("mine", 9, 6, 2)
     assert again.env.generate(3).answer == "4" and again.env.answers[1](2) == 7
+    assert again.env.answers[2]["a"][0]() == 3
+    path.write_text(MADE_IN_PYTHON.replace("_named", "_renamed"))  # another function is no stand-in
+    with pytest.raises(ConfigError, match="names .*_named'?, which is not there"):
+        load_recipe(str(tmp_path / "run"))
     path.write_text(MADE_IN_PYTHON.replace("def mine()", "def other()"))
     with pytest.raises(ConfigError, match="names .*lambda.*, which is not there .*; give a recipe"):
         load_recipe(str(tmp_path / "run"))

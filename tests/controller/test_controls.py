@@ -78,11 +78,12 @@ def test_a_target_is_held_against_the_entropy_of_all_that_was_sampled(tmp_path, 
 
 
 def test_a_resumed_run_remembers_for_how_long_generator_and_trainer_have_differed(tmp_path, monkeypatch):
-    learn = FakeEngine.forward_backward
+    learn, apart_by = FakeEngine.forward_backward, {}
 
     async def apart(self, batch, loss, adapter=None):
         totals = await learn(self, batch, loss, adapter)
-        over = 4e-3 if 3 <= self.updates + 1 <= 14 else 1e-5
+        step = self.updates + 1
+        over = apart_by.get(step, 4e-3 if 3 <= step <= 14 else 1e-5)
         return {**totals, "logprob_diff:sum": over * totals["tokens:sum"]}
 
     monkeypatch.setattr(FakeEngine, "forward_backward", apart)
@@ -98,6 +99,9 @@ def test_a_resumed_run_remembers_for_how_long_generator_and_trainer_have_differe
     assert run("after-4", 5, str(checkpoints / "step-4")) == [3]
     with pytest.raises(RunError, match="for 10 steps"):
         run("too-long", 14, str(checkpoints / "step-8"))
+    apart_by[3] = 5.0  # nats: the new generators compute something else
+    with pytest.raises(RunError, match="differ from the trainer's by 5 nats"):
+        run("broken", 5, str(checkpoints / "step-2"))
 
 
 def test_the_time_of_a_publication_is_one_steps(tmp_path, monkeypatch):

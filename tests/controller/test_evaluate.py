@@ -143,6 +143,9 @@ def test_problems_that_the_run_did_not_hold_out_are_counted(a_run, tmp_path, cap
         started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / str(number), "--env.num_eval", count)
         words = f"quickstart: {more} of {count} problems were not held out of the run's training; lower env.num_eval"
         assert (words in capsys.readouterr().out) == (more > 0)
+    other = ("--env.prompt_prefix", "b", "--env.num_eval", config.env.num_eval + 7)  # another task
+    started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / "other", *other)
+    assert "were not held out" not in capsys.readouterr().out
 
 
 def test_who_goes_on_from_another_run_takes_over_the_weights_that_it_drew(a_run, tmp_path):

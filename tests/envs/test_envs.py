@@ -14,6 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from configs.algorithms import distillation
 from configs.smollm2 import work_out
 from rl.controller.rollouts import Rollouts
 from rl.envs.base import Env, RolloutContext, derive_seed
@@ -34,6 +35,7 @@ from rl.types import (
     StopReason,
     VersionRange,
 )
+from tests.controller.fakes import build
 
 
 def test_sorting_is_rewarded_only_when_exact_and_ended():
@@ -85,6 +87,9 @@ def test_a_question_file_splits_and_verifies(tmp_path):
         ("0.5", "0.50", True),
         ("-0.5", "-.5.", True),
         ("5", "it is .5", False),
+        ("42", "the answer is ...42", True),
+        ("10", "1..10", True),
+        ("3", "section 1.2.3", True),
         ("0.1", "0.10000000000000001", False),
     ],
 )
@@ -350,7 +355,7 @@ def test_the_text_that_ends_a_completion_is_no_part_of_the_response(tokens, stop
     assert {tuple(rollout.turn_tokens[0]) for rollout in group.rollouts} == {tuple(tokens)}
 
 
-def test_a_prompt_without_room_for_an_answer_costs_its_own_samples():
+def test_a_prompt_without_room_for_an_answer_costs_its_own_samples(tmp_path):
     """As the first prompt of a conversation does."""
 
     class Sampler:
@@ -364,6 +369,8 @@ def test_a_prompt_without_room_for_an_answer_costs_its_own_samples():
     ] * 2
     assert "leaves no room for an answer within 99 (max_seq_len" in group.scores[0].error
     assert not group.was_sampled and group.rollouts[0].turn_lengths == []
+    batch, _ = build([group], distillation(), tmp_path)  # which reads no rewards
+    assert batch.groups[0].samples == []
 
 
 GSM8K = {"question": "How many?", "answer": "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"}

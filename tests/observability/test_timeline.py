@@ -83,6 +83,26 @@ def test_a_pause_leaves_out_itself_and_nothing_before_it():
     assert timeline.window()["time/step"] == 0.0
 
 
+def test_what_is_under_way_over_a_pause_counts_but_for_it():
+    """A process that starts around an evaluation, and one that is called in it."""
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    clock.now = 5.0
+    with timeline.starting("generator-0"):
+        clock.now = 6.0
+        with timeline.span("reward-0", "score"):
+            clock.now = 50.0
+            with timeline.span("generator-1", "sample"):
+                clock.now = 106.0
+                timeline.skip(6.0)
+                clock.now = 107.0
+    clock.now = 108.0
+    window = timeline.window()
+    assert {name: window[name] for name in ("time/step", "time/start", "time/generate", "time/reward")} == {
+        "time/step": 8.0, "time/start": 2.0, "time/generate": 1.0, "time/reward": 1.0,
+    }  # fmt: skip
+
+
 def test_the_time_in_which_processes_start_is_not_the_controllers():
     """One starts from before the window until the middle of it, another until after its end."""
     clock = Clock()

@@ -95,6 +95,20 @@ def test_on_gpus_named_hosts_have_as_many_ranks_and_replicas_each():
     assert problem(settings, GPUS).startswith("generator.hosts names host 0, and none of the generator's 4 ")
 
 
+def test_replicas_share_a_gpu_only_where_all_of_their_hosts_have_been_dealt_out():
+    uneven = Cluster((cluster("1xH100-80").hosts[0], GPUS.hosts[1]))
+    found = places(config(replicas=5, trainer=(1,), generator=(0, 1)), uneven)
+    assert found["trainer"] == [(1, 0)]
+    assert sorted(found["generator"]) == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_ranks_that_do_not_meet_are_named_where_the_gpus_would_be_enough():
+    settings = config(shard=2, replicas=3, tensor_parallel=2, trainer=(0, 1), generator=(0, 1))
+    two = Cluster(GPUS.hosts[:2])
+    text = problem(replace(settings, placement="alone"), two)
+    assert "the 2 hosts have 8, not all of them where a role's ranks meet, or on its hosts; use fewer" in text
+
+
 def test_the_ranks_of_an_engine_on_a_host_follow_each_other():
     """Where the critic begins amid the GPUs, and again on the first host. Monarch numbers ranks host by host."""
     settings = config(shard=16, replicas=1, tensor_parallel=4)
