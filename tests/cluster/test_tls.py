@@ -45,6 +45,20 @@ def test_a_run_leases_a_host_and_fetches_its_files_by_tls(tmp_path, authority):
     asyncio.run(main())
 
 
+def test_whoever_asks_can_be_stopped_by_shutting_down_its_socket(tmp_path, authority):
+    """The socket that TLS wraps is none any more."""
+
+    async def main():
+        with environment(authority.variables("host", [HOME])):
+            async with an_agent() as agent:
+                seen = []
+                _, connection = await asyncio.to_thread(ask, agent.address, {"do": "look"}, 10, seen.append)
+                with connection:
+                    assert seen[-1] is connection and seen[-1].fileno() >= 0
+
+    asyncio.run(main())
+
+
 def _fetched(address, file, received):
     """How many bytes came, into another file: a host that fetches one has it at the same path, which here is there."""
 
