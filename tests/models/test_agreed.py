@@ -12,13 +12,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from rl.errors import RunError
-from rl.models import platform
+from rl.models import agreement
 from rl.models.adapters import Adapters
 from rl.models.export import whole_tensors, write_directory
 
 NUM_RANKS = 2
 NUM_TENSORS = 3
-MODELS = Path(platform.__file__).parent
+MODELS = Path(agreement.__file__).parent
 NO_WRITING = {
     ("export.py", "_speaks_for"),  # whether a rank exports a shard
     ("hf_engine.py", "_take_from_first_rank"),  # what is broadcast
@@ -143,7 +143,7 @@ def test_so_they_do_where_a_rank_has_no_memory_for_a_tensor(ranks, monkeypatch, 
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
 def test_whichever_rank_fails_all_raise(ranks, failure, failing):
     def part():
-        with platform.agreed():
+        with agreement.agreed():
             if dist.get_rank() == failing:
                 raise failure
 
@@ -153,11 +153,11 @@ def test_whichever_rank_fails_all_raise(ranks, failure, failing):
     assert None not in raised
 
 
-@pytest.mark.parametrize("reason", [None, platform.not_written("out")])
+@pytest.mark.parametrize("reason", [None, agreement.not_written("out")])
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
 def test_so_they_do_where_the_error_has_no_words(ranks, reason, failing):
     def part():
-        with platform.agreed(reason):
+        with agreement.agreed(reason):
             if dist.get_rank() == failing:
                 raise Wordless
 
@@ -174,7 +174,7 @@ def test_so_they_do_where_the_reason_cannot_be_told(ranks, failing):
         raise OSError("stale file handle")
 
     def part():
-        with platform.agreed(reason):
+        with agreement.agreed(reason):
             if dist.get_rank() == failing:
                 raise ValueError("x")
 
