@@ -119,35 +119,35 @@ def to_json(value: Any) -> Any:
     return {"repr": repr(value)}
 
 
-def from_json(data: Any, where: str = "config.json", recipes: Any = None) -> Any:
+def from_json(data: Any, where: str = "config.json", fallback: Any = None) -> Any:
     """What `to_json` was given. Raises ConfigError where that is not possible, or not in this version.
 
-    recipes: what the recipe has in its place, where that is known: a lambda can be read from nowhere else.
+    fallback: what the recipe has in its place, where that is known: a lambda can be read from nowhere else.
     """
     if isinstance(data, list):
-        return tuple(_items(data, where, recipes))
+        return tuple(_items(data, where, fallback))
     if not isinstance(data, dict):
         return data
     try:
-        return _from_dict(data, where, recipes)
+        return _from_dict(data, where, fallback)
     except ConfigError:
-        if data.keys() & {"python", "method", "repr"} and _without_addresses(data) == _without_addresses(
-            to_json(recipes)
-        ):
-            return recipes
+        is_of_python = bool(data.keys() & {"python", "method", "repr"})
+        if is_of_python and _without_addresses(data) == _without_addresses(to_json(fallback)):
+            return fallback
         raise
 
 
-def _items(data: list[Any], where: str, recipes: Any) -> list[Any]:
-    own = recipes if isinstance(recipes, list | tuple) and len(recipes) == len(data) else [None] * len(data)
-    return [from_json(item, where, known) for item, known in zip(data, own, strict=True)]
+def _items(data: list[Any], where: str, fallback: Any) -> list[Any]:
+    if not isinstance(fallback, list | tuple) or len(fallback) != len(data):
+        fallback = [None] * len(data)
+    return [from_json(item, where, other) for item, other in zip(data, fallback, strict=True)]
 
 
 def _without_addresses(data: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", json.dumps(data))
 
 
-def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
+def _from_dict(data: dict[str, Any], where: str, fallback: Any) -> Any:
     match data:
         case {"type": str(name), **fields}:
             kind = _find(name, where)
@@ -161,7 +161,7 @@ def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
                     f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
                     f"remove it there, or give a recipe"
                 )
-            own = recipes if type(recipes) is kind else None
+            own = fallback if type(fallback) is kind else None
             values = {f: from_json(value, where, getattr(own, f, None)) for f, value in fields.items()}
             values |= {f: RENAMED[f, value] for f, value in fields.items() if (f, str(value)) in RENAMED}
             try:
@@ -169,13 +169,13 @@ def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
         case {"dict": list(items)}:
-            made = recipes if isinstance(recipes, dict) else {}
+            made = fallback if isinstance(fallback, dict) else {}
             keys = [from_json(key, where) for key, _ in items]
             return {
                 key: from_json(item, where, made.get(key)) for key, (_, item) in zip(keys, items, strict=True)
             }
         case {"list": list(items)}:
-            return _items(items, where, recipes)
+            return _items(items, where, fallback)
         case {"set": list(items)} | {"frozenset": list(items)}:
             return _SETS[next(iter(data))](from_json(item, where) for item in items)
         case {"method": str(name), "of": owner}:
@@ -192,7 +192,7 @@ def _from_dict(data: dict[str, Any], where: str, recipes: Any) -> Any:
                     f"{where} names {name!r} of {kind}, which is not there; give a recipe"
                 ) from error
         case {"named": str(kind), "values": list(items)}:
-            return _find(kind, where)(*_items(items, where, recipes))
+            return _find(kind, where)(*_items(items, where, fallback))
     raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
 
 

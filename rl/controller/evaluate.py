@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
+from rl.config.codec import read_config, to_json
 from rl.config.flags import override
 from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
@@ -25,7 +26,7 @@ from rl.config.validate import validate
 from rl.controller.rollouts import check_rewards
 from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
-from rl.envs.base import held_out
+from rl.envs.base import Env, held_out
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.models.checkpoint_dir import is_complete, latest
@@ -55,7 +56,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ConfigError(f"no recipe is named; {_USAGE}")
     configs = {name: _config(model, name, rest) for name in recipes}
     for name, config in configs.items():
-        if count := _trained_on(Path(model), config):
+        with modules_of(source_of(name)):
+            count = _trained_on(Path(model), config.env)
+        if count:
             print(
                 f"{name}: {count} of {len(held_out(config.env))} problems were not held out of the run's "
                 f"training; lower env.num_eval for those that were"
@@ -132,13 +135,17 @@ def _take_samples(rest: list[str]) -> int:
     return int(value)
 
 
-def _trained_on(model: Path, config: RunConfig) -> int:
-    """How many of the problems the run itself may have trained on, where it had the same task."""
+def _trained_on(model: Path, env: Env) -> int:
+    """How many of its problems the run itself may have trained on, where it had the same task."""
     run_dir, _ = _of_a_run(model)
-    own = None if run_dir is None else load_recipe(str(run_dir / "config.json"))[1].env
-    if own is None or replace(own, num_eval=config.env.num_eval) != config.env:
+    if run_dir is None:
         return 0
-    return len({problem.key for problem in held_out(config.env)} - {p.key for p in held_out(own)})
+    # As it is written: to load it would make classes of a recipe's file anew, which are then others.
+    written = read_config(str(run_dir))[1]["env"]
+    if written | {"num_eval": env.num_eval} != json.loads(json.dumps(to_json(env))):
+        return 0
+    of_run = replace(env, num_eval=written["num_eval"])
+    return len({problem.key for problem in held_out(env)} - {problem.key for problem in held_out(of_run)})
 
 
 def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:

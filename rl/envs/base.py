@@ -216,11 +216,7 @@ class Env:
         """Walk the policy through the problem n times. For tools or several turns, see ChatEnv."""
         prompt_segment = Segment.given(prompt.tokens)
         if len(prompt.tokens) >= context.max_tokens:
-            reason = (
-                f"the prompt of {len(prompt.tokens)} tokens leaves no room for an answer within "
-                f"{context.max_tokens} (max_seq_len, or the model's positions)"
-            )
-            score = Score(0.0, reason, cause="too_long")
+            score = Score(0.0, no_room("prompt", len(prompt.tokens), context.max_tokens), cause="too_long")
             segments = lay_out([prompt_segment])
             return [Rollout(prompt.problem, segments, "", StopReason.STOP, None, score=score)] * n
         stop_ids = self.stop_ids(context.tokenizer)
@@ -248,6 +244,14 @@ class Env:
         if sum(len(completion.tokens) for completion in completions) < _LONG:
             return rollouts()
         return await in_thread(rollouts)
+
+
+def no_room(what: str, num_tokens: int, limit: int) -> str:
+    """Why an answer cannot begin. limit: tokens of the longest sequence."""
+    return (
+        f"the {what} of {num_tokens} tokens leaves no room for an answer within {limit} (max_seq_len, or the "
+        f"model's positions)"
+    )
 
 
 @lru_cache(maxsize=_MOST_ENVS)

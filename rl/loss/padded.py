@@ -69,14 +69,16 @@ def padded_loss(
     )
     num_tokens = int(keep.sum())
     total, metrics = loss(policy, inputs)
-    divisor = len(mask) / 2 if of_pairs else denominator(loss_agg, num_tokens, len(mask), max_new_tokens)
-    mean, count = total / max(1, divisor), len(mask) / 2 if of_pairs else num_tokens
+    if of_pairs:
+        divisor = count = max(1, len(mask) / 2)
+    else:
+        divisor, count = denominator(loss_agg, num_tokens, len(mask), max_new_tokens), max(1, num_tokens)
     values: dict[str, float] = {}
     for metric, value in metrics.items():
         name, _, reduction = metric.partition(":")
-        values[name] = float(value) / (max(1, count) if reduction == "sum" else 1)
+        values[name] = float(value) / (count if reduction == "sum" else 1)
     values.pop("dpo/pairs", None)  # of each pair one
-    return PaddedLoss(mean, values)
+    return PaddedLoss(total / divisor, values)
 
 
 def padded_advantages(

@@ -16,6 +16,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, TrainerConfig
 from rl.config.codec import write_config
+from rl.config.recipes import load_recipe
 from rl.config.resume import take_over_weights
 from rl.controller import evaluate as evaluation
 from rl.controller import replay as replaying
@@ -136,6 +137,22 @@ def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_
     assert roles["reference"] == (run_dir / "teacher/model", None)
 
 
+OWN_TASK = """
+from dataclasses import dataclass
+from rl.configs.quickstart import quickstart
+from dataclasses import replace
+from rl.config import RunConfig
+from rl.envs.sort_letters import SortLetters
+
+@dataclass(frozen=True)
+class Mine(SortLetters):
+    num_eval: int = 2
+
+def mine() -> RunConfig:
+    return replace(quickstart(), env=Mine())
+"""
+
+
 def test_problems_that_the_run_did_not_hold_out_are_counted(a_run, tmp_path, capsys):
     run_dir, config = a_run
     for number, more in enumerate((0, 7)):
@@ -143,6 +160,15 @@ def test_problems_that_the_run_did_not_hold_out_are_counted(a_run, tmp_path, cap
         started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / str(number), "--env.num_eval", count)
         words = f"quickstart: {more} of {count} problems were not held out of the run's training; lower env.num_eval"
         assert (words in capsys.readouterr().out) == (more > 0)
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_TASK)
+    _, own = load_recipe(f"{path}:mine")
+    write_config(run_dir, f"{path}:mine", replace(own, model=config.model))
+    evaluated = started(
+        evaluate, run_dir, f"{path}:mine", "--run_dir", tmp_path / "mine", "--env.num_eval", 5
+    )
+    assert evaluated and f"{path}:mine: 3 of 5 problems were not held out" in capsys.readouterr().out
+    write_config(run_dir, "quickstart", config)
     other = ("--env.prompt_prefix", "b", "--env.num_eval", config.env.num_eval + 7)  # another task
     started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / "other", *other)
     assert "were not held out" not in capsys.readouterr().out

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.envs.base import no_room
 from rl.envs.chat.template import ChatTemplate, Schema, for_template
 from rl.envs.chat.tool_calls import ParsedTurn, as_message
 from rl.errors import ConfigError
@@ -117,10 +118,7 @@ class ChatSession:
         room = self._max_tokens - len(prompt)
         if room < 1:
             self.was_refused = True
-            raise TooLong(
-                f"the conversation of {len(prompt)} tokens leaves no room for an answer within "
-                f"{self._max_tokens} (max_seq_len, or the model's positions)"
-            )
+            raise TooLong(no_room("conversation", len(prompt), self._max_tokens))
         seed = self._seeds[self._num_begun]
         self._num_begun += 1
         limit = min(self._params.max_new_tokens, room, max_new_tokens or room)

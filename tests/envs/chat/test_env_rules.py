@@ -53,18 +53,8 @@ class Undocumented(Fine):
 
 
 @dataclass(frozen=True)
-class Program(AgentEnv):
-    num_eval: int = 2
+class Program(Fine, AgentEnv):
     command: tuple[str, ...] = (sys.executable,)
-
-    def generate(self, seed):
-        return Problem(str(seed), str(seed))
-
-    def reward_episode(self, episode):
-        return 1.0
-
-    def demonstration(self, problem, seed):
-        return "1"
 
 
 class Undecorated(Fine):
