@@ -20,7 +20,7 @@ from rl.config import RewardConfig
 from rl.config.settle import settle
 from rl.models.layout import Layout
 from rl.plan.cluster import Cluster, Host
-from rl.plan.memory import ModelShape
+from rl.plan.model_shape import ModelShape
 
 DEVICE = Device({"float32": {1: 1e11}, "bfloat16": {1: 2e11}}, 1e10, 1e-6)
 HERE = Machine(

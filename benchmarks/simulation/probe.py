@@ -15,7 +15,7 @@ from monarch.actor import Actor, endpoint
 from benchmarks.runs import run
 from benchmarks.simulation.seconds import Controls, Device, Machine, Overheads, Work
 from configs.quickstart import quickstart
-from rl.plan.memory import ModelShape
+from rl.plan.model_shape import ModelShape
 
 _WIDTH, _MLP = 576, 1536  # of the matrices that are multiplied: as large as those of a small model
 _ROWS = (1, 16, 64, 128, 256, 2048)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl.plan.memory import BYTES, ModelShape
+from rl.plan.model_shape import BYTES, ModelShape
 
 # Small operations of a decoder layer: norms, projections, rotation, attention, gate. Backward has twice as many.
 _LAYER_OPS, _LAYER_OPS_BACKWARD = 20, 40

@@ -32,7 +32,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig, open_sinks
 from rl.observability.timeline import Timeline
 from rl.plan.cluster import Cluster
-from rl.plan.memory import BYTES, ModelShape
+from rl.plan.model_shape import BYTES, ModelShape
 from rl.plan.types import EngineSpec, GeneratorSpec, Plan
 from rl.plan.types import Replica as ReplicaPlan
 from rl.types import Completion, VersionRange

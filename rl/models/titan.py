@@ -27,6 +27,7 @@ from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.common import RoPE
 
 
 class TitanEngine(Engine):
@@ -35,7 +36,7 @@ class TitanEngine(Engine):
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
         check_expert_width(self._hf_config, config.dtype, layout.tensor_parallel)
-        # Each layer keeps a RoPE table of this length.
+        # The length of the RoPE table.
         self._hf_config["max_position_embeddings"] = self.max_seq_len
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
         self._packed_attention = (
@@ -86,6 +87,7 @@ class TitanEngine(Engine):
         model.to_empty(device=self.device)
         with torch.no_grad():
             model.init_states(buffer_device=self.device)
+        _share_rope_tables(model)
         if config.seed is not None:
             drawn = self.draw(self._model_dir, config.seed)
             load_tensors(model, drawn.__getitem__, self._name, self._split, self.device)
@@ -183,6 +185,13 @@ class TitanEngine(Engine):
         everyone = mine.new_zeros(total, *mine.shape[1:]).index_copy(0, index, mine.detach())
         dist.all_reduce(everyone, group=self._context_group)
         return everyone.index_copy(0, index, mine)
+
+
+def _share_rope_tables(model: nn.Module) -> None:
+    """Every layer makes the same table of cosines and sines, of `max_seq_len` positions."""
+    tables = [module for module in model.modules() if isinstance(module, RoPE)]
+    for module in tables:
+        module.cache = tables[0].cache
 
 
 def _layer_name(module: str, has_experts: bool) -> str | None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from rl.models.generator.vllm_config import Fill
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import ENGINE_ROLES, Demand, Facts, RoleName
-from rl.plan.memory import BYTES, GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
+from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
+from rl.plan.model_shape import BYTES
 from rl.plan.phases import Presences, remaining
 from rl.plan.places import Places
 from rl.plan.specs import Spec
@@ -38,7 +39,7 @@ def memories(demand: Demand, facts: Facts, specs: Mapping[RoleName, Spec], on_cp
             return None
         if isinstance(spec, EngineSpec):
             lora = demand.learned_adapters if role == "trainer" else LoRA()
-            parts[role] = engine_memory(shape, spec.config, lora, role != "reference", on_cpu)
+            parts[role] = engine_memory(shape, spec.config, lora, role != "reference", on_cpu, spec.kind)
         elif isinstance(spec, GeneratorSpec):
             memory = generator_memory(shape, replace(spec.config, kv_cache_gib=0.0), on_cpu)
             if role == "generator" and demand.clients_adapters is not None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from rl.errors import ConfigError
 from rl.models.layout import Layout
-from rl.plan.memory import ModelShape
+from rl.plan.model_shape import ModelShape
 from rl.plan.sections import GeneratorConfig, Hosts, RewardConfig, TrainerConfig
 from rl.types import LoRA
 from rl.waiting import Deadlines

@@ -4,7 +4,7 @@ from typing import Literal
 
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, RoleName
-from rl.plan.memory import BYTES
+from rl.plan.model_shape import BYTES
 from rl.plan.numerics import Numerics
 from rl.plan.places import Places
 from rl.plan.types import Link, Notes

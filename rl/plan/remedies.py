@@ -7,7 +7,7 @@ from dataclasses import replace
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand
 
-_FULL = "--trainer.activation_checkpointing full"
+_SELECTIVE, _FULL = (f"--trainer.activation_checkpointing {how}" for how in ("selective", "full"))
 _LEAST_CACHE_GIB = 0.1
 
 
@@ -27,6 +27,8 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
     stay = demand.sharing == "side_by_side" or (demand.sharing == "auto" and not cluster.gpus)
     if demand.command == "train" and stay and not demand.overlap:
         yield "set --placement by_turns", replace(demand, sharing="by_turns")
+    if demand.trainer.activation_checkpointing == "none":
+        yield f"set {_SELECTIVE}", trainer(activation_checkpointing="selective")
     if demand.trainer.activation_checkpointing != "full":
         yield f"set {_FULL}", trainer(activation_checkpointing="full")
     tokens = demand.trainer.micro_batch_tokens // 2

@@ -3,7 +3,8 @@
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts
 from rl.plan.fit import host_name
-from rl.plan.memory import BYTES, GIB
+from rl.plan.memory import GIB
+from rl.plan.model_shape import BYTES
 from rl.plan.numerics import Numerics
 from rl.plan.places import Places
 from rl.plan.types import Notes

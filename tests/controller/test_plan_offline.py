@@ -6,7 +6,7 @@ from rl.config.recipes import load_recipe
 from rl.config.settle import settle
 from rl.models.known_shapes import KNOWN, known_config
 from rl.models.sources import ModelDir
-from rl.plan.memory import ModelShape
+from rl.plan.model_shape import ModelShape
 from rl.plan.show import show
 from tests.plans import cluster
 

@@ -151,6 +151,12 @@ def test_float8_changes_the_result_a_little(model_dir):
     assert losses[-1] < 0.3 * losses[0]  # holds: meaning, it learns
 
 
+def test_all_layers_share_one_table_of_positions(model_dir):
+    model = TitanEngine(model_dir, EngineConfig(seed=1))._model
+    tables = [t for name, t in model.named_buffers(remove_duplicate=False) if name.endswith("rope.cache")]
+    assert len(tables) == len(model.layers) > 1 and all(table is tables[0] for table in tables)
+
+
 def test_forward_alone_leaves_the_weights_exportable(make):
     engine = make()
     before = weights(engine)

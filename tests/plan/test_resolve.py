@@ -26,7 +26,7 @@ from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.plan.cluster import GPU, USABLE, Cluster, Host
 from rl.plan.demand import ENGINE_ROLES, ModelFacts
-from rl.plan.memory import ModelShape
+from rl.plan.model_shape import ModelShape
 from rl.plan.resolve import resolve
 from rl.plan.show import show
 from rl.plan.types import Plan
@@ -174,7 +174,7 @@ def qwen(make, **changes) -> RunConfig:
 # (machine, changes to SmolLM2's recipe with Qwen3-0.6B, what the refusal says)
 REFUSED = [
     ("1xL4-24", {"trainer": TrainerConfig()}, "GPU 0 has 21.7 GiB for processes that need about"),
-    ("1xL4-24", {"trainer": TrainerConfig()}, "set --trainer.activation_checkpointing full"),
+    ("1xL4-24", {"trainer": TrainerConfig()}, "set --trainer.activation_checkpointing selective"),
     ("1xH100-80", {"placement": "alone"}, "2 processes (trainer 1 + generator 1) need a GPU each but the machine has 1"),
     ("1xH100-80", {"max_seq_len": 4096, "trainer": TrainerConfig(micro_batch_tokens=2048)}, "trainer.micro_batch_tokens=2048 holds no sequence of 4096 tokens; raise it, or lower max_seq_len"),
     ("1xH100-80", {"trainer": TrainerConfig(), "max_seq_len": 8192, "generator": GeneratorConfig(kv_cache_gib=0.1)}, "is less than one sequence of 8192 tokens takes, 0.88 GiB"),

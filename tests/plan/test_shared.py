@@ -12,7 +12,7 @@ from rl.config.settle import plan_or_problems
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.plan.cluster import Cluster, Host
-from rl.plan.memory import ModelShape
+from rl.plan.model_shape import ModelShape
 from rl.plan.types import Plan
 from rl.tinker.serve import ServeConfig, settle
 from rl.types import LoRA

@@ -20,7 +20,8 @@ from rl.models.layout import Layout
 from rl.models.sources import TinyQwen3
 from rl.paths import lock_directory
 from rl.plan.cluster import GPU, USABLE, Cluster, Host
-from rl.plan.memory import GIB, ModelShape, longest_sequence_bytes
+from rl.plan.memory import GIB, longest_sequence_bytes
+from rl.plan.model_shape import ModelShape
 from rl.plan.types import Plan
 from rl.tinker.limits import Limits
 from rl.tinker.serve import ServeConfig, serve, settle
