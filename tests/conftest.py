@@ -1,4 +1,4 @@
-"""Which devices tests use: devices.py. Which tests run side by side, and how long each may take."""
+"""Which devices tests use: devices.py. Which run side by side: side_by_side.py. How long each may take."""
 
 import os
 import signal
@@ -6,11 +6,11 @@ import signal
 import hypothesis
 import pytest
 import torch
-from xdist.scheduler import LoadScopeScheduling
 
 from rl.cluster.environment import prepare_environment
 from rl.cluster.machine import num_cores
 from tests.devices import hide_too_few
+from tests.side_by_side import PROCESSES, SideBySide
 
 prepare_environment()  # as `rl` does: processes that tests start wait for work as those of a run do
 hide_too_few()
@@ -25,28 +25,7 @@ if (
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
-# Tests that start engines, generators, whole runs or servers: each takes every core, so they run one after the other.
-PROCESSES = (
-    "tests/chaos/",
-    "tests/hosts/",
-    "tests/integration/",
-    "tests/models/test_checkpoint.py",
-    "tests/models/test_conformance.py",
-    "tests/models/test_fake_device.py",
-    "tests/models/test_generator.py",
-    "tests/models/test_generator_adapters.py",
-    "tests/models/test_value_head.py",
-    "tests/test_examples.py",
-    "tests/tinker/test_cookbook.py",  # its server plans with 15 GiB
-)
 SECONDS, PROCESSES_SECONDS, SLOW_SECONDS = 120, 300, 900  # of each test, its fixtures included
-
-
-class SideBySide(LoadScopeScheduling):
-    """With `pytest -n 2` one worker runs the tests with processes while the other takes file after file."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "processes" if nodeid.startswith(PROCESSES) else nodeid.split("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -51,19 +51,14 @@ def cluster_at(addresses: str) -> Cluster:
 def look_at_hosts(text: str) -> Cluster:
     """As they were when first asked. Raises ConfigError with a line for each host that cannot be used."""
     hosts, problems = list[Host](), list[str]()
-    by_machine = dict[str, str]()
     for address in host_addresses(text):
         try:
-            host, machine = _look_at(address)
+            host = look_at(address)
+            check_machine(host, hosts)
         except ConfigError as error:
             problems.append(str(error))
             continue
         hosts.append(host)
-        if (first := by_machine.setdefault(machine, address)) != address:  # its GPUs would be counted twice
-            problems.append(
-                f"hosts {first} and {address} are one machine; name one of them, and start one rl worker "
-                f"there"
-            )
     if not problems:
         hosts, problems = _with_links(hosts)
     if problems:
@@ -86,11 +81,6 @@ def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
 
 def look_at(address: str) -> Host:
     """As it is now. Raises ConfigError, with a line for each problem."""
-    return _look_at(address)[0]
-
-
-def _look_at(address: str) -> tuple[Host, str]:
-    """And the name of its machine."""
     began = time.time()
     try:
         answer, connection = ask(address, {"do": "look"}, _SECONDS)
@@ -101,13 +91,22 @@ def _look_at(address: str) -> tuple[Host, str]:
         if problems := _problems(address, answer, (began + time.time()) / 2):
             raise ConfigError("\n".join(problems))
         gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
-        shared_gib = float(answer["shared_gib"])
-        host = Host(answer["num_cores"], answer["free_gib"], gpus, address, shared_gib=shared_gib)
-        return host, str(answer["machine"])
+        memory = {"shared_gib": float(answer["shared_gib"]), "machine": str(answer["machine"])}
+        return Host(answer["num_cores"], answer["free_gib"], gpus, address, **memory)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"host {address} answers as another rl does ({error!r}); install the same on all hosts"
         ) from error
+
+
+def check_machine(host: Host, others: Sequence[Host]) -> None:
+    """Raises ConfigError where one of the others is the same machine: its GPUs would be counted twice."""
+    for other in others:
+        if host.machine and host.machine == other.machine:
+            raise ConfigError(
+                f"hosts {other.address} and {host.address} are one machine; name one of them, and start one "
+                f"rl worker there"
+            )
 
 
 def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from rl.actors.remote import ProcessDied
-from rl.cluster.hosts import check_as_planned, look_at
+from rl.cluster.hosts import check_as_planned, check_machine, look_at
 from rl.cluster.leases import Lease
 from rl.errors import ConfigError
 from rl.host_protocol import HostUnreachable
@@ -65,9 +65,15 @@ class Slot:
 class Joining:
     """Gives hosts that ask for it to the slots that are free."""
 
-    def __init__(self, slots: Mapping[int, Slot], make_lease: Callable[[str, int], Lease]):
+    def __init__(
+        self,
+        slots: Mapping[int, Slot],
+        always_there: Sequence[Host],
+        make_lease: Callable[[str, int], Lease],
+    ):
         """slots: by the host's number in the plan. make_lease: of an address and a number."""
         self.slots = slots
+        self._always_there = always_there
         self._make_lease = make_lease
         self._made: list[Lease] = []
         self._refused: dict[str, str] = {}  # address -> why, without numbers
@@ -91,6 +97,9 @@ class Joining:
         self._made = [*self.leases, lease]
         try:
             host = await asyncio.to_thread(look_at, address)
+            check_machine(
+                host, [*self._always_there, *(s.host for s in self.slots.values() if not s.is_free)]
+            )
             check_as_planned(host, slot.planned, slot.needed_gib)
             await lease.connect()
             kept = tasks.create_task(lease.run_until_lost())

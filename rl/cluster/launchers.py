@@ -118,7 +118,8 @@ class Hosts:
         self.address, self.run = "", uuid.uuid4().hex
         self._plan, self._hosts, self._patience = plan, plan.cluster.hosts, plan.deadlines.start
         slots = {number: _slot(number, plan) for number, host in enumerate(self._hosts) if host.may_join}
-        self._joining = Joining(slots, self._lease)
+        always_there = [host for host in self._hosts if not host.may_join]
+        self._joining = Joining(slots, always_there, self._lease)
         self._sharers = sharers(plan)
         self._leases: list[Lease] = []  # of the hosts that are always there: the first
 

@@ -122,6 +122,8 @@ def check_chat_env(env: ChatEnv, tokenizer: Tokenizer) -> list[str]:
                 problems.append(
                     f"env.{name} has no effect on env.command, which asks and calls by itself; remove it"
                 )
+    elif isinstance(env, AgentEnv) and env.variables:
+        problems.append("env.variables has no effect without env.command; remove it, or give the command")
     try:
         template = chat_template(tokenizer, env.call_format)
         tools = [tool.schema for tool in env.tools()]

@@ -37,7 +37,8 @@ class Host:
 
     address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
     not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one.
-    shared_gib: what its /dev/shm holds in all. None: not known.
+    shared_gib: what its /dev/shm holds in all. None: not known. machine: the same for hosts that share its
+    memory; empty: not known.
     """
 
     num_cores: int
@@ -47,6 +48,7 @@ class Host:
     may_join: bool = False
     gb_per_s: float | None = None
     shared_gib: float | None = None
+    machine: str = ""
 
     def __str__(self) -> str:
         later = " that may join" if self.may_join else ""
@@ -64,7 +66,7 @@ class Cluster:
     def with_joining(self, count: int) -> "Cluster":
         """And so many hosts that may join, each taken to be as the last."""
         gpus = tuple(replace(gpu, visible=str(number)) for number, gpu in enumerate(self.hosts[-1].gpus))
-        joining = replace(self.hosts[-1], gpus=gpus, address="", may_join=True)
+        joining = replace(self.hosts[-1], gpus=gpus, address="", may_join=True, machine="")
         return Cluster((*self.hosts, *(joining,) * count))
 
     @property

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import re
 import socket
 
@@ -11,7 +12,7 @@ import pytest
 from rl.actors.remote import ProcessDied
 from rl.cluster import host_agent
 from rl.cluster.host_agent import _flags
-from rl.cluster.hosts import host_addresses
+from rl.cluster.hosts import host_addresses, look_at
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
 from rl.errors import ConfigError
@@ -34,6 +35,8 @@ PLANNED = Host(1, 0.0, may_join=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(host_agent, "_JOIN_SECONDS", 0.2)
     monkeypatch.setattr("rl.cluster.joining._LOOK_SECONDS", 0.05)
+    number = itertools.count()  # all of the tests' hosts are this machine
+    monkeypatch.setattr("rl.cluster.host_agent.machine_name", lambda: f"machine {next(number)}")
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +47,10 @@ async def a_run(tmp_path, *planned):
         lease = a_lease(first.address, tmp_path)
         await lease.connect()
         slots = {1 + i: Slot(host, 0.0, f"generator-{i}") for i, host in enumerate(planned)}
-        joining = Joining(slots, lambda address, _: a_lease(address, tmp_path, may_return=False))
+        always_there = [await asyncio.to_thread(look_at, first.address)]
+        joining = Joining(
+            slots, always_there, lambda address, _: a_lease(address, tmp_path, may_return=False)
+        )
         keeping = [asyncio.create_task(part) for part in (lease.run(), joining.run([lease]))]
         try:
             yield first, slots
@@ -131,6 +137,21 @@ def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_p
     (message,) = caplog.messages
     assert message.startswith(f"host {address} cannot join: ") and "join with a host as the last" in message
     assert re.search(words, message)
+
+
+@pytest.mark.parametrize("where", ["first", "joined"])
+def test_a_second_worker_of_a_machine_that_is_there_is_refused_by_name(where, tmp_path, caplog, monkeypatch):
+    async def main():
+        async with a_run(tmp_path, PLANNED, PLANNED) as (first, slots):
+            name = {"first": "machine 0", "joined": "another"}[where]
+            monkeypatch.setattr("rl.cluster.host_agent.machine_name", lambda: name)
+            async with joins(first), joins(first):
+                await until(lambda: "are one machine" in caplog.text)
+                await asyncio.sleep(0.5)
+                assert sum(bool(slot.visit) for slot in slots.values()) == (where == "joined")
+
+    asyncio.run(main())
+    assert "start one rl worker there" in caplog.text
 
 
 def test_who_asks_for_a_run_that_is_not_there_asks_again(tmp_path, capsys, unused_port):

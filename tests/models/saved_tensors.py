@@ -1,7 +1,7 @@
 """What autograd saves for backward of a decoder's layers, counted by torch's hooks.
 
-Under FakeTensorMode nothing is computed, so layers of any size fit. `python -m tests.models.saved_tensors JOB` counts
-for layouts: real tensors of one rank, of a process group whose collectives do nothing.
+Under FakeTensorMode nothing is computed, so layers of any size fit. `python -m tests.models.saved_tensors JOB`
+counts for layouts: real tensors of one rank, of a process group whose collectives do nothing.
 """
 
 import json

@@ -93,13 +93,13 @@ def test_hf(model, device, learning, checkpointing):
 
 
 SMALL = {
-    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 320,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 320, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
 }  # fmt: skip
 DENSE = SMALL | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 EXPERTS = SMALL | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 48,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 48,
 }  # fmt: skip
 LAYOUTS = [
     Layout(tensor_parallel=2),

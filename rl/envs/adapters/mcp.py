@@ -36,7 +36,11 @@ class MCPEnv(ChatEnv):
         return [Tool(schema, self._caller(schema["function"]["name"])) for schema in tools]
 
     def validate(self) -> list[str]:
-        return [] if self.server else ["env.server is empty; give an MCP server's URL, or its command"]
+        if not self.server:
+            return ["env.server is empty; give an MCP server's URL, or its command"]
+        if self.variables and self._is_remote:
+            return ["env.variables has no effect on a server at a URL, which runs already; remove it"]
+        return []
 
     @property
     def _is_remote(self) -> bool:

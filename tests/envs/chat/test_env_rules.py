@@ -57,6 +57,11 @@ class Program(Fine, AgentEnv):
     command: tuple[str, ...] = (sys.executable,)
 
 
+@dataclass(frozen=True)
+class OwnAgent(Fine, AgentEnv):
+    def agent(self, episode, base_url, api_key): ...
+
+
 class Undecorated(Fine):
     max_turns: int = 2
 
@@ -96,6 +101,7 @@ def test_the_recipe_is_fine():
         (Calculator(stop=(">",)), "env.stop has no effect on a ChatEnv"),
         (Program(prompt_prefix="12"), "env.prompt_prefix has no effect on env.command"),
         (Program(max_result_chars=5), "env.max_result_chars has no effect on env.command"),
+        (OwnAgent(variables=("KEY",)), "env.variables has no effect without env.command"),
         (Untyped(), "the tool use cannot be described"),
         (Undescribed(), "the tool use has no type hint for it"),
         (Undocumented(), "the tool use has no docstring"),
