@@ -91,8 +91,9 @@ def look_at(address: str) -> Host:
         if problems := _problems(address, answer, (began + time.time()) / 2):
             raise ConfigError("\n".join(problems))
         gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
-        memory = {"shared_gib": float(answer["shared_gib"]), "machine": str(answer["machine"])}
-        return Host(answer["num_cores"], answer["free_gib"], gpus, address, **memory)
+        shared_gib, machine = float(answer["shared_gib"]), str(answer["machine"])
+        num_cores, free_gib = answer["num_cores"], answer["free_gib"]
+        return Host(num_cores, free_gib, gpus, address, shared_gib=shared_gib, machine=machine)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"host {address} answers as another rl does ({error!r}); install the same on all hosts"

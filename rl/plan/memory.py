@@ -52,13 +52,16 @@ def engine_memory(
     parts["gradients"] = learned * _FP32
     parts["optimizer"] = 2 * learned * _FP32
     parts["gathered"] = _gathered(shape, config, learns and not frozen, size)
-    learning = Learning() if not learns else Learning(weights=True)
-    if learns and frozen:
-        learning = Learning(targets=lora.targets, rank=lora.rank)
-    parts["activations"] = activations(shape, config, kind, learning, on_cpu)
+    parts["activations"] = activations(shape, config, kind, _learning(config, lora, learns), on_cpu)
     parts["head"] = _head(shape, config, learns)
     parts["overhead"] = OVERHEAD_CPU["engine"] if on_cpu else OVERHEAD_GPU
     return Memory(parts)
+
+
+def _learning(config: EngineConfig, lora: LoRA, learns: bool) -> Learning:
+    if not learns:
+        return Learning()
+    return Learning(targets=lora.targets, rank=lora.rank) if config.adapters else Learning(weights=True)
 
 
 def _gathered(shape: ModelShape, config: EngineConfig, learns: bool, size: int) -> float:
