@@ -1,13 +1,13 @@
 """`rl gpu-check`: its table with checks that are made up, and those that a CPU can run for real."""
 
-from contextlib import suppress
+import time
 
-import psutil
 import pytest
 
 from rl import gpu_check
 from rl.errors import ConfigError
 from rl.plan.cluster import GPU, Host
+from rl.processes import ProcessInfo, is_gone, own_host
 from tests.tiny import write_config
 
 CPU, ONE = Host(2, 8.0), Host(16, 64.0, (GPU("H100", 78.8, (9, 0)),))
@@ -76,8 +76,10 @@ def test_what_a_check_that_hangs_has_started_ends_with_it(monkeypatch, tmp_path)
     monkeypatch.setattr(gpu_check.sys, "executable", str(program))
     monkeypatch.setattr(gpu_check, "_SECONDS", 1.0)
     assert gpu_check._run(gpu_check.CHECKS[0], tmp_path) == ("took longer than 1 s", {})
-    with suppress(psutil.NoSuchProcess):
-        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
+    started, until = ProcessInfo(int(pid.read_text()), own_host(), "cpu"), time.monotonic() + 20
+    while not is_gone(started):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
