@@ -83,7 +83,7 @@ class _Layer:
         outputs = [width for i, width in enumerate(self._products(sparse)) if i % 2 == 0]
         if sparse and self._one_expert_at_a_time:  # half of three products of each
             outputs.append(self._shape.top_k * (self._shape.expert_dim / self._tp + self._shape.dim / 2))
-        attention = 0.0 if self._on_cpu else self._q * self._size + self._statistics()
+        attention = (not self._on_cpu) * self._q * self._size + self._statistics()
         return self.input() + (sum(outputs) * self._size + attention) / self._cp
 
     def input(self) -> float:
@@ -102,14 +102,9 @@ class _Layer:
             here += 2 * shape.head_dim * _FP32  # cosines and sines of the token's position
         here += self._q * size  # as attention takes it
         keys = 2 * (self._q if self._expands_heads else self._k) * size
-        if self._by_rows:
-            here += (
-                self._q * size + self._statistics()
-            )  # rows of what attention gives, and that in their order
-        if learning.inputs(_OUT) or not (self._on_cpu or self._by_rows):
-            here += self._q * size
-        if not (self._on_cpu or self._by_rows):
-            here += self._statistics()
+        # Its output, which the next layer shares with varlen attention alone; the CPU's computes it again.
+        num_outputs = (not self._on_cpu) + (bool(learning.inputs(_OUT)) and (self._on_cpu or self._by_rows))
+        here += num_outputs * self._q * size + self._statistics()
         return here / self._cp + keys  # keys and values are those of the whole row
 
     def _feed_forward(self) -> float:
@@ -124,8 +119,8 @@ class _Layer:
         if weights:
             here += shape.dim * (self._size if self._on_cpu else _FP32)  # the router's input
         routed = (3 + weights) * shape.expert_dim / self._tp + weights * shape.dim
-        given = shape.dim * (_FP32 if self._kind == "titan" else self._size)  # to be scaled by the scores
-        return (here + shape.top_k * (routed * self._size + given)) / self._cp
+        output = shape.dim * (_FP32 if self._kind == "titan" else self._size)  # to be scaled by the scores
+        return (here + shape.top_k * (routed * self._size + output)) / self._cp
 
     def _norm(self, width: float) -> float:
         """torch's kernel for GPUs saves its input. Elsewhere a norm is made of parts that compute in fp32."""
@@ -140,7 +135,8 @@ class _Layer:
         return self._shape.dim * self._size * (copies if self._tp > 1 else min(copies, 1))
 
     def _statistics(self) -> float:
-        return self._shape.num_heads * _FP32 / self._tp  # the logarithm of each softmax's sum
+        """The logarithm of each softmax's sum, which the CPU's attention computes again."""
+        return 0.0 if self._on_cpu else self._shape.num_heads * _FP32 / self._tp
 
     def _products(self, sparse: bool) -> Iterator[float]:
         """The widths that a layer's matrix products give, in their order."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand
 
-_SELECTIVE, _FULL = (f"--trainer.activation_checkpointing {how}" for how in ("selective", "full"))
+_SELECTIVE = "--trainer.activation_checkpointing selective"
+_FULL = "--trainer.activation_checkpointing full"
 _LEAST_CACHE_GIB = 0.1
 
 

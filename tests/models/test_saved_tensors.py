@@ -39,7 +39,7 @@ DEVICES = {
 
 
 def planned(config, engine, kind, learning, on_gpu):
-    """Bytes of a token: of one of the layers, and of what comes once."""
+    """Bytes of a token, of one of the layers."""
     shape = ModelShape.of(config)
 
     def total(num_layers):
@@ -56,7 +56,7 @@ def check(model, device, learning, checkpointing, kind, count_of):
     config, learns = known_config(model), LEARNING[learning]
     engine = EngineConfig(dtype=dtype, activation_checkpointing=checkpointing)
     lora = None if learns.weights else LoRA(rank=learns.rank, targets=learns.targets)
-    saved, _ = of_a_layer(count_of(getattr(torch, dtype), on_gpu, lora, checkpointing), config, TOKENS)
+    saved = of_a_layer(count_of(getattr(torch, dtype), on_gpu, lora, checkpointing), config, TOKENS)
     expected = planned(config, engine, kind, learns, on_gpu)
     assert expected == pytest.approx(saved, rel=0.1), f"{expected / saved:.3f} of {saved} bytes"
 
