@@ -20,10 +20,13 @@ from rl.config import RunConfig, WarmupConfig
 from rl.config.settle import settle
 from rl.observability.timeline import Timeline
 from rl.observability.writer import Writer
+from rl.plan.cluster import Cluster, Host
 from rl.types import Completion, Score, StopReason, VersionRange
 from rl.waiting import Signal
 from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.store import WeightStore
+
+_HOST = Cluster((Host(num_cores=1024, free_gib=65_536.0),))  # no process starts on it
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class FakeTrainer(TrainerHandle):
     """Packs as the real one does, so that the controller's part is all there."""
 
     def __init__(self, config: RunConfig, seconds: Seconds):
-        spec = settle(config).of("trainer")[0].spec
+        spec = settle(config, cluster=_HOST).of("trainer")[0].spec
         super().__init__("trainer", None, spec.config, config.deadlines, Timeline())
         self._seconds = seconds
 
