@@ -1,7 +1,7 @@
 """A loss and an advantage estimator of your own: `rl train examples/own_algorithm.py:best_of_group`.
 
-Both are functions (or frozen dataclasses with __call__, whose fields become settings). They travel to the
-trainer by value.
+Both are functions (or frozen dataclasses with __call__, whose fields become settings). The estimator runs in
+the controller; the loss goes to the trainer by value.
 """
 
 from dataclasses import replace

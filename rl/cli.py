@@ -31,16 +31,19 @@ _USAGE = """usage: rl COMMAND ...
   rl --version"""
 
 
-_STARTS_PROCESSES = ("train", "eval", "replay", "serve")
+_STARTS_PROCESSES = ("train", "eval", "replay", "serve", "worker")
+_STARTS_NONE = ("--launcher", "--dry_run")
 
 
 def main() -> None:
     open_standard_streams()
     prepare_environment()
-    from rl.errors import ConfigError, RunError
+    from rl.errors import ConfigError, RunError, exit_code
 
+    flags = {word.partition("=")[0] for word in sys.argv[2:]}
+    starts = bool({*sys.argv[1:2]} & {*_STARTS_PROCESSES}) and not flags & {*_STARTS_NONE}
     try:
-        check_surroundings(starts_processes=sys.argv[1:2] != [] and sys.argv[1] in _STARTS_PROCESSES)
+        check_surroundings(starts_processes=starts)
         with forgiving_output() as output:
             try:
                 code: str | int | None = _dispatch(sys.argv[1:])
@@ -54,13 +57,13 @@ def main() -> None:
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"rl: error: {line}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code(error))
     except RunError as error:
         print(f"rl: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt as signal_number:
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt as interrupt:
         print("rl: interrupted", file=sys.stderr)
-        sys.exit(128 + next(iter(signal_number.args), 2))  # as shells do: 130 for Ctrl-C, 143 for SIGTERM
+        sys.exit(exit_code(interrupt))
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -9,6 +9,13 @@ class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
 
 
+def exit_code(error: BaseException) -> int:
+    """What `rl` ends with, as shells do: 130 after Ctrl-C, 143 after SIGTERM."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + int(next(iter(error.args), 2))
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 class DamagedCheckpoint(RunError):
     """A checkpoint is not what was written: an older one may be good."""
 

@@ -22,7 +22,6 @@ OWN_HOST = "RL_HOST"
 """In the environment of processes that a worker started: its address, host:port."""
 KEY = "RL_WORKER_KEY"
 LONGEST_LINE = 2**24
-_CHUNK = 2**20
 
 
 class HostUnreachable(RunError):

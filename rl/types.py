@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from rl.sequences import are_equal, become_arrays
 
 PolicyVersion = int
 """0 for the weights before the first RL step, then one more for each optimizer step that was published."""
+
+EngineName = Literal["titan", "hf"]
+TransportName = Literal["shared_memory", "torchstore"]
 
 
 @dataclass(frozen=True, slots=True)

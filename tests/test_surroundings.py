@@ -10,6 +10,8 @@ _RL = f"{sys.executable} -m rl.cli"
 _CASES = {
     "a working directory that is gone": ("mkdir gone && cd gone && rmdir ../gone && {rl} train quickstart", 2, "the working directory is gone; cd to one"),
     "little address space": ("ulimit -v 4000000 && {rl} train quickstart", 2, "address space is limited to 3.8 GiB"),
+    "little address space for a worker": ("ulimit -v 4000000 && {rl} worker --listen 127.0.0.1:0", 2, "address space is limited to 3.8 GiB"),
+    "little address space where nothing starts": ("ulimit -v 4000000 && {rl} train quicksart --launcher slurm", 2, "did you mean 'quickstart'"),
     "standard output closed": ("{rl} --version >&-", 0, ""),
     "all closed": ("{rl} --version <&- >&- 2>&-", None, ""),
 }  # fmt: skip

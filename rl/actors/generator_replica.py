@@ -173,7 +173,9 @@ class GeneratorReplica(Replica[GeneratorMember]):
         if began is None:
             _log.warning("%s: %s; it waits for a version that can be reached", self.name, error)
         elif now - began > _UNREACHABLE_SECONDS:
-            raise ProcessDied(f"{self.name}: {error}") from error
+            raise ProcessDied(
+                f"{self.name} reached no version of the weights for {_UNREACHABLE_SECONDS:.0f} s: {error}"
+            ) from error
         await asyncio.sleep(_TRY_SECONDS)
         return now if began is None else began
 

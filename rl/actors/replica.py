@@ -54,6 +54,7 @@ class Replica(Generic[M]):
         self.state = State.STARTING
         self.load = 0  # work in flight
         self.num_restarts = 0
+        self.final_death: ProcessDied | None = None  # after which it was given up
         self._spawn = spawn
         self._max_restarts = max_restarts
         self._changed = changed
@@ -104,6 +105,7 @@ class Replica(Generic[M]):
                 self._early_deaths.count(death)
             if self.num_restarts == self._max_restarts:
                 _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)
+                self.final_death = death
                 if self._host is not None:
                     self._failed_visit = visit
                     continue
@@ -235,7 +237,9 @@ class Pool(Generic[R]):
     def check_alive(self) -> None:
         """Raises ProcessDied once all are dead for good."""
         if self.num_alive == 0:
-            raise ProcessDied(f"every {self._name} has died for good; see their logs under the run's logs/")
+            deaths = [str(r.final_death) for r in self.replicas if r.final_death is not None]
+            how = deaths[-1] if deaths else "see their logs under the run's logs/"
+            raise ProcessDied(f"every {self._name} has died for good; {how}")
 
     async def until_dead(self) -> None:
         """Raises ProcessDied once all are dead for good. Never returns: for who waits for what they do."""

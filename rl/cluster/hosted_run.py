@@ -65,7 +65,7 @@ class HostedRun:
             if not self.shared.exists():  # two workers of one host share it
                 self._kept.enter_context(owned_directory(base, request["run_dir"], self.shared.name))
             temporary = self._kept.enter_context(owned_directory(temporary_base(), "temporary files"))
-            self._own = None if self.sees_directory else OwnDirectory(directory)
+            self._own = None if self.sees_directory else OwnDirectory(directory, request["run"])
         except ConfigError as error:
             self._kept.close()
             raise Refusal(f"cannot be used: {error}") from None

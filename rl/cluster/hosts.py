@@ -110,8 +110,8 @@ def check_machine(host: Host, others: Sequence[Host]) -> None:
             )
 
 
-def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:
-    """Of a host that joins. needed_gib: of its own memory, for the processes that it gets.
+def check_as_planned(host: Host, planned: Host, needed_gib: float = 0.0) -> None:
+    """Of a host that joins, or comes back. needed_gib: of its own memory, for the processes that it gets.
 
     Raises ConfigError.
     """
@@ -129,8 +129,8 @@ def check_as_planned(host: Host, planned: Host, needed_gib: float) -> None:
     for is_short, there, wanted in differences:
         if is_short:
             raise ConfigError(
-                f"host {host.address} cannot join: it has {there}, and the plan {wanted}; join with a host "
-                f"as the last of --hosts"
+                f"host {host.address} cannot be used: it has {there}, and the plan {wanted}; the run takes "
+                f"one as it was planned"
             )
 
 

@@ -6,6 +6,7 @@ Kubernetes reads a Secret by its name.
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -48,6 +49,18 @@ class SlurmJob:
     file: ClassVar[str] = "slurm.sh"
     logs: ClassVar[str] = "slurm-"
 
+    def run_dir(self, asked: str, name: str) -> Path:
+        """asked: --run_dir, or empty. name: of a new run."""
+        return Path(asked or f"runs/{name}").resolve()
+
+    def place(self, run_dir: Path) -> Path:
+        """The directory of what is submitted."""
+        return run_dir
+
+    def command(self, recipe: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
+        """What runs on each node."""
+        return _train(sys.executable, path_of(recipe), arguments, run_dir)
+
     def text(self, run_dir: Path, command: Sequence[str]) -> str:
         """The script. command: what runs on each node."""
         options = {
@@ -77,7 +90,7 @@ class SlurmJob:
                 f"cd {shlex.quote(str(Path.cwd()))}",
                 *self.setup,
                 "# Told to end, the run saves a checkpoint; it goes on from there when its turn comes again.",
-                f"srun --mpi=none --cpu-bind=none{cores} {shlex.join(command)}",
+                f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0{cores} {shlex.join(command)}",
                 "code=$?",
                 f'if [ "$code" -eq {_TERMINATED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
                 'exit "$code"',
@@ -98,6 +111,10 @@ class KubernetesJob:
     """Hosts of the run."""
     image: str = ""
     """In which rl is installed."""
+    python: str = "python"
+    """The image's Python that has rl."""
+    directory: str = ""
+    """Of the image, from which relative paths lead, as of a recipe's file; empty: the image's own."""
     namespace: str = "default"
     gpus_per_node: NonNegativeInt = 0
     """GPUs of each pod."""
@@ -115,9 +132,33 @@ class KubernetesJob:
     """A Secret whose keys become variables of the processes, as HF_TOKEN."""
     restarts: NonNegativeInt = 10
     """How often the job is started again after a pod was lost; it goes on from the newest checkpoint."""
+    signal_seconds: PositiveInt = 120
+    """So long a pod that is told to end may take to save a checkpoint."""
 
     file: ClassVar[str] = "kubernetes.yaml"
     logs: ClassVar[str] = "kubernetes."
+
+    def run_dir(self, asked: str, name: str) -> Path:
+        """asked: --run_dir, or empty. name: of a new run.
+
+        Raises ConfigError where it is not on the claim: a pod's own disk goes with it.
+        """
+        mount = Path(self.mount)
+        run_dir = Path(os.path.normpath(asked or mount / name))
+        if mount not in run_dir.parents:
+            raise ConfigError(
+                f"run_dir={asked!r} is not below --kubernetes.mount {self.mount}, where the pods have the "
+                f"claim; give {mount / run_dir.name}"
+            )
+        return run_dir
+
+    def place(self, run_dir: Path) -> Path:
+        """The directory of what is submitted: the run's, where the claim is mounted here, too."""
+        return run_dir if Path(self.mount).is_dir() else Path("runs", run_dir.name).resolve()
+
+    def command(self, recipe: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
+        """What runs in each pod: there `$(NAME)` would be a variable, and `$$` is a dollar."""
+        return [word.replace("$", "$$") for word in _train(self.python, recipe, arguments, run_dir)]
 
     def text(self, run_dir: Path, command: Sequence[str]) -> str:
         """Two documents of YAML, written as JSON. The Job has its run's name: no other may have it in its
@@ -139,6 +180,7 @@ class KubernetesJob:
             "name": "rl",
             "image": self.image,
             "command": list(command),
+            **({"workingDir": self.directory} if self.directory else {}),
             "env": [
                 {"name": "RANK", "valueFrom": rank},
                 {"name": "WORLD_SIZE", "value": str(self.nodes)},
@@ -156,7 +198,7 @@ class KubernetesJob:
         pod = {
             "subdomain": service,
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": 120,
+            "terminationGracePeriodSeconds": self.signal_seconds,
             "containers": [container],
             "volumes": [
                 {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
@@ -222,10 +264,16 @@ FILES = tuple(name for kind in _KINDS for name in (kind.file, kind.logs))
 """How files begin that are in a run's directory before its job starts."""
 
 
-def command_of(source: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
+def _train(python: str, recipe: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     """What runs on each host: it begins, or goes on."""
-    words = [sys.executable, "-m", "rl", "train", source, *arguments]
+    words = [python, "-m", "rl", "train", recipe, *arguments]
     return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
+
+
+def path_of(recipe: str) -> str:
+    """The recipe's name, or the absolute path of its file, or of a run whose settings are taken."""
+    is_path = ".py" in recipe or os.path.exists(recipe)
+    return os.path.abspath(os.path.expanduser(recipe)) if is_path else recipe
 
 
 def _label(run_dir: Path) -> str:

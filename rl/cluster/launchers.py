@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rl.actors.member import Visitor
 from rl.actors.remote import ProcessDied
 from rl.cluster.ends import kill_those_that_log_to
+from rl.cluster.hosts import check_as_planned, look_at
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
@@ -150,7 +151,11 @@ class Hosts:
         models = [self._models[name].absolute() for name in models_on(number, self._plan)]
         may_return = not self._hosts[number].may_join
         sharer = self._sharers.get(number, "")
-        return Lease(address, self.run, *self._of_run, models, sharer, may_return)
+        planned = self._hosts[number]
+        return Lease(
+            address, self.run, *self._of_run, models, sharer, may_return,
+            lambda: check_as_planned(look_at(address), planned),
+        )  # fmt: skip
 
     def _lease_of(self, host: int) -> Lease:
         """Raises ProcessDied where it has left."""

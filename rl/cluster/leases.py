@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import psutil
 from rl.actors.remote import ProcessDied
 from rl.cluster.host_agent import SILENCE_SECONDS
 from rl.cluster.unshared import send_files
+from rl.errors import ConfigError
 from rl.host_protocol import (
     LONGEST_LINE,
     HostRefuses,
@@ -56,10 +57,12 @@ class Lease:
         models: Sequence[Path] = (),
         sharer: str = "",
         may_return: bool = True,
+        check: Callable[[], None] = lambda: None,
     ):
         """patience: seconds to wait for a host that does not answer. models: directories that its processes
         read. sharer: a role there that needs the run's directory, if one does. may_return: once lost, it may
-        be leased again."""
+        be leased again. check: called in a thread when it is; raises ConfigError where it is not as planned.
+        """
         self.address = address
         self.own_address = ""  # of this process, as that host reaches it
         self._request = {
@@ -67,7 +70,7 @@ class Lease:
             "python": sys.executable, "sharer": sharer,
         }  # fmt: skip
         self._logs, self._models = run_dir / "logs", models
-        self._patience, self._may_return = patience, may_return
+        self._patience, self._may_return, self._check = patience, may_return, check
         self._sees_directory = True
         self._refused: tuple[float, HostUnreachable] | None = None  # when it last did not answer
         self._id = ""  # of the connection; empty while there is none
@@ -183,12 +186,23 @@ class Lease:
                 if not self._may_return:
                     raise HostUnreachable(f"host {self.address} has left the run")
                 await self.connect()
+                await self._check_return()
                 await self.send_models()
             await self._ask({"do": "worker"})
         except HostUnreachable as error:
             self._refused = time.monotonic(), error
             raise
         return self._worker
+
+    async def _check_return(self) -> None:
+        """A host that was lost may come back with other GPUs, or another rl. Raises HostRefuses."""
+        try:
+            await asyncio.to_thread(self._check)
+        except ConfigError as error:
+            self._lose()
+            if type(error.__cause__) is HostUnreachable:  # it is gone again
+                raise error.__cause__ from None
+            raise HostRefuses(str(error)) from error
 
     async def _ask(self, request: dict[str, Any]) -> None:
         """Whoever asks may be cancelled; the answer is read all the same."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError, RunError, exit_code
 from rl.host_protocol import address_of, written
 from rl.processes import INTERRUPTS, end_with_parent
 
@@ -26,7 +26,7 @@ _START_SECONDS = 300.0
 _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 30.0
 _SILENT_SECONDS = 60.0
-_OVER = "over"
+_OVER, _FIRST = "over", "first"
 _MOST_NAMED = 8
 
 
@@ -59,8 +59,10 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
         rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         return Group(rank, size, environment["MASTER_ADDR"], port, has_store)
     # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in environment:
-        if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", environment["SLURM_NTASKS"]):
+    # In a shell that salloc gives SLURM_NTASKS is the allocation's; SLURM_STEP_NUM_TASKS, 1, is its step's.
+    num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+    if int(num_tasks) > 1 and "SLURM_STEP_ID" in environment:
+        if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", num_tasks):
             raise ConfigError(
                 "rl train is one process on each host, and starts the others itself; write srun "
                 "--ntasks-per-node 1"
@@ -69,7 +71,7 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
         port = int(
             environment.get("MASTER_PORT") or 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000
         )
-        return Group(int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"]), address, port)
+        return Group(int(environment["SLURM_PROCID"]), int(num_tasks), address, port)
     return None
 
 
@@ -97,14 +99,14 @@ def run_as_group(group: Group, train: Callable[[str], int]) -> int:
     Raises RunError where hosts do not come together, or the first is gone.
     """
     store = _store(group)
-    with _own_worker(group) as address:
+    with _own_worker(_own_address(group, store)) as address:
         store.set(f"host-{group.rank}", address)
         if group.rank:
             return _wait_for_end(store, group)
         try:
             code = train(",".join(_addresses(store, group)))
-        except BaseException:
-            _end_of_all(store, group, 1)
+        except BaseException as error:
+            _end_of_all(store, group, exit_code(error))
             raise
         _end_of_all(store, group, code)
         return code
@@ -142,9 +144,10 @@ def _addresses(store: Any, group: Group) -> list[str]:
 
 
 @contextmanager
-def _own_worker(group: Group) -> Iterator[str]:
-    """Its address. One that dies is started again there; it ends with this process, however that ends."""
-    worker, over = _start_worker(written(_own_address(group), 0)), threading.Event()
+def _own_worker(host: str) -> Iterator[str]:
+    """Its address, host:port. One that dies is started again there; it ends with this process, however that
+    ends."""
+    worker, over = _start_worker(written(host, 0)), threading.Event()
     assert worker.stdout is not None
     address = worker.stdout.readline().strip().rpartition(" ")[2]
     if not address:
@@ -185,12 +188,31 @@ def _start_worker(address: str) -> "subprocess.Popen[str]":
     )
 
 
-def _own_address(group: Group) -> str:
-    """Of this host, on the way to the first."""
-    first = address_of(group.address)
+def _own_address(group: Group, store: Any) -> str:
+    """Of this host, on the way to the first.
+
+    Debian has a host's own name as 127.0.1.1: then the first learns from the second what others reach it by.
+    """
+    try:
+        first = address_of(group.address)
+    except ConfigError:
+        if group.rank:
+            raise
+        return _told_address(store)
+    if group.rank:
+        store.set(_FIRST, first)
     with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((first, group.port))
         return str(way.getsockname()[0])
+
+
+def _told_address(store: Any) -> str:
+    try:
+        return str(store.get(_FIRST).decode())
+    except Exception as error:
+        raise RunError(
+            f"no other host is there after {_START_SECONDS:.0f} s; see the output of the other ranks"
+        ) from error
 
 
 def _wait_for_end(store: Any, group: Group) -> int:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,26 @@ Connected = Callable[[socket.socket], None]
 class OwnDirectory:
     """A directory at the same path, for one run. What a worker that was killed has left there is removed."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, run: str):
         """Raises OSError; FileExistsError where something else is there."""
         self._directory, self._kept = directory, ExitStack()
         self._sent: dict[Path, int] = {}  # log -> bytes that have been told
         owner = directory / _OWNER
-        if directory.exists() and any(directory.iterdir()) and not owner.exists():
+        directory.mkdir(parents=True, exist_ok=True)  # first: NFS may not see for a while that it is there
+        if any(directory.iterdir()) and not owner.exists():
             raise FileExistsError(f"{directory} is there and has other files")
-        directory.mkdir(parents=True, exist_ok=True)
-        file = self._kept.enter_context(owner.open("a+"))
-        if not lock(file.fileno()):
+        self._owner = file = self._kept.enter_context(owner.open("a+"))
+        is_locked = lock(file.fileno())
+        file.seek(0)
+        other_run, _, host = file.read().strip().rpartition(" ")
+        if other_run == run and host != socket.gethostname():
+            self._kept.close()
+            raise FileExistsError(f"{host} of this run has {directory}, too, and the controller has not")
+        if not is_locked:
+            self._kept.close()
             raise FileExistsError(f"{directory} is another run's")
+        file.truncate(0)
+        print(run, socket.gethostname(), file=file, flush=True)
         for path in directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -70,7 +79,10 @@ class OwnDirectory:
                     yield path, text
 
     def remove(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Another file system may have been mounted there meanwhile: what is not the run's stays."""
+        with suppress(OSError):
+            if os.path.samestat((self._directory / _OWNER).stat(), os.fstat(self._owner.fileno())):
+                shutil.rmtree(self._directory, ignore_errors=True)
         self._kept.close()
 
 

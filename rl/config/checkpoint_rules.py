@@ -2,13 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rl.config.resume import is_own
 from rl.config.run import RunConfig
 from rl.errors import RunError
 from rl.models.checkpoint_dir import critic_path, read_record, why_damaged
-from rl.types import POLICY, LoRA
+from rl.types import POLICY, EngineName, LoRA
 
 _SHAPE = (
     "architectures",
@@ -47,7 +47,7 @@ class _Saved:
     def __init__(self, record: dict[str, Any]):
         state, adapters = dict(record["state"]), dict(record["adapters"])
         self.engine: str | None = state.get("engine")
-        if self.engine not in (None, "titan", "hf"):
+        if self.engine not in (None, *get_args(EngineName)):
             raise ValueError(self.engine)
         self.model: dict[str, Any] | None = dict(state["model"]) if "model" in state else None
         self.lora = LoRA.from_record(adapters[POLICY]) if POLICY in adapters else LoRA()

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from rl.cluster.jobs import LAUNCHERS, JobConfig, command_of
+from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.machine import look_at_host
 from rl.config.flags import override, settings_of
-from rl.config.recipes import load_recipe, source_of
+from rl.config.recipes import load_recipe
 from rl.config.run import RunConfig
 from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe, write_plan
@@ -29,7 +28,7 @@ def is_submitted(arguments: Sequence[str]) -> bool:
 
 
 def submit(recipe_name: str, arguments: Sequence[str]) -> int:
-    """Write the script or manifest into the run's directory, and submit it.
+    """Write the script or manifest, and submit it.
 
     With --dry_run it is written, with plan.json, and nothing is started. Raises ConfigError with every
     problem, RunError where the scheduler refuses.
@@ -54,17 +53,22 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         problems.append("--cluster has no effect without --dry_run; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
-    run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    command = command_of(source_of(recipe_name), _without(rest, "--run_dir"), run_dir)
     job = getattr(jobs, launcher)
-    file, text = run_dir / job.file, job.text(run_dir, command)
+    run_dir = job.run_dir(config.run_dir, f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    text = job.text(run_dir, job.command(recipe_name, _without(rest, "--run_dir"), run_dir))
+    place = job.place(run_dir)
+    file = place / job.file
     result = _plan_of(config, cluster, job.nodes) if is_dry else None
     if isinstance(result, list):
         raise ConfigError("\n".join(result))
-    run_dir.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        if result is not None:
+            write_plan(place, result)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error.strerror}); give another --run_dir") from error
     if result is not None:
-        write_plan(run_dir, result)
         print("\n".join(describe(recipe, result)))
         print(f"{file} and plan.json beside it are written; nothing was started")
         return 0

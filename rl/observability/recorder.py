@@ -14,6 +14,7 @@ from rl.observability.files import Files
 from rl.observability.rollout_log import MAX_FAILED, Trained
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
+from rl.observability.warning_log import WarningLog
 from rl.observability.watches import CollapseWatch, LossWatch, ParityWatch, Watch
 from rl.types import Group
 from rl.waiting import Deadlines
@@ -51,6 +52,7 @@ class Recorder:
         self._out = out or sys.stdout
         self._sinks = sinks
         self._files = Files(run_dir, num_rollouts, timeline.trace is not None, write_seconds)
+        self._warning_log = WarningLog(self._files.write_progress)
         self._last_kept = self._last_shown = timeline.now()
         self._said_no_signal = False
         self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
@@ -62,12 +64,14 @@ class Recorder:
         self.accuracies: dict[int, tuple[float, float]] = {}  # step -> held-out accuracy, standard error
 
     async def __aenter__(self) -> "Recorder":
+        self._warning_log.__enter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Files first, then sinks, interrupted or not; each has a deadline, and what is lost is said."""
         if self._out.isatty():
             print(file=self._out)
+        self._warning_log.__exit__(None, None, None)
         self._write_trace()
         failure: BaseException | None = None
         try:

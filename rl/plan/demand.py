@@ -8,7 +8,7 @@ from rl.errors import ConfigError
 from rl.models.layout import Layout
 from rl.plan.model_shape import ModelShape
 from rl.plan.sections import GeneratorConfig, Hosts, RewardConfig, TrainerConfig
-from rl.types import LoRA
+from rl.types import LoRA, TransportName
 from rl.waiting import Deadlines
 
 RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
@@ -49,7 +49,7 @@ class Demand:
     """Role -> numbers of the hosts that its processes are spread over, where some are asked for."""
     overlap: bool = False
     """Generators work at the same time as engines."""
-    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    transport: TransportName = "shared_memory"
     delta: Literal["auto", "on", "off"] = "auto"
     deadlines: Deadlines = Deadlines()
     longest_answer: int = 0

@@ -5,7 +5,7 @@ from typing import Literal
 
 from rl.bounds import CacheGib, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, Threads
 from rl.models.layout import Layout
-from rl.types import LoRA
+from rl.types import EngineName, LoRA, TransportName
 
 Hosts = tuple[NonNegativeInt, ...]
 
@@ -14,7 +14,7 @@ Hosts = tuple[NonNegativeInt, ...]
 class TrainerConfig:
     """The PolicyTrainer: its processes, memory and optimizer."""
 
-    engine: Literal["titan", "hf"] = "titan"
+    engine: EngineName = "titan"
     """titan: torchtitan's Qwen3, Qwen3-MoE and Llama 3, in every layout. hf: any of transformers' models,
     under FSDP2."""
     layout: Layout = Layout()
@@ -119,7 +119,7 @@ class RewardConfig:
 class WeightSyncConfig:
     """How weights reach the generators."""
 
-    transport: Literal["shared_memory", "torchstore"] = "shared_memory"
+    transport: TransportName = "shared_memory"
     """shared_memory: files in each host's shared memory; a host without the trainer fetches a version once.
     torchstore goes through storage actors."""
     delta: Literal["auto", "on", "off"] = "auto"

@@ -9,7 +9,7 @@ from rl.models.generator.vllm_config import VLLMConfig
 from rl.plan.cluster import Cluster
 from rl.plan.demand import RoleName
 from rl.plan.memory import Memory
-from rl.types import LoRA
+from rl.types import LoRA, TransportName
 from rl.waiting import Deadlines
 
 Phase = Literal["generate", "grade", "score", "train", "sync"]
@@ -95,7 +95,7 @@ class Link:
     source: RoleName
     target: RoleName
     carries: Literal["weights", "adapter", "questions"]
-    transport: Literal["shared_memory", "torchstore", "http"]
+    transport: Literal[TransportName, "http"]
     bytes: float
 
 
@@ -137,7 +137,7 @@ class Plan:
     max_seq_len: int
     deadlines: Deadlines
     settled: tuple[Settled, ...]
-    transport: Literal["shared_memory", "torchstore"]
+    transport: TransportName
     """Of published weights."""
     delta: bool = False
     """Of weights, what changed since the version before goes from host to host."""

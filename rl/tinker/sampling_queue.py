@@ -142,10 +142,6 @@ class SamplingQueue:
         """Samples."""
         return self._samples.total()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._running and not self._waiting
-
     def _is_due(self, tenant: str) -> bool:
         if not self._running:
             return True

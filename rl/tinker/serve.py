@@ -38,7 +38,7 @@ from rl.tinker.limits import Limits
 from rl.tinker.own_directory import own_directory
 from rl.tinker.routes import Served
 from rl.tinker.service import Service
-from rl.types import LoRA
+from rl.types import EngineName, LoRA
 from rl.waiting import Deadlines, beside
 
 _LAST_ANSWERS_SECONDS = 2
@@ -89,7 +89,7 @@ class ServeConfig:
     context_length: PositiveInt = 2048
     """Tokens of a prompt with its answer, where the model allows so many."""
 
-    engine: Literal["titan", "hf"] = "titan"
+    engine: EngineName = "titan"
     """TitanEngine, or HFEngine for architectures that only transformers has."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -125,7 +125,7 @@ def test_one_that_dies_over_and_over_is_given_up_and_at_last_the_run_hears_of_it
             for number in range(3):
                 await asyncio.wait_for(world.changed.wait_for(lambda n=number: len(world.processes) > n), 1)
                 world.processes[number].dead = True
-            with pytest.raises(ProcessDied, match="every worker has died for good"):
+            with pytest.raises(ProcessDied, match="every worker has died for good; process 2 "):
                 await asyncio.wait_for(held, 1)
             assert world.pool.replicas[0].state == State.DEAD and world.pool.num_alive == 0
             assert len(world.processes) == 3

@@ -18,7 +18,7 @@ from rl.actors.remote import ProcessDied
 from rl.cluster import host_agent, hosted_run
 from rl.cluster.host_agent import HostAgent
 from rl.cluster.leases import Lease
-from rl.errors import RunError
+from rl.errors import ConfigError, RunError
 from rl.host_protocol import MARK, HostRefuses, HostUnreachable, ask, signed
 from rl.processes import LEASE, OTHER_HOSTS, ProcessInfo, is_gone, is_stopped, kill_processes
 from rl.weight_sync.remote_files import fetch_file
@@ -207,6 +207,39 @@ def test_a_host_that_comes_back_is_leased_anew(tmp_path):
             await lease.close()
         OTHER_HOSTS.clear()
         assert not all_of_the_run()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_gone_again", [False, True])
+def test_a_host_that_comes_back_as_another_is_lost(tmp_path, is_gone_again):
+    """It has fewer GPUs than planned: it is refused at once. One that is gone again is waited for."""
+    checks = []
+
+    def check():
+        checks.append(len(checks))
+        if is_gone_again and len(checks) == 1:
+            raise ConfigError("it does not answer") from HostUnreachable("it does not answer")
+        if not is_gone_again:
+            raise ConfigError("it has 7 GPUs, and the plan 8")
+
+    async def main():
+        async with an_agent() as first:
+            lease = a_lease(first.address, tmp_path, check=check)
+            await lease.connect()
+            assert not checks
+            keeping = asyncio.create_task(lease.run())
+        await until(lambda: not lease.is_held)
+        async with an_agent(int(first.address.rpartition(":")[2])):
+            if is_gone_again:
+                assert (await lease.worker()).startswith("monarch-") and len(checks) == 2
+            else:
+                with pytest.raises(ProcessDied, match="it has 7 GPUs, and the plan 8"):
+                    await lease.worker()
+                assert len(checks) == 1 and not lease.is_held
+            keeping.cancel()
+            await lease.close()
+            await until(lambda: not all_of_the_run())
 
     asyncio.run(main())
 

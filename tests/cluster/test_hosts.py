@@ -78,7 +78,7 @@ def test_a_gpu_that_is_larger_or_hardly_smaller_than_planned_may_join():
     for name, gib in (("H100", 79.21), ("H100 PCIe", 79.1), ("H100", 40.0)):
         check_as_planned(host, replace(host, gpus=(module.GPU(name, gib, (9, 0)),)), 1.0)
     for wanted in (module.GPU("H200", 139.0, (9, 0)), module.GPU("B200", 79.2, (10, 0))):
-        with pytest.raises(ConfigError, match=f"host {B} cannot join: it has 1 GPUs"):
+        with pytest.raises(ConfigError, match=f"host {B} cannot be used: it has 1 GPUs"):
             check_as_planned(host, replace(host, gpus=(wanted,)), 1.0)
 
 

@@ -135,7 +135,7 @@ def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_p
 
     address = asyncio.run(main())
     (message,) = caplog.messages
-    assert message.startswith(f"host {address} cannot join: ") and "join with a host as the last" in message
+    assert message.startswith(f"host {address} cannot be used: ") and "takes one as it was planned" in message
     assert re.search(words, message)
 
 

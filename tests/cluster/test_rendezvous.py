@@ -58,6 +58,10 @@ def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
     assert group_of(SRUN | {"MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "5"}) == Group(1, 2, "10.9.9.9", 5)
     with pytest.raises(ConfigError, match="one process on each host.*--ntasks-per-node 1"):
         group_of(SRUN | {"SLURM_NTASKS": "4"})
+    # The step's tasks count, and not the allocation's, which a shell of salloc keeps.
+    of_step = {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
+    assert group_of(SRUN | of_step) == Group(1, 2, "10.0.0.7", 20_017)
+    assert group_of(SRUN | of_step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
     said["node"] = "nothing"
     with pytest.raises(ConfigError, match=r"'n\[0-1\]' has no address .*; set MASTER_ADDR"):
         group_of(SRUN)
@@ -69,12 +73,13 @@ def free_port():
 
 
 @contextmanager
-def own_worker(group):
-    yield f"10.0.0.{group.rank + 1}:7000"
+def own_worker(host):
+    yield f"{host}:7000"
 
 
 def rank(group, answers, code, dies):
     rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, 5.0
+    rendezvous._own_address = lambda group, store: f"10.0.0.{group.rank + 1}"
     rendezvous._STOP_SECONDS = 5.0
 
     def train(hosts):
@@ -82,13 +87,13 @@ def rank(group, answers, code, dies):
         if dies:
             time.sleep(1.0)
             os._exit(9)
-        if code == "error":
-            raise RunError("it failed")
+        if isinstance(code, BaseException):
+            raise code
         return code
 
     try:
         answers.put((group.rank, run_as_group(group, train)))
-    except RunError as error:
+    except (RunError, ConfigError, KeyboardInterrupt) as error:
         answers.put((group.rank, str(error)))
 
 
@@ -119,7 +124,7 @@ class FakeStore:
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """Ranks are threads, which may not handle signals."""
-    for name in ("_own_worker", "_store", "_LOOK_SECONDS", "_START_SECONDS", "_STOP_SECONDS"):
+    for name in ("_own_worker", "_own_address", "_store", "_LOOK_SECONDS", "_START_SECONDS", "_STOP_SECONDS"):
         monkeypatch.setattr(rendezvous, name, getattr(rendezvous, name))
     monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
 
@@ -155,8 +160,44 @@ def test_the_first_trains_on_all_hosts_and_all_end_as_it_does(code):
     assert together(code) == {0: [HOSTS, code], 1: [code], 2: [code]}
 
 
-def test_where_the_first_fails_all_do():
-    assert together("error") == {0: [HOSTS, "it failed"], 1: [1], 2: [1]}
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RunError("it failed"), 1), (ConfigError("it failed"), 2), (KeyboardInterrupt(), 130),
+     (KeyboardInterrupt(signal.SIGTERM), 143)],
+)  # fmt: skip
+def test_where_the_first_fails_all_do_with_its_code(error, code):
+    """Slurm's script queues a job again that ends with 143: on every host, or one of them hides it."""
+    assert together(error) == {0: [HOSTS, str(error)], 1: [code], 2: [code]}
+
+
+def test_a_first_host_whose_name_is_its_own_loopback_learns_its_address_from_others(monkeypatch):
+    """As /etc/hosts of Debian has it: 127.0.1.1 node1."""
+    seen_by = {0: ConfigError("node1 is 127.0.1.1"), 1: "127.0.0.1"}
+
+    def address_of(host):
+        answer = seen_by[threading.current_thread().rank]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(rendezvous, "address_of", address_of)
+    monkeypatch.setattr(rendezvous, "_START_SECONDS", 5.0)
+    store, addresses = FakeStore(), {}
+
+    def run(number):
+        addresses[number] = rendezvous._own_address(Group(number, 2, "node1", 1), store)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    for number, thread in enumerate(threads):
+        thread.rank = number
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert addresses == {0: "127.0.0.1", 1: "127.0.0.1"}
+    monkeypatch.setattr(rendezvous, "_START_SECONDS", 0.1)
+    threading.current_thread().rank = 0
+    with pytest.raises(RunError, match="no other host is there after 0 s; see the output of the other ranks"):
+        rendezvous._own_address(Group(0, 2, "node1", 1), FakeStore())
 
 
 def test_where_the_first_is_killed_the_others_end():
@@ -195,7 +236,7 @@ def test_a_worker_that_dies_is_started_again_at_its_address(monkeypatch):
 
     monkeypatch.setattr(rendezvous, "_start_worker", start)
     monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", 0.05)
-    with rendezvous._own_worker(Group(1, 2, "127.0.0.1", 1)) as address:
+    with rendezvous._own_worker("127.0.0.1") as address:
         assert address == "10.0.0.9:77"
         for life in (1, 2):
             started[-1].kill()
@@ -211,8 +252,7 @@ def test_a_worker_that_dies_is_started_again_at_its_address(monkeypatch):
 
 def test_a_worker_of_a_jobs_own_ends_with_the_run_and_not_by_what_the_job_is_sent(monkeypatch):
     monkeypatch.setattr(rendezvous.signal, "signal", SIGNAL)
-    group = Group(1, 2, "127.0.0.1", 1)
-    with rendezvous._own_worker(group) as address:
+    with rendezvous._own_worker("127.0.0.1") as address:
         (worker,) = [c for c in psutil.Process().children() if "worker" in c.cmdline()]
         for number in (signal.SIGTERM, signal.SIGHUP):
             worker.send_signal(number)
@@ -226,7 +266,7 @@ def test_a_worker_that_does_not_start_ends_the_run(monkeypatch):
     monkeypatch.setattr(rendezvous, "_start_worker", lambda address: failed)
     with (
         pytest.raises(RunError, match="this host's rl worker did not start"),
-        rendezvous._own_worker(Group(1, 2, "127.0.0.1", 1)),
+        rendezvous._own_worker("127.0.0.1"),
     ):
         pass
     failed.wait()

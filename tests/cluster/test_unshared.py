@@ -16,6 +16,8 @@ from rl.cluster.unshared import OwnDirectory, send_files
 from rl.host_protocol import LONGEST_LINE, HostRefuses, HostUnreachable, ask, read_line
 from tests.cluster.test_host_agent import a_lease, an_agent, until, without_monarch  # noqa: F401
 
+HOST = socket.gethostname()
+
 
 def a_lease_of_its_own(address, tmp_path, **how):
     """The host's directory is `elsewhere`, though its path would be the controller's."""
@@ -89,19 +91,57 @@ def test_what_is_somebody_elses_is_not_taken(tmp_path):
 
 
 def test_another_runs_directory_is_not_taken_and_a_dead_workers_is(tmp_path):
-    first = OwnDirectory(tmp_path / "own")
+    first = OwnDirectory(tmp_path / "own", "a run")
     (tmp_path / "own" / "logs" / "old.log").write_text("of before")
     with pytest.raises(FileExistsError, match="is another run's"):
-        OwnDirectory(tmp_path / "own")
+        OwnDirectory(tmp_path / "own", "another")
     first._kept.close()  # as where its process is killed
-    second = OwnDirectory(tmp_path / "own")
+    second = OwnDirectory(tmp_path / "own", "a run")
     assert second.news() == []
     second.remove()
     assert not (tmp_path / "own").exists()
 
 
+def test_hosts_that_share_a_directory_without_the_controller_are_told(tmp_path, monkeypatch):
+    """Some file systems lock for each host alone."""
+    first = OwnDirectory(tmp_path / "own", "a run")
+    monkeypatch.setattr(unshared, "lock", lambda file: True)
+    monkeypatch.setattr(unshared.socket, "gethostname", lambda: "second")
+    (tmp_path / "own" / "logs" / "generator-0.log").write_text("of the first")
+    with pytest.raises(
+        FileExistsError, match=f"{HOST} of this run has .*own, too, and the controller has not"
+    ):
+        OwnDirectory(tmp_path / "own", "a run")
+    assert (tmp_path / "own" / "logs" / "generator-0.log").read_text() == "of the first"
+    first.remove()
+
+
+def test_what_was_mounted_over_the_directory_meanwhile_stays(tmp_path):
+    own = OwnDirectory(tmp_path / "own", "a run")
+    (tmp_path / "own").rename(tmp_path / "below the mount")
+    (tmp_path / "own" / "checkpoints").mkdir(parents=True)
+    own.remove()
+    assert (tmp_path / "own" / "checkpoints").is_dir()
+    own = OwnDirectory(tmp_path / "two", "a run")
+    (tmp_path / "two").rename(tmp_path / "below, too")
+    other = OwnDirectory(tmp_path / "two", "a run")
+    own.remove()
+    assert (tmp_path / "two" / "logs").is_dir()
+    other.remove()
+
+
+def test_a_directory_that_is_not_seen_at_first_is_looked_at(tmp_path, monkeypatch):
+    """NFS remembers for a while that there was nothing."""
+    (tmp_path / "own" / "checkpoints").mkdir(parents=True)
+    real = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path != tmp_path / "own" and real(path))
+    with pytest.raises(FileExistsError, match="is there and has other files"):
+        OwnDirectory(tmp_path / "own", "a run")
+    assert (tmp_path / "own" / "checkpoints").is_dir()
+
+
 def test_many_logs_come_in_answers_that_are_no_longer_than_a_line_may_be(tmp_path):
-    own = OwnDirectory(tmp_path / "own")
+    own = OwnDirectory(tmp_path / "own", "a run")
     texts = {f"reward-{i}.log": bytes([i]) * 2**18 for i in range(80)}
     for name, text in texts.items():
         (tmp_path / "own" / "logs" / name).write_bytes(text)

@@ -14,6 +14,8 @@ import yaml
 
 from configs.quickstart import quickstart
 from rl.cli import _dispatch
+from rl.config.codec import write_config
+from rl.config.recipes import load_recipe
 from rl.config.validate import validate
 from rl.controller.submit import is_submitted
 from rl.errors import ConfigError, RunError
@@ -32,8 +34,9 @@ def a_scheduler(tmp_path, monkeypatch):
     return tmp_path
 
 
-def submit(tmp_path, *words):
-    assert _dispatch(["train", "quickstart", *words, "--run_dir", str(tmp_path / "run")]) == 0
+def submit(tmp_path, *words, recipe="quickstart"):
+    mount = ["--kubernetes.mount", str(tmp_path)] if any("kubernetes" in word for word in words) else []
+    assert _dispatch(["train", recipe, *words, *mount, "--run_dir", str(tmp_path / "run")]) == 0
 
 
 SLURM = ("--launcher", "slurm", "--slurm.nodes", "2")
@@ -56,7 +59,7 @@ def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
     }  # fmt: skip
     (srun,) = [line for line in lines if line.startswith("srun ")]
     run = f"train quickstart --steps 7 --seed 3 --run_dir {tmp_path}/run --resume latest"
-    assert srun == f"srun --mpi=none --cpu-bind=none {sys.executable} -m rl {run}"
+    assert srun == f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 {sys.executable} -m rl {run}"
     assert lines.index("module load cuda") + 1 == lines.index("source it") < lines.index(srun)
     assert f"cd {Path.cwd()}" in lines
     assert (tmp_path / "called").read_text() == f"sbatch {script}\n"
@@ -78,7 +81,7 @@ def test_nodes_that_are_shared_are_asked_for_by_cores(tmp_path):
     assert (
         "#SBATCH --cpus-per-task=16" in text
         and "--exclusive" not in text
-        and "srun --mpi=none --cpu-bind=none --cpus-per-task=16 " in text
+        and "srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 --cpus-per-task=16 " in text
     )
 
 
@@ -98,7 +101,7 @@ def test_a_job_that_was_told_to_end_is_queued_again(tmp_path, code, requeued):
 
 def test_a_manifest_for_kubernetes(tmp_path):
     submit(tmp_path, *KUBERNETES, "--kubernetes.nodes", "3", "--kubernetes.gpus_per_node", "8", "--kubernetes.secret", "tokens",
-           "--kubernetes.memory_gib", "64", "--kubernetes.namespace", "team")  # fmt: skip
+           "--kubernetes.memory_gib", "64", "--kubernetes.namespace", "team", "--kubernetes.signal_seconds", "300")  # fmt: skip
     file = tmp_path / "run" / "kubernetes.yaml"
     service, job = yaml.safe_load_all(file.read_text())
     assert (service["kind"], job["kind"]) == ("Service", "Job") and service["spec"]["clusterIP"] == "None"
@@ -125,11 +128,66 @@ def test_a_manifest_for_kubernetes(tmp_path):
         == {"nvidia.com/gpu": "8", "memory": "64Gi"}
         == container["resources"]["requests"]
     )
-    assert container["command"][-4:] == ["--run_dir", str(tmp_path / "run"), "--resume", "latest"]
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/runs"}
+    run = ["--run_dir", str(tmp_path / "run"), "--resume", "latest"]
+    assert container["command"] == ["python", "-m", "rl", "train", "quickstart", *run]
+    assert "workingDir" not in container and pod["terminationGracePeriodSeconds"] == 300
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", str(tmp_path)}
     assert (
         tmp_path / "called"
     ).read_text() == f"kubectl create -f {file}\n" and "a secret" not in file.read_text()
+
+
+def test_a_pod_has_the_images_python_its_directory_and_words_as_they_are(tmp_path, monkeypatch):
+    (tmp_path / "recipe.py").write_text(
+        "from rl.configs.quickstart import quickstart\ndef mine(): return quickstart()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--kubernetes.python",
+        "/env/bin/python",
+        "--kubernetes.directory",
+        "/code",
+        "--tracking.project",
+        "a$(HOME)$b",
+    ]
+    submit(tmp_path, *KUBERNETES, *words, recipe="recipe.py:mine")
+    _, job = yaml.safe_load_all((tmp_path / "run" / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:5] == ["/env/bin/python", "-m", "rl", "train", "recipe.py:mine"]
+    assert container["workingDir"] == "/code"
+    assert "a$$(HOME)$$b" in container["command"]  # Kubernetes makes $ of $$, and a variable of $(HOME)
+
+
+def test_a_run_of_kubernetes_is_on_the_claim(tmp_path, monkeypatch):
+    """And what is submitted is in the working directory where the claim is not mounted here."""
+    monkeypatch.chdir(tmp_path)
+    for words in (["--run_dir", "runs/one"], ["--run_dir", "/nowhere"], ["--run_dir", "/nowhere/../one"]):
+        with pytest.raises(ConfigError, match="is not below --kubernetes.mount /nowhere.*; give /nowhere/"):
+            _dispatch(["train", "quickstart", *KUBERNETES, "--kubernetes.mount", "/nowhere", *words])
+    for words, name in (([], "quickstart-"), (["--run_dir", "/nowhere/one"], "one")):
+        assert _dispatch(["train", "quickstart", *KUBERNETES, "--kubernetes.mount", "/nowhere", *words]) == 0
+        (file,) = tmp_path.glob(f"runs/{name}*/kubernetes.yaml")
+        _, job = yaml.safe_load_all(file.read_text())
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert f"/nowhere/{file.parent.name}" in container["command"]
+    assert not Path("/nowhere").exists()
+
+
+def test_a_run_whose_settings_are_taken_is_submitted_with_them(tmp_path, monkeypatch):
+    write_config(tmp_path, "quickstart", replace(quickstart(), steps=123))
+    monkeypatch.chdir(tmp_path)
+    for recipe in (".", "config.json", str(tmp_path)):
+        submit(tmp_path, *SLURM, recipe=recipe)
+        (srun,) = re.findall("^srun .*$", (tmp_path / "run" / "slurm.sh").read_text(), re.M)
+        words = shlex.split(srun)
+        submitted = words[words.index("train") + 1]
+        assert os.path.isabs(submitted) and load_recipe(submitted)[1].steps == 123
+
+
+def test_a_directory_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"slurm.sh cannot be written \(.*\); give another --run_dir"):
+        submit(tmp_path, *SLURM)
 
 
 def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, capsys):
@@ -209,7 +267,8 @@ def test_each_run_has_a_job_name_of_its_own(tmp_path):
     names = ["Run_7.b", "run-7-b", "-x-", "a" * 80, "a" * 79 + "b", "_", "été", "7", "run"]
     made = set()
     for directory in [*names, *(f"other/{name}" for name in names)]:
-        assert _dispatch(["train", "quickstart", *KUBERNETES, "--run_dir", str(tmp_path / directory)]) == 0
+        words = [*KUBERNETES, "--kubernetes.mount", str(tmp_path), "--run_dir", str(tmp_path / directory)]
+        assert _dispatch(["train", "quickstart", *words]) == 0
         text = (tmp_path / directory / "kubernetes.yaml").read_text()
         assert text.startswith("---\n")  # else kubectl before 1.33 reads one document
         service, job = yaml.safe_load_all(text)

@@ -192,7 +192,7 @@ def test_a_job_of_kubernetes_gives_the_numbers_of_one_host(directory, on_one_hos
     kubectl.install()
     run_dir = directory / "run"
     words = [*RL, "train", MORTAL, *OVER_BOTH, "--run_dir", str(run_dir), "--launcher", "kubernetes", "--kubernetes.nodes", "2",
-             "--kubernetes.image", "rl", "--kubernetes.claim", "runs", "--kubernetes.namespace", "team",
+             "--kubernetes.python", RL[0], "--kubernetes.mount", str(directory), "--kubernetes.image", "rl", "--kubernetes.claim", "runs", "--kubernetes.namespace", "team",
              "--kubernetes.secret", "tokens", "--kubernetes.gpus_per_node", "8", "--kubernetes.memory_gib", "64"]  # fmt: skip
     with kubectl.api_server() as cluster:
         environment = {**os.environ, **cluster.kubeconfig(directory / "kubeconfig")}

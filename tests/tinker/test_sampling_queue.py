@@ -195,4 +195,4 @@ def test_whatever_comes_every_sample_runs_once_and_nothing_is_left(seed):
             running.append(part)
         assert running or not sizes, "nobody runs, and somebody waits"
     now += 1000
-    assert queue.is_empty and not queue._all_present()
+    assert not queue._running and not queue._waiting and not queue._all_present()
