@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint `--resume` means, and that only one run at a time has a directory."""
+"""Going on with a run: which checkpoint `--resume` means."""
 
 import json
 import logging

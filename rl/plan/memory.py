@@ -90,7 +90,7 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
     """Of a rank of a generator. A cache of no given size counts as nothing: vLLM takes what is left."""
     size, tp = BYTES[config.dtype], config.tensor_parallel
     cache = config.kv_cache_gib if isinstance(config.kv_cache_gib, float | int) else 0.0
-    tokens = max(config.max_model_len, 4096)  # of a step, as vllm_engine.py asks for
+    tokens = config.step_tokens
     width = 4 * shape.dim + 3 * max(shape.hidden_dim, shape.top_k * shape.expert_dim) / tp
     sampled = min(config.max_num_seqs, tokens) * shape.vocab_size
     weights = shape.matrices * size / tp + shape.vectors * size

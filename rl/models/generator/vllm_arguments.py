@@ -23,7 +23,7 @@ def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         # vLLM rewinds the seeded generator of a prompt that it cuts in two; torch's CPU generator cannot.
         "enable_chunked_prefill": not on_cpu,
-        "max_num_batched_tokens": max(config.max_model_len, 4096),
+        "max_num_batched_tokens": config.step_tokens,
         **memory_args(config),
         "block_size": config.block_size,
         # vLLM's default on GPUs: its queue of batches was not tested with updates in flight.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+_STEP_TOKENS = 4096
+
 
 @dataclass(frozen=True)
 class Fill:
@@ -32,3 +34,8 @@ class VLLMConfig:
     max_adapters: int = 1
     sleeps: bool = False  # on a GPU: it will be told to leave its device, which vLLM has to know
     stop_texts: bool = False  # load the tokenizer, for SamplingParams.stop_texts and json_schema
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step."""
+        return max(self.max_model_len, _STEP_TOKENS)
