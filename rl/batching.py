@@ -59,8 +59,15 @@ def pack(
     attention_cost: what it costs a token to attend to another, where all else that it costs is 1.
     """
     units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
-    longest = max((sum(len(samples[i]) for i in unit) for unit in units), default=0)
-    if longest > max_tokens:
+    apart = max((sum(len(samples[i]) for i in unit) for unit in units), default=0)
+    prefixes = Prefixes(samples) if share_prefixes else NoPrefixes()
+    if prefixes.num_shared < _WORTH_SHARING * sum(map(len, samples)) and apart <= max_tokens:
+        prefixes = NoPrefixes()
+    if prefixes.num_shared and samples_per_unit == 1:
+        units = families(samples, prefixes, num_ranks, max_tokens)
+    trees = [prefixes.tree(unit) for unit in units]
+    lengths = [sum(len(samples[i]) - shared for i, shared in tree) for tree in trees]
+    if (longest := max(lengths, default=0)) > max_tokens:
         subject = (
             f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
         )
@@ -68,13 +75,6 @@ def pack(
             f"{subject} of {longest} tokens exceeds trainer.micro_batch_tokens={max_tokens}; "
             f"raise trainer.micro_batch_tokens, or make prompts and responses shorter"
         )
-    prefixes = Prefixes(samples) if share_prefixes else NoPrefixes()
-    if prefixes.num_shared < _WORTH_SHARING * sum(map(len, samples)):
-        prefixes = NoPrefixes()
-    if prefixes.num_shared and samples_per_unit == 1:
-        units = families(samples, prefixes, num_ranks, max_tokens)
-    trees = [prefixes.tree(unit) for unit in units]
-    lengths = [sum(len(samples[i]) - shared for i, shared in tree) for tree in trees]
     costs = [sum(_cost(len(samples[i]), shared, attention_cost) for i, shared in tree) for tree in trees]
     bins = fill_rounds(lengths, costs, num_ranks, max_tokens)
     bins.sort(key=lambda bin: -sum(costs[u] for u in bin))

@@ -95,6 +95,19 @@ def test_one_sequence_over_the_limit_is_named_beside_others_that_fit():
     assert len(pack([sample(n) for n in (8, 3, 5)], max_tokens=8).ranks[0]) == 2
 
 
+def test_a_pair_that_fits_once_its_prompt_is_shared_is_packed():
+    """Beside pairs that share next to nothing, for which alone rows would have no branches."""
+    prompt = list(range(100, 106))
+    pair = [supervised_sample(prompt, [1, 2]), supervised_sample(prompt, [3, 4])]
+    others = [sample(5, first=10 * i) for i in range(40)]
+    batch = pack([*pair, *others], max_tokens=10, samples_per_unit=2, share_prefixes=True)
+    assert [0, 1] in [sorted({int(i) for i in micro.sample_ids}) for micro in batch.ranks[0]]
+    with pytest.raises(RunError, match="2 sequences that belong together, of 16 tokens"):
+        pack(pair, max_tokens=10, samples_per_unit=2)
+    with pytest.raises(RunError, match="2 sequences that belong together, of 10 tokens"):
+        pack(pair, max_tokens=9, samples_per_unit=2, share_prefixes=True)
+
+
 def members(batch):
     """Of each micro-batch of each rank, which samples."""
     return [[sorted({int(i) for i in micro.sample_ids}) for micro in rank] for rank in batch.ranks]

@@ -13,6 +13,8 @@ from rl.weight_sync.store import WeightStore
 
 _PREFIX_TOKENS = 32
 _NUM_HOMES = 4096
+_Homes = dict[GeneratorReplica, PolicyVersion | None]
+"""Those whose caches have a prefix, each with the version of its weights, with which the cache is dropped."""
 
 
 class GeneratorPool(Pool[GeneratorReplica]):
@@ -31,9 +33,7 @@ class GeneratorPool(Pool[GeneratorReplica]):
         policy: the name under which what is sampled is published.
         """
         self._updates = Updates(store, policy)
-        self._homes: OrderedDict[tuple[int, ...], tuple[GeneratorReplica, PolicyVersion | None]] = (
-            OrderedDict()
-        )
+        self._homes: OrderedDict[tuple[int, ...], _Homes] = OrderedDict()
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         changed = Signal()
@@ -108,13 +108,12 @@ class GeneratorPool(Pool[GeneratorReplica]):
         max_deaths: int | None = None,
     ) -> list[Completion]:
         prefix = tuple(prompt[:_PREFIX_TOKENS])
-
-        home, version = self._homes.get(prefix, (None, None))
-        if home is not None and home.version != version:
-            home = None  # its cache was dropped with the weights
+        homes = [r for r, version in self._homes.get(prefix, {}).items() if r.version == version]
+        serving = [r for r in homes if r.state is State.SERVING and takes(r)]
+        home = min(serving, key=lambda replica: replica.load, default=None)
 
         async def on(replica: GeneratorReplica) -> list[Completion]:
-            self._homes[prefix] = replica, replica.version
+            self._homes.setdefault(prefix, {})[replica] = replica.version
             self._homes.move_to_end(prefix)
             if len(self._homes) > _NUM_HOMES:
                 self._homes.popitem(last=False)

@@ -49,6 +49,7 @@ class RewardWorker(Actor):
         self._verifier = None if isinstance(env, ChatEnv) else Verifier(env, limit_seconds)
         self._host = EpisodeHost(env, limit_seconds) if isinstance(env, ChatEnv) else None
         self._episodes: dict[int, tuple[HostedEpisode, AsyncExitStack]] = {}
+        self._given_up: set[int] = set()  # before they were open
 
     @concurrent_endpoint
     async def ready(self) -> ProcessInfo:
@@ -69,6 +70,10 @@ class RewardWorker(Actor):
                 async with AsyncExitStack() as stack:
                     episode = await stack.enter_async_context(self._host.open(*call.opens))
                     self._episodes[call.number] = episode, stack.pop_all()
+                if call.number in self._given_up:
+                    self._given_up.remove(call.number)
+                    await self._close(call.number)
+                    return EpisodeLost()
             answer = await getattr(self._episodes[call.number][0], call.verb)(*call.arguments)
         except (EpisodeFailed, EpisodeLost) as failure:
             answer = failure
@@ -78,11 +83,13 @@ class RewardWorker(Actor):
 
     @concurrent_endpoint
     async def close_episode(self, number: int) -> None:
-        await self._close(number)
+        if number in self._episodes:
+            await self._close(number)
+        else:
+            self._given_up.add(number)
 
     async def _close(self, number: int) -> None:
-        if number in self._episodes:
-            await self._episodes.pop(number)[1].aclose()
+        await self._episodes.pop(number)[1].aclose()
 
 
 class RewardProcess:
@@ -105,8 +112,9 @@ class RewardProcess:
         )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        # The worker limits each call of the reward function; past the limit its process is started again.
-        seconds = len(rollouts) * (self._limit + START_SECONDS)
+        # The worker limits each call of the reward function; past the limit its process is started again. One
+        # call more: what was given up before ends first.
+        seconds = (len(rollouts) + 1) * (self._limit + START_SECONDS)
         with self._timeline.span(self._caller.name, "score"):
             call = only(self._actor.score.call(rollouts))
             return await self._caller.call(

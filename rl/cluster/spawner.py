@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 from rl.actors.births import Births
 from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator, GeneratorProcesses
-from rl.actors.remote import Caller, Deadline
+from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.actors.reward import RewardProcess, RewardWorker
 from rl.cluster.environment import engine_environment
 from rl.cluster.launchers import Launcher
@@ -23,6 +24,7 @@ from rl.plan.types import EngineSpec, GeneratorSpec, Replica, WorkerSpec
 from rl.waiting import Deadlines
 
 P = TypeVar("P", GeneratorProcesses, RewardProcess)
+T = TypeVar("T")
 S = TypeVar("S", EngineSpec, GeneratorSpec, WorkerSpec)
 
 
@@ -58,8 +60,7 @@ class Spawner:
             return engine_environment(threads) | GROUP_ENVIRONMENT
 
         async def spawn() -> tuple[Any, Any]:
-            left = self._launcher.end_log(self._logs / name, [process.host for process in replica.processes])
-            mesh = await self._spawn_replica(replica, environment, left)
+            mesh = await self._spawn_replica(replica, environment, self._end_log(replica))
             self._stores[name] = await self.started(name, join_group(mesh, self._launcher.address))
             directory = str(self._models[spec.model])
             return mesh, mesh.spawn(name, actor, spec.kind, directory, spec.config, *arguments)
@@ -84,7 +85,7 @@ class Spawner:
             actors = mesh.spawn("generator", Generator, config, transport)
             return await _ready(GeneratorProcesses(name, mesh, actors, self._deadlines, self._timeline))
 
-        return lambda: self.births_of(name).watching(spawn())
+        return lambda: self._or_nothing(replica, spawn())
 
     def reward(
         self, replica: Replica, task: Env, judge: Mapping[str, str]
@@ -103,7 +104,20 @@ class Spawner:
             actor = mesh.spawn("reward", RewardWorker, task, limit).slice(procs=0)
             return await _ready(RewardProcess(name, mesh, actor, longest, self._deadlines, self._timeline))
 
-        return lambda: self.births_of(name).watching(spawn())
+        return lambda: self._or_nothing(replica, spawn())
+
+    async def _or_nothing(self, replica: Replica, starting: Awaitable[T]) -> T:
+        """What `starting` gives; where it fails, none of its processes is left on a device."""
+        try:
+            return await self.births_of(replica.name).watching(starting)
+        except BaseException:
+            await asyncio.shield(self._end_log(replica))
+            raise
+
+    async def _end_log(self, replica: Replica) -> None:
+        with suppress(ProcessDied):  # a host that is lost has ended all
+            hosts = [process.host for process in replica.processes]
+            await self._launcher.end_log(self._logs / replica.name, hosts)
 
     async def storage(self, name: str) -> Procs:
         """One process without a device on the first host, which is no replica's."""

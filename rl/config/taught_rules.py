@@ -1,6 +1,6 @@
 """What is wrong with demonstrations and preferences: some are made as a run makes them, before it starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rl.config.env_rules import without_token
 from rl.config.run import RunConfig
@@ -26,7 +26,8 @@ def check_taught(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[st
         for number in range(_NUM_MADE):
             seed = derive_seed(config.seed, "taught", number)
             problem = config.env.train_problem(seed)
-            for text, num_tokens in _taught(config, problem, seed, tokenizer):
+            taught = list(_taught(config, problem, seed, tokenizer))
+            for text, num_tokens in taught:
                 if problems := without_token(config.model, text):
                     return problems
                 if num_tokens > limit:
@@ -35,11 +36,30 @@ def check_taught(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[st
                         f"with its prompt, and a sequence has {limit} (the model's positions, max_seq_len); "
                         f"shorten it"
                     ]
+            if config.data == "preferences" and (
+                problems := _pair_without_room(config, problem, taught, tokenizer)
+            ):
+                return problems
     except ConfigError as error:
         return [str(error)]
     except Exception as error:  # the user's own code
         return [f"env {name} failed to teach anything ({one_line(error)}); fix it, or its settings"]
     return []
+
+
+def _pair_without_room(
+    config: RunConfig, problem: Problem, pair: Sequence[tuple[str, int]], tokenizer: Tokenizer
+) -> list[str]:
+    """A pair is in one micro-batch; what both begin with is computed once where prefixes are shared."""
+    size, limit = sum(num_tokens for _, num_tokens in pair), config.trainer.micro_batch_tokens
+    if config.trainer.share_prefixes:
+        size -= len(config.env.encode(problem, tokenizer).tokens)
+    if size <= limit:
+        return []
+    return [
+        f"the pair of answers to the problem {shown(problem.id)} has {size} tokens, and a micro-batch, which "
+        f"has to hold both, trainer.micro_batch_tokens={limit}; raise that, or shorten them"
+    ]
 
 
 def _taught(

@@ -103,6 +103,8 @@ class RunStages:
             async with beside(*self._beside_the_loop()):
                 await train(self._schedule, self)
         except (asyncio.CancelledError, ProcessDied) as end:
+            if self.buffer is not None:
+                self.buffer.close()  # by turns, the trainer comes once nothing is sampled
             if not isinstance(end, EngineDied) and num_interrupts() < 2:
                 await self._leave(end)
             raise

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,15 +28,28 @@ START_SECONDS = 60.0  # to start Python and import what the Env needs
 
 
 class Verifier:
-    """Scores rollouts one by one in its child, which it replaces when a call outlasts `limit_seconds`."""
+    """Scores rollouts one by one in its child, which it replaces when a call outlasts `limit_seconds`.
+
+    Who calls `score` from another thread has given up the call before: that ends after the rollout it is at.
+    """
 
     def __init__(self, env: Env, limit_seconds: float):
         self._env = cloudpickle.dumps(env)
         self._limit = limit_seconds
         self._child = self._start()
+        self._one_at_a_time = threading.Lock()
+        self._newest = object()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        return [self._score(rollout) for rollout in rollouts]
+        """One for each; fewer where the call was given up."""
+        call = self._newest = object()
+        scores = list[Score]()
+        with self._one_at_a_time:
+            for rollout in rollouts:
+                if self._newest is not call:
+                    break
+                scores.append(self._score(rollout))
+        return scores
 
     def close(self) -> None:
         """End the child and what its reward function has started, in whatever session.

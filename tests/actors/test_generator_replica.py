@@ -286,6 +286,28 @@ def test_a_version_that_is_freed_while_the_base_is_loaded_is_not_asked_for():
     run(main)
 
 
+@pytest.mark.parametrize(("num_prompts", "num_replicas"), [(128, 8), (32, 4), (44, 2)])
+def test_prompts_that_begin_alike_are_dealt_to_all(num_prompts, num_replicas):
+    """As those with a system prompt: each generator has that in its cache after the first."""
+
+    async def main():
+        async with running(World(num_replicas)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == num_replicas)
+            for number in range(num_replicas):
+                world.process(number).release.clear()
+            prompts = [[7] * 40 + [number] for number in range(num_prompts)]
+            asked = [asyncio.create_task(world.pool.sample(prompt, 8, PARAMS)) for prompt in prompts]
+            await asyncio.sleep(0.05)
+            loads = [replica.load for replica in world.pool.replicas]
+            for number in range(num_replicas):
+                world.process(number).release.set()
+            await asyncio.gather(*asked)
+            assert sum(loads) == 8 * num_prompts and max(loads) - min(loads) <= 16
+
+    run(main)
+
+
 def test_a_prompt_that_goes_on_is_answered_where_its_prefix_was_computed():
     async def main():
         async with running(World(3)) as world:

@@ -31,6 +31,9 @@ class FakeLauncher:
     def __init__(self, plan: Plan, deaths: int = 0):
         self._hosts = plan.cluster.hosts
         self.spawned: list[Spawned] = []
+        self.ended: list[
+            tuple[str, tuple[int, ...], int]
+        ] = []  # a mesh, its hosts, and how often it was started
         self.closed = False
         self._deaths = deaths
 
@@ -45,7 +48,7 @@ class FakeLauncher:
         return SimpleNamespace(spawn_procs=lambda **how: self._spawn(hosts, **how))
 
     async def end_log(self, log, hosts):
-        pass
+        self.ended.append((log.name, tuple(hosts), sum(other.name == log.name for other in self.spawned)))
 
     async def release(self, paths):
         pass

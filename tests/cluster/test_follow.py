@@ -120,6 +120,7 @@ def test_each_replica_may_die_as_it_starts(name, models, tmp_path):
             for start in starts
         ]
         assert environments == [environments[0]] * len(starts)
+        assert (replica.name, starts[0].hosts, 1) in launcher.ended  # what did not answer is not left there
 
 
 def test_a_replica_that_dies_at_each_start_ends_the_run(models, tmp_path):

@@ -181,6 +181,26 @@ def test_the_last_generators_death_costs_no_step_that_is_done(tmp_path):
     assert checkpoints(world) == [f"step-{max(world.recorder.steps)}"]
 
 
+def test_by_turns_the_checkpoint_does_not_wait_for_what_is_sampled(tmp_path):
+    """The generators leave at once, as nobody wants their samples any more."""
+    settings = config(save_every=0, max_logprob_diff=1e9, placement="by_turns", steps=9)
+    world, times = World(settings, tmp_path), []
+
+    def interrupt(task, places):
+        if not times and 2 in world.recorder.steps:
+            world.slow["generator-0.sample"] = 1e6
+            if any("_generate(prompt.index" in place for place in places):
+                times.append(task.get_loop().time())
+                task.cancel()
+        elif times:
+            ends.append(task.get_loop().time())
+
+    ends = list[float]()
+    assert isinstance(end(world, interrupt), asyncio.CancelledError)
+    assert checkpoints(world) == [f"step-{max(world.recorder.steps)}"]
+    assert ends[-1] - times[0] < 60  # holds: exact, a clock that is made up
+
+
 def test_a_second_interrupt_ends_the_run_without_a_checkpoint_where_the_first_one_waits(tmp_path):
     """Here for the episodes of an evaluation to close, which takes long."""
     settings = replace(

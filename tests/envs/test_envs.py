@@ -150,6 +150,28 @@ def rollout(response):
     return Rollout(Problem("1", "q", "a"), prompt, response, StopReason.STOP, VersionRange(0, 0))
 
 
+def test_scores_of_a_call_that_was_given_up_are_nobody_elses():
+    """The worker's thread goes on with a group whose run begins again at a checkpoint."""
+    verifier, given_up = Verifier(Slow(), limit_seconds=5), list[float]()
+    try:
+        old = threading.Thread(target=lambda: given_up.extend(verifier.score([rollout("100")] * 8)))
+        old.start()
+        time.sleep(0.5)
+        scores = verifier.score([rollout(str(number)) for number in range(8)])
+        old.join(20)
+    finally:
+        verifier.close()
+    assert [score.reward for score in scores] == list(range(8))
+    assert 0 < len(given_up) < 8
+
+
+@dataclass(frozen=True)
+class Slow(Env):
+    def reward(self, problem, response, stop):
+        time.sleep(0.2)
+        return float(response)
+
+
 def test_a_reward_function_can_only_hurt_its_own_sample():
     verifier = Verifier(Odd(), limit_seconds=5)
     try:
