@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.bins import fill_rounds
+from rl.bins import fill_padded, fill_rounds
 from rl.errors import RunError
 from rl.micro_batch import Batch, Rows, Tree
 from rl.prefixes import NoPrefixes, Prefixes, families
@@ -48,6 +48,7 @@ def pack(
     samples_per_unit: int = 1,
     share_prefixes: bool = False,
     attention_cost: float = 0.0,
+    pads: bool = False,
 ) -> Batch:
     """Pack sequences into micro-batches of at most `max_tokens`, balanced over ranks by what they cost.
 
@@ -56,7 +57,8 @@ def pack(
     without a sequence holds only filler. Rows are filled up to `multiple_of` tokens. Each `samples_per_unit`
     consecutive samples share a micro-batch. share_prefixes: equal leading tokens stand in a row once (see
     MicroBatch), for engines that compute such rows (Engine.packing); not where that saves next to nothing.
-    attention_cost: what it costs a token to attend to another, where all else that it costs is 1.
+    attention_cost: what it costs a token to attend to another, where all else that it costs is 1. pads: the
+    engine pads the sequences of a micro-batch to the longest; `max_tokens` bounds what it then computes.
     """
     units = [list(range(i, i + samples_per_unit)) for i in range(0, len(samples), samples_per_unit)]
     apart = max((sum(len(samples[i]) for i in unit) for unit in units), default=0)
@@ -66,7 +68,11 @@ def pack(
     if prefixes.num_shared and samples_per_unit == 1:
         units = families(samples, prefixes, num_ranks, max_tokens)
     trees = [prefixes.tree(unit) for unit in units]
-    lengths = [sum(len(samples[i]) - shared for i, shared in tree) for tree in trees]
+    widths = [max(len(samples[i]) for i in unit) for unit in units]
+    if pads:
+        lengths = [len(unit) * width for unit, width in zip(units, widths, strict=True)]
+    else:
+        lengths = [sum(len(samples[i]) - shared for i, shared in tree) for tree in trees]
     if (longest := max(lengths, default=0)) > max_tokens:
         subject = (
             f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
@@ -76,7 +82,10 @@ def pack(
             f"raise trainer.micro_batch_tokens, or make prompts and responses shorter"
         )
     costs = [sum(_cost(len(samples[i]), shared, attention_cost) for i, shared in tree) for tree in trees]
-    bins = fill_rounds(lengths, costs, num_ranks, max_tokens)
+    if pads:
+        bins = fill_padded(list(map(len, units)), widths, num_ranks, max_tokens)
+    else:
+        bins = fill_rounds(lengths, costs, num_ranks, max_tokens)
     bins.sort(key=lambda bin: -sum(costs[u] for u in bin))
     names = set.intersection(*(set(s.loss_inputs) for s in samples)) if samples else set()
     trees = [prefixes.tree([i for u in bin for i in units[u]]) for bin in bins]
@@ -85,10 +94,15 @@ def pack(
         members = {i: samples[i] for tree in trees for i, _ in tree}
         return Rows(members, tuple(trees), multiple_of, tuple(sorted(names)))
 
+    def computed(tree: Tree) -> int:
+        if pads and tree:
+            return len(tree) * max(len(samples[i]) for i, _ in tree)
+        return sum(len(samples[i]) - shared for i, shared in tree)
+
     return Batch(
         ranks=tuple(rows(trees[rank::num_ranks]) for rank in range(num_ranks)),
         longest=max(map(len, samples), default=0),
-        num_tokens=sum(len(samples[i]) - shared for tree in trees for i, shared in tree),
+        num_tokens=sum(map(computed, trees)),
         num_unshared_tokens=sum(map(len, samples)),
         num_cuts=prefixes.num_cuts(trees),
     )

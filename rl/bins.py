@@ -44,6 +44,41 @@ def fill_rounds(
     return bins
 
 
+def fill_padded(
+    counts: Sequence[int], widths: Sequence[int], num_ranks: int, max_tokens: int
+) -> list[list[int]]:
+    """Indices of the units of each bin, whose sequences are padded to the longest in it.
+
+    counts: [U] sequences of each unit. widths: [U] tokens of its longest. Their product: at most max_tokens.
+
+    Units that are alike share a bin. There are as few rounds of `num_ranks` bins as that takes, and in those
+    the largest bin computes as little as it can.
+    """
+    order = sorted(range(len(widths)), key=lambda i: -widths[i])
+
+    def bins_of(limit: int) -> list[list[int]]:
+        bins: list[list[int]] = []
+        num_sequences = width = 0
+        for i in order:
+            if not bins or (num_sequences + counts[i]) * width > limit:
+                bins.append([])
+                num_sequences, width = 0, widths[i]
+            bins[-1].append(i)
+            num_sequences += counts[i]
+        return bins
+
+    rounds = max(1, math.ceil(len(bins_of(max_tokens)) / num_ranks))
+    least, most = max((c * w for c, w in zip(counts, widths, strict=True)), default=0), max_tokens
+    while least < most:
+        limit = (least + most) // 2
+        if len(bins_of(limit)) <= rounds * num_ranks:
+            most = limit
+        else:
+            least = limit + 1
+    bins = bins_of(most)
+    return bins + [[] for _ in range(rounds * num_ranks - len(bins))]
+
+
 def fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
     """A lower bound of the bins of any packing: L2 of Martello and Toth (Knapsack Problems, 1990, chapter 8).
 

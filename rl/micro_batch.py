@@ -104,7 +104,7 @@ class Batch:
     ranks: tuple[Rows, ...]
     # Of all ranks, so that all raise where one would.
     longest: int  # tokens of the longest sequence
-    num_tokens: int  # of all rows, without filler
+    num_tokens: int  # of all rows, without filler; with the padding of an engine that pads them
     num_unshared_tokens: int  # what they would be if sequences shared none
     num_cuts: int = 0  # how often tokens that could be shared are in two rows, for space or for balance
 

@@ -224,3 +224,44 @@ def test_a_batch_of_many_samples_is_sent_as_a_few_arrays():
     made = sum(opcode.name == "REDUCE" for opcode, _, _ in pickletools.genops(message))
     assert made < 30  # holds: exact, arrays and their types
     assert len(message) < 60 * 4000  # holds: exact, bytes of arrays, and 25 for each sample's place
+
+
+def padded_tokens(rank):
+    """Of each micro-batch: sequences times the longest."""
+    sizes = []
+    for micro in rank:
+        starts = np.flatnonzero(micro.positions == 0)
+        lengths = np.diff([*starts, len(micro.positions)])
+        sizes.append(len(lengths) * max(lengths))
+    return sizes
+
+
+@pytest.mark.parametrize("samples_per_unit", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_an_engine_that_pads_computes_no_more_than_a_micro_batch_may_hold(num_ranks, samples_per_unit):
+    rng = np.random.default_rng(0)
+    for num, longest in ((1, 40), (7, 40), (200, 40), (200, 3)):
+        lengths = rng.integers(2, longest + 1, num * samples_per_unit)
+        batch = pack(
+            [sample(int(n)) for n in lengths], num_ranks=num_ranks, max_tokens=100,
+            samples_per_unit=samples_per_unit, pads=True,
+        )  # fmt: skip
+        sizes = [padded_tokens(rank) for rank in batch.ranks]
+        assert len({len(rank) for rank in sizes}) == 1
+        computed = [size for rank in sizes for size in rank]
+        assert max(computed) <= 100
+        seen = sorted({int(i) for rank in batch.ranks for micro in rank for i in micro.sample_ids})
+        assert seen == list(range(len(lengths)))
+        for rank in members(batch):
+            for micro in rank:
+                assert all(i ^ 1 in micro for i in micro) or samples_per_unit == 1
+        if num == 200:
+            alone = (
+                sum(2 * max(pair) for pair in lengths.reshape(-1, 2))
+                if samples_per_unit == 2
+                else sum(lengths)
+            )
+            assert batch.num_tokens < 1.2 * alone  # holds: meaning, those alike are together
+            assert max(computed) < 2 * sum(computed) / len(computed)
+    with pytest.raises(RunError, match="2 sequences that belong together, of 18 tokens"):
+        pack([sample(9), sample(3)], max_tokens=15, samples_per_unit=2, pads=True)

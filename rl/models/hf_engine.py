@@ -2,7 +2,7 @@
 
 Sequences are packed, and leading tokens that they share computed once, where the architecture's attention
 can be told of it. Where it cannot (state-space layers, soft-capped attention, windows that are only in the
-mask), they are padded rows: n sequences cost n times the longest, whatever the packed row's length. When the
+mask), they are padded rows: n sequences cost n times the longest, of which `pack` is told. When the
 engine is built, its logits are compared with those of transformers' own forward: that decides how it computes
 rows, and whether the model can be used (hf_self_check.py).
 """
@@ -43,6 +43,10 @@ class HFEngine(Engine):
 
     _model: HFModel
     _disk: DiskTensors  # what a directory holds of the model
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        return super().packing | {"pads": not self._model.packed}
 
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout

@@ -16,6 +16,8 @@ import torch
 from rl.errors import RunError
 from rl.models.learner import local
 
+_LEAST_PART_BITS = 20
+
 
 class _Stash(Protocol):
     """Holds what storages held. They come back in the order in which they were put."""
@@ -47,14 +49,18 @@ class _Host:
     """Page-locked memory, which is kept for the next time: to lock it takes longer than to copy."""
 
     def __init__(self) -> None:
-        self._held: list[torch.Tensor] = []
+        self._held: list[list[torch.Tensor]] = []  # of each storage, one part after the other
         self._next = 0
 
     def put(self, storage: torch.UntypedStorage) -> None:
         values = _bytes_of(storage)
-        if self._next == len(self._held) or len(self._held[self._next]) != len(values):
-            self._held[self._next :] = [torch.empty(len(values), dtype=torch.uint8, pin_memory=True)]
-        self._held[self._next].copy_(values, non_blocking=True)
+        sizes = parts_of(len(values))
+        if self._next == len(self._held) or sum(map(len, self._held[self._next])) != len(values):
+            self._held[self._next :] = [
+                [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            ]
+        for part, value in zip(self._held[self._next], values.split(sizes), strict=True):
+            part.copy_(value, non_blocking=True)
         self._next += 1
 
     def rewind(self) -> None:
@@ -65,8 +71,22 @@ class _Host:
         self._held, self._next = [], 0
 
     def take(self, storage: torch.UntypedStorage) -> None:
-        _bytes_of(storage).copy_(self._held[self._next], non_blocking=True)
+        values = _bytes_of(storage).split([len(part) for part in self._held[self._next]])
+        for value, part in zip(values, self._held[self._next], strict=True):
+            value.copy_(part, non_blocking=True)
         self._next += 1
+
+
+def parts_of(num_bytes: int) -> list[int]:
+    """Powers of two, and what is left of a MiB.
+
+    torch locks memory in blocks of a power of two: one part of 9 GiB would take 16.
+    """
+    parts = [
+        1 << bit for bit in reversed(range(_LEAST_PART_BITS, num_bytes.bit_length())) if num_bytes >> bit & 1
+    ]
+    rest = num_bytes - sum(parts)
+    return [*parts, rest] if rest else parts
 
 
 class Suspension:

@@ -1,0 +1,57 @@
+"""A reward worker's own part of episodes, without its process."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from configs.calculator import calculator
+from rl.actors import reward
+from rl.actors.reward import EpisodeCall, RewardWorker
+from rl.errors import EpisodeLost
+
+
+class Host:
+    """Episodes open once `may_open` is set."""
+
+    def __init__(self, env, limit_seconds):
+        self.may_open, self.open_ones = asyncio.Event(), 0
+
+    @asynccontextmanager
+    async def open(self, problem, seed):
+        await self.may_open.wait()
+        self.open_ones += 1
+        try:
+            yield self
+        finally:
+            self.open_ones -= 1
+
+    async def begin(self):
+        return "begun"
+
+
+@pytest.mark.parametrize("closes_early", [True, False])
+def test_an_episode_that_is_given_up_while_its_process_starts_is_closed(monkeypatch, closes_early):
+    monkeypatch.setattr(reward, "EpisodeHost", Host)
+    env = calculator().env
+
+    async def main():
+        worker = RewardWorker(env, 5.0)
+        ask, close = (
+            getattr(RewardWorker, name)._method.__wrapped__ for name in ("ask_episode", "close_episode")
+        )
+        call = EpisodeCall(7, "begin", (), (env.train_problem(1), 1))
+        asked = asyncio.create_task(ask(worker, call))
+        await asyncio.sleep(0)
+        if closes_early:
+            await close(worker, 7)
+        worker._host.may_open.set()
+        answer = await asked
+        if not closes_early:
+            assert answer == "begun" and worker._host.open_ones == 1
+            await close(worker, 7)
+        else:
+            assert isinstance(answer, EpisodeLost)
+        assert worker._host.open_ones == 0 and not worker._episodes
+
+    asyncio.run(main())

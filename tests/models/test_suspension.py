@@ -1,0 +1,56 @@
+"""What a suspended engine's tensors held, in page-locked memory."""
+
+import random
+
+import pytest
+import torch
+
+from rl.models import suspension
+from rl.models.suspension import parts_of
+
+MIB = 2**20
+
+
+def test_memory_is_locked_in_powers_of_two_and_a_rest():
+    rng = random.Random(0)
+    for num_bytes in [1, MIB - 1, MIB, MIB + 1, 9 * 2**30, *(rng.randrange(1, 2**36) for _ in range(1000))]:
+        *most, last = parts_of(num_bytes)
+        assert sum(most) + last == num_bytes
+        assert all(part.bit_count() == 1 and part >= MIB for part in most)
+        assert last < MIB or last.bit_count() == 1
+        assert len(most) < 36
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Sizes of what is locked. There is no GPU here."""
+    sizes, empty = [], torch.empty
+
+    def pinned(*size, pin_memory=False, **how):
+        if pin_memory:
+            sizes.append(size[0])
+        return empty(*size, **how)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return sizes
+
+
+def test_what_is_put_is_taken_again_and_memory_is_locked_once(locked):
+    host = suspension._Host()
+    tensors = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (5, MIB, 3 * MIB + 7)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    for time in range(2):
+        expected = [tensor + time for tensor in tensors]
+        for tensor, value in zip(tensors, expected, strict=True):
+            tensor.copy_(value)
+        for storage in storages:
+            host.put(storage)
+        host.rewind()
+        for tensor in tensors:
+            tensor.zero_()
+        for storage in storages:
+            host.take(storage)
+        host.rewind()
+        assert all(map(torch.equal, tensors, expected))
+    assert locked == [5, MIB, 2 * MIB, MIB, 7]
