@@ -77,10 +77,11 @@ def own_worker(host):
     yield f"{host}:7000"
 
 
-def rank(group, answers, code, dies):
-    rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, 5.0
+def rank(group, answers, code, dies, seconds=5.0):
+    """seconds: for which hosts wait for each other."""
+    rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, seconds
     rendezvous._own_address = lambda group, store: f"10.0.0.{group.rank + 1}"
-    rendezvous._STOP_SECONDS = 5.0
+    rendezvous._STOP_SECONDS = seconds
 
     def train(hosts):
         answers.put((group.rank, hosts))
@@ -129,12 +130,13 @@ def as_it_was(monkeypatch):
     monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
 
 
-def together(code=0, ranks=(0, 1, 2)):
+def together(code=0, ranks=(0, 1, 2), seconds=5.0):
     """Rank -> what it said, in order."""
     answers, store = queue.Queue(), FakeStore()
     rendezvous._store = lambda group: store
     threads = [
-        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", 1), answers, code, False)) for i in ranks
+        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", 1), answers, code, False, seconds))
+        for i in ranks
     ]
     for thread in threads:
         thread.start()
@@ -219,10 +221,10 @@ def test_where_the_first_is_killed_the_others_end():
 
 
 def test_a_host_that_never_comes_is_named():
-    said = together(ranks=(0, 1))
-    assert "2 of 3 hosts are there after 5 s; see the output of rank 2" in said[0][0] and said[1] == [1]
-    said = together(ranks=(0, 2))
-    assert "2 of 3 hosts are there after 5 s; see the output of rank 1" in said[0][0] and said[2] == [1]
+    said = together(ranks=(0, 1), seconds=1.0)
+    assert "2 of 3 hosts are there after 1 s; see the output of rank 2" in said[0][0] and said[1] == [1]
+    said = together(ranks=(0, 2), seconds=1.0)
+    assert "2 of 3 hosts are there after 1 s; see the output of rank 1" in said[0][0] and said[2] == [1]
 
 
 def test_a_worker_that_dies_is_started_again_at_its_address(monkeypatch):
