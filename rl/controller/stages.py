@@ -114,10 +114,9 @@ class RunStages:
             await self._rollouts.close()
 
     def _beside_the_loop(self) -> Iterator[Coroutine[Any, Any, None]]:
-        generators = self._actors.generators
-        yield generators.until_dead()
+        yield self._actors.generators.until_dead()
         if self.buffer is not None:
-            yield self.buffer.follow(self._served, generators.changed)
+            yield self.buffer.follow(self._served, self._actors.generators.changed)
 
     def _controls_with(self, state: Mapping[str, Any]) -> Controls:
         return Controls(self._learning, self._actors.trainer.config, state)

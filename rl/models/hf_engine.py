@@ -32,7 +32,7 @@ from rl.models.disk_tensors import DiskTensors, convert, disk_tensors
 from rl.models.engine import Engine
 from rl.models.export import named_state, shards, whole_tensors
 from rl.models.hf_model import HFModel
-from rl.models.hf_self_check import choose_rows
+from rl.models.hf_self_check import check_selective, choose_rows
 from rl.models.lora import Adapter, Site, freeze
 from rl.models.platform import DEVICE_TYPE, reshard, sum_gradients_over_ranks
 from rl.weight_sync.manifest import LocalShard
@@ -70,6 +70,9 @@ class HFEngine(Engine):
             ]
         if (policy := CHECKPOINTING[config.activation_checkpointing]()) is not None:
             model.checkpoint_layers(policy.build(dump_folder=""))
+            with agreed():
+                if dist.get_rank() == 0 and config.activation_checkpointing == "selective":
+                    check_selective(model)
         sizes = (layout.replicate, layout.shard)
         mesh = init_device_mesh(DEVICE_TYPE, sizes, mesh_dim_names=("replicate", "shard"))
         mesh = mesh if layout.replicate > 1 else mesh["shard"]

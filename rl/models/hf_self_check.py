@@ -4,10 +4,12 @@ transformers' architectures differ in ways that no list covers. So a few short s
 transformers' own forward and through ours, in fp32, on the host, before the model is sharded.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 from rl.models.hf_model import HFModel
 
 _ROWS = _TREES, _PACKED, _PADDED = "packed rows that share prefixes", "packed rows", "padded rows"
@@ -46,6 +48,32 @@ def choose_rows(model: HFModel, share_prefixes: bool) -> bool:
         f"logits differ by {', '.join(f'{by} in {rows}' for rows, by in reasons.items())}; "
         f"use an architecture that TitanEngine has"
     )
+
+
+def check_selective(model: HFModel) -> None:
+    """Once its layers are checkpointed: a backward of a short sequence. Raises ConfigError where it fails.
+
+    Some layers change in place what the selective policy keeps. Only gradients of the input are computed:
+    those of the weights would take as much memory again.
+    """
+    inputs: list[torch.Tensor] = []
+
+    def begin(*call: Any) -> torch.Tensor:
+        inputs.append(call[-1].detach().requires_grad_())
+        return inputs[-1].clone()
+
+    tokens = _documents(model.vocab_size)[0]
+    places = np.arange(len(tokens))
+    hook = model.lm.get_input_embeddings().register_forward_hook(begin)
+    try:
+        torch.autograd.grad(model.compute(tokens, places, places, None).sum(), inputs, allow_unused=True)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"trainer.activation_checkpointing=selective does not suit {type(model.lm).__name__} "
+            f"({one_line(error)}); set it to full or none"
+        ) from error
+    finally:
+        hook.remove()
 
 
 def _reference(model: HFModel, documents: list[np.ndarray]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -41,8 +42,13 @@ class SharedMemory:
     async def publish(
         self, name: str, version: PolicyVersion, rank: int, shards: Iterable[LocalShard]
     ) -> list[Shard]:
-        """Write this rank's shards. Raises RunError where the host's shared memory is too small."""
+        """Write this rank's shards. Raises RunError where the host's shared memory is too small.
+
+        Later versions than this one are nobody's: a rank that died had begun to write them.
+        """
         path = str(self._path(name, version, rank))
+        files = Path(self.directory).glob(f"{escape(name)}-v*-rank*.bin")
+        release_files(str(file) for file in files if version_of(file) > version)
 
         def allocate(num_bytes: int) -> torch.Tensor:
             self._reserve(path, num_bytes)

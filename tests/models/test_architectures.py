@@ -4,6 +4,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from rl.models.engine_config import EngineConfig
 from rl.models.export import named_state
 from rl.models.hf_checks import check_expert_width
 from rl.models.hf_engine import HFEngine
+from rl.models.learner import local
 from rl.models.titan import TitanEngine
 from rl.types import LoRA
 from tests.models.architectures import LIMIT, MODEL_TYPES, audit, audit_engine, logits_of
@@ -289,3 +291,28 @@ def test_each_tensor_parallel_rank_has_whole_rows_of_16_bytes(width, ranks, fits
     else:
         with pytest.raises(ConfigError, match=f"over tensor_parallel={ranks} is no multiple of 8"):
             check_expert_width(config, "bfloat16", ranks)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "suits"),
+    [("qwen3", True), ("qwen3_moe", True), ("mixtral", False), ("hunyuan_v1_moe", False), ("mellum", False)],
+)
+def test_selective_checkpointing_gives_the_same_gradients_or_is_refused_when_built(
+    tmp_path, model_type, suits
+):
+    """Some experts change in place what the policy keeps: torch says so at the first backward."""
+    random_model(model_type).save_pretrained(tmp_path)
+    selective = EngineConfig(activation_checkpointing="selective")
+    if not suits:
+        with pytest.raises(ConfigError, match="selective does not suit .*mutated.*; set it to full or none"):
+            HFEngine(tmp_path, selective)
+    gradients = []
+    for config in (
+        EngineConfig(),
+        selective if suits else replace(selective, activation_checkpointing="full"),
+    ):
+        engine = HFEngine(tmp_path, config)
+        engine.forward_backward(BATCH, CrossEntropy())
+        gradients.append([local(p.grad).clone() for p in engine._learner(None).parameters.values()])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).abs().max() < LIMIT

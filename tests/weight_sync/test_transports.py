@@ -129,6 +129,23 @@ def test_a_new_process_goes_on_in_the_files_of_one_that_died(tmp_path):
     assert file.stat().st_ino == inode and fetch(transport, manifest)["w"].unique().tolist() == [6.0]
 
 
+def test_a_version_that_was_begun_by_one_that_died_takes_no_room(tmp_path):
+    """The run goes on from an older step; perhaps with fewer ranks."""
+    transport, full = SharedMemory(str(tmp_path)), torch.randn(64, 5)
+    for version in (4, 5, 6):
+        manifest = publish(transport, version, rows("w", full, 2))
+        if version < 6:
+            asyncio.run(transport.release(manifest))
+    publish(transport, 7, rows("w", full, 2)[:1])  # the second rank dies; nobody has the manifest
+    asyncio.run(transport.release(manifest))  # all are forgotten
+    for version in (5, 6, 7, 8):
+        manifest = publish(transport, version, rows("w", full + version, 1))
+        assert torch.equal(fetch(transport, manifest)["w"], full + version)
+        published = [file.name for file in tmp_path.iterdir() if file.name.endswith(".bin")]
+        assert published == [f"model-v{version}-rank0.bin"]
+        asyncio.run(transport.release(manifest))
+
+
 def test_another_ranks_files_may_change_their_names_while_a_version_is_published(tmp_path):
     transport, another = SharedMemory(str(tmp_path)), tmp_path / "model-v1-rank1.bin"
     another.touch()
