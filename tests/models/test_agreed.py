@@ -236,6 +236,7 @@ def test_nothing_else_is_done_on_one_rank():
         ("adapters.py", "save_state"),
         ("checkpoint.py", "save"),
         ("export.py", "write_directory"),
+        ("hf_engine.py", "_build"),
         ("hf_engine.py", "_read_on_first_rank"),
         ("hf_engine.py", "load_weights"),
     }

@@ -147,7 +147,7 @@ def test_a_version_that_was_begun_by_one_that_died_takes_no_room(tmp_path):
 
 
 def test_another_ranks_files_may_change_their_names_while_a_version_is_published(tmp_path):
-    transport, another = SharedMemory(str(tmp_path)), tmp_path / "model-v1-rank1.bin"
+    transport, another = SharedMemory(str(tmp_path)), tmp_path / "model-v0-rank1.bin"
     another.touch()
     ended = threading.Event()
 
