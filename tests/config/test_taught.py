@@ -18,7 +18,7 @@ class Pairs(Env):
     max_new_tokens: int = 40
 
     def generate(self, seed):
-        return Problem(str(seed), "abcdef>", "")
+        return Problem(str(seed), "abcdef>", str(seed))
 
     def reward(self, problem, response, stop):
         return 0.0
