@@ -68,11 +68,13 @@ def pack(
     if prefixes.num_shared and samples_per_unit == 1:
         units = families(samples, prefixes, num_ranks, max_tokens)
     trees = [prefixes.tree(unit) for unit in units]
-    widths = [max(len(samples[i]) for i in unit) for unit in units]
-    if pads:
-        lengths = [len(unit) * width for unit, width in zip(units, widths, strict=True)]
-    else:
-        lengths = [sum(len(samples[i]) - shared for i, shared in tree) for tree in trees]
+
+    def computed(tree: Tree) -> int:
+        if pads:
+            return len(tree) * max((len(samples[i]) for i, _ in tree), default=0)
+        return sum(len(samples[i]) - shared for i, shared in tree)
+
+    lengths = list(map(computed, trees))
     if (longest := max(lengths, default=0)) > max_tokens:
         subject = (
             f"{samples_per_unit} sequences that belong together," if samples_per_unit > 1 else "a sequence"
@@ -83,6 +85,7 @@ def pack(
         )
     costs = [sum(_cost(len(samples[i]), shared, attention_cost) for i, shared in tree) for tree in trees]
     if pads:
+        widths = [max(len(samples[i]) for i in unit) for unit in units]
         bins = fill_padded(list(map(len, units)), widths, num_ranks, max_tokens)
     else:
         bins = fill_rounds(lengths, costs, num_ranks, max_tokens)
@@ -93,11 +96,6 @@ def pack(
     def rows(trees: Sequence[Tree]) -> Rows:
         members = {i: samples[i] for tree in trees for i, _ in tree}
         return Rows(members, tuple(trees), multiple_of, tuple(sorted(names)))
-
-    def computed(tree: Tree) -> int:
-        if pads and tree:
-            return len(tree) * max(len(samples[i]) for i, _ in tree)
-        return sum(len(samples[i]) - shared for i, shared in tree)
 
     return Batch(
         ranks=tuple(rows(trees[rank::num_ranks]) for rank in range(num_ranks)),

@@ -48,6 +48,7 @@ class SlurmJob:
 
     file: ClassVar[str] = "slurm.sh"
     logs: ClassVar[str] = "slurm-"
+    shares_files: ClassVar[bool] = True
 
     def run_dir(self, asked: str, name: str) -> Path:
         """asked: --run_dir, or empty. name: of a new run."""
@@ -59,7 +60,7 @@ class SlurmJob:
 
     def command(self, recipe: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
         """What runs on each node."""
-        return _train(sys.executable, path_of(recipe), arguments, run_dir)
+        return _train(sys.executable, recipe, arguments, run_dir)
 
     def text(self, run_dir: Path, command: Sequence[str]) -> str:
         """The script. command: what runs on each node."""
@@ -137,6 +138,7 @@ class KubernetesJob:
 
     file: ClassVar[str] = "kubernetes.yaml"
     logs: ClassVar[str] = "kubernetes."
+    shares_files: ClassVar[bool] = False
 
     def run_dir(self, asked: str, name: str) -> Path:
         """asked: --run_dir, or empty. name: of a new run.
@@ -251,7 +253,7 @@ class JobConfig:
     """How a run is submitted: `--launcher` names one of these.
 
     Of each: `file` is what is written into the run's directory and submitted, `logs` how other files begin
-    that it, or the scheduler, leaves there.
+    that it, or the scheduler, leaves there; `shares_files` says whether paths of here are paths of its hosts.
     """
 
     slurm: SlurmJob = SlurmJob()
@@ -268,12 +270,6 @@ def _train(python: str, recipe: str, arguments: Sequence[str], run_dir: Path) ->
     """What runs on each host: it begins, or goes on."""
     words = [python, "-m", "rl", "train", recipe, *arguments]
     return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
-
-
-def path_of(recipe: str) -> str:
-    """The recipe's name, or the absolute path of its file, or of a run whose settings are taken."""
-    is_path = ".py" in recipe or os.path.exists(recipe)
-    return os.path.abspath(os.path.expanduser(recipe)) if is_path else recipe
 
 
 def _label(run_dir: Path) -> str:

@@ -67,9 +67,13 @@ def _load(name: str) -> tuple[str, RunConfig]:
 
 def source_of(name: str) -> str:
     """What config.json notes, from which `load_recipe` finds the same recipe from anywhere."""
-    if _is_config(name):
-        return read_config(name)[0]
-    return os.path.abspath(os.path.expanduser(name)) if ".py" in name else name
+    return read_config(name)[0] if _is_config(name) else from_anywhere(name)
+
+
+def from_anywhere(name: str) -> str:
+    """A recipe's name, or the absolute path of its file, or of the run whose settings are taken."""
+    is_path = ".py" in name or _is_config(name)
+    return os.path.abspath(os.path.expanduser(name)) if is_path else name
 
 
 def _is_config(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.machine import look_at_host
 from rl.config.flags import override, settings_of
-from rl.config.recipes import load_recipe
+from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.run import RunConfig
 from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe, write_plan
@@ -55,7 +55,8 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)
     run_dir = job.run_dir(config.run_dir, f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    text = job.text(run_dir, job.command(recipe_name, _without(rest, "--run_dir"), run_dir))
+    source = from_anywhere(recipe_name) if job.shares_files else recipe_name
+    text = job.text(run_dir, job.command(source, _without(rest, "--run_dir"), run_dir))
     place = job.place(run_dir)
     file = place / job.file
     result = _plan_of(config, cluster, job.nodes) if is_dry else None

@@ -64,14 +64,14 @@ class Recorder:
         self.accuracies: dict[int, tuple[float, float]] = {}  # step -> held-out accuracy, standard error
 
     async def __aenter__(self) -> "Recorder":
-        self._warning_log.__enter__()
+        self._warning_log.attach()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Files first, then sinks, interrupted or not; each has a deadline, and what is lost is said."""
         if self._out.isatty():
             print(file=self._out)
-        self._warning_log.__exit__(None, None, None)
+        self._warning_log.detach()
         self._write_trace()
         failure: BaseException | None = None
         try:

@@ -184,6 +184,13 @@ def test_a_run_whose_settings_are_taken_is_submitted_with_them(tmp_path, monkeyp
         assert os.path.isabs(submitted) and load_recipe(submitted)[1].steps == 123
 
 
+def test_a_recipes_name_stays_its_name_beside_a_directory_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / "quickstart").mkdir()
+    monkeypatch.chdir(tmp_path)
+    submit(tmp_path, *SLURM)
+    assert " -m rl train quickstart --run_dir " in (tmp_path / "run" / "slurm.sh").read_text()
+
+
 def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"slurm.sh cannot be written \(.*\); give another --run_dir"):
