@@ -74,6 +74,12 @@ def fork(own_session):
         os.setsid()
     os._exit(7)
 
+def has_ended(child):
+    try:
+        return child.status() == "zombie"
+    except psutil.NoSuchProcess:  # a thread of asyncio's reaped it since it was listed
+        return True
+
 async def main():
     # Orphans whose parents are in a session of their own, or in ours, and end before or after they do.
     for own_session, seconds, after in ((True, 0.3, ""), (True, 0.0, "import time; time.sleep(0.5)"), (False, 0.3, "")):
@@ -98,7 +104,7 @@ async def main():
     while time.monotonic() < deadline:
         reaper.reap()  # while children run, as they end, and when all are zombies
         children = psutil.Process().children()
-        if {child.pid for child in children} <= own and {child.status() for child in children} == {"zombie"}:
+        if {child.pid for child in children} <= own and all(map(has_ended, children)):
             break
         time.sleep(0.01)
     reaper.reap()

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -199,8 +200,8 @@ def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_p
     assert "closed its connection" in scores[1].error
     assert "over 5 s" in scores[2].error
     assert [s.reward for s in scores[3:]] == [1.0, 0.5]
-    pid = int(pid_file.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 @dataclass(frozen=True)
