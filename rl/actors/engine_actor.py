@@ -14,7 +14,7 @@ from monarch.actor import Actor, endpoint
 from rl.interfaces import Loss
 from rl.micro_batch import Batch
 from rl.models.engine_config import EngineConfig
-from rl.processes import ProcessInfo, freeze_heap, process_info
+from rl.processes import ProcessInfo, freeze_heap, importing, process_info
 from rl.types import LoRA, OptimParams
 
 
@@ -24,13 +24,15 @@ class EngineActor(Actor):
     def __init__(self, kind: str, model_dir: str, config: EngineConfig):
         """kind: a key of ENGINES. With a seed the directory is given the weights, unless it has them."""
         # torchtitan: 3 s that the controller need not spend
-        from rl.models.build import ENGINES
-        from rl.models.random_weights import draw_once
+        with importing():
+            from rl.models.build import ENGINES
+            from rl.models.random_weights import draw_once
 
+            engine = ENGINES[kind]
         if config.seed is not None:
             draw_once(kind, Path(model_dir), config.seed)
             config = replace(config, seed=None)
-        self._engine = ENGINES[kind](model_dir, config)
+        self._engine = engine(model_dir, config)
 
     @endpoint
     async def ready(self) -> ProcessInfo:

@@ -15,7 +15,7 @@ from rl.models.generator.commands import Progress
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.wave import Wave
 from rl.observability.timeline import Timeline
-from rl.processes import ProcessInfo, kill_processes, process_info
+from rl.processes import ProcessInfo, importing, kill_processes, process_info
 from rl.types import Completion, SamplingParams
 from rl.waiting import Deadlines, beside, loop_seconds
 from rl.weight_sync.manifest import Manifest
@@ -29,9 +29,10 @@ class Generator(Actor):
 
     def __init__(self, config: VLLMConfig, transport: Transport):
         # vLLM changes the process that imports it: not the controller's.
-        from rl.models.generator.engine import GeneratorEngine
-        from rl.models.generator.lockstep import Lockstep
-        from rl.models.generator.vllm_engine import VLLM
+        with importing():
+            from rl.models.generator.engine import GeneratorEngine
+            from rl.models.generator.lockstep import Lockstep
+            from rl.models.generator.vllm_engine import VLLM
 
         # All of vLLM in one thread: CUDA's streams, and OpenMP's threads, belong to the one that made them.
         self._thread = ThreadPoolExecutor(1, "vllm")

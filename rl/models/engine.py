@@ -7,8 +7,7 @@ same way. Every rank of the process group calls every method, in the same order.
 - `forward(batch)`: logprobs; `forward_backward(batch, loss)`: adds a gradient; `optim_step`: applies it.
 - Losses are sums over tokens, and gradients accumulate as sums; `OptimParams.grad_scale` divides once. So
   N calls of `forward_backward` and one `optim_step` equal one call on the joined batch.
-- Learning rate, betas, eps, weight decay, clip norm and gradient scale come with each call: schedules are the
-  caller's.
+- Learning rate, betas, eps, weight decay and clip norm come with each call: schedules are the caller's.
 - `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn
   (`EngineConfig.adapters`) keeps the model frozen; `adapters.add`, `load`, `save` and `remove` manage them.
 - `suspend`, `resume`: the device's memory is given back, and taken again with what it held.
@@ -84,6 +83,11 @@ class Engine(ABC):
         return packing(self.config, self._hf_config, self._shares_prefixes)
 
     # ---- what each kind of engine provides
+
+    @staticmethod
+    @abstractmethod
+    def draw(model_dir: str | Path, seed: int) -> dict[str, torch.Tensor]:
+        """Random weights in fp32, unsharded, by their names in Hugging Face directories."""
 
     @abstractmethod
     def _build(self) -> nn.Module:
@@ -168,6 +172,11 @@ class Engine(ABC):
             self._model.eval()
             return [self._run(micro, with_targets=False) for micro in self._micro_batches(batch)]
 
+    def _micro_batches(self, batch: Batch) -> Rows:
+        """This rank's part. Every rank raises where one would."""
+        check_batch(batch, self.config.layout.data_parallel, self.max_seq_len, self._shares_prefixes)
+        return batch.ranks[self.dp_rank]
+
     @contextmanager
     def _computing(self, adapter: str | None, learner: Learner | None = None) -> Iterator[None]:
         """Leaves nothing gathered behind, whatever happens, nor half a gradient where it fails."""
@@ -209,9 +218,7 @@ class Engine(ABC):
         if adapter is not None:
             return self.adapters.learner(adapter)
         if self._base is None:
-            raise RunError(
-                f"the model itself is frozen; name the adapter that learns, one of {list(self.adapters)}"
-            )
+            raise RunError(f"the model is frozen; name the adapter that learns, one of {list(self.adapters)}")
         return self._base
 
     def _learners(self) -> dict[str, Learner]:
@@ -291,10 +298,3 @@ class Engine(ABC):
         """Load what any layout saved, adapters included; returns the caller's `state`: see Checkpoints."""
         self._suspension.require("load")
         return self._checkpoints.load(Path(path))
-
-    # ---- for the kinds of engine
-
-    def _micro_batches(self, batch: Batch) -> Rows:
-        """This rank's part. Every rank raises where one would."""
-        check_batch(batch, self.config.layout.data_parallel, self.max_seq_len, self._shares_prefixes)
-        return batch.ranks[self.dp_rank]

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from rl.errors import RunError
 from rl.models import hf
-from rl.models.build import DRAW
+from rl.models.build import ENGINES
 from rl.paths import sync
 
 _DRAWN = "drawn"
@@ -26,7 +26,7 @@ def draw_once(kind: str, model_dir: Path, seed: int) -> None:
     if _drawn_from(path) == drawn:
         return
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    tensors = {name: tensor.clone() for name, tensor in DRAW[kind](model_dir, seed).items()}
+    tensors = {name: tensor.clone() for name, tensor in ENGINES[kind].draw(model_dir, seed).items()}
     try:
         save_file(tensors, partial, metadata={"format": "pt", _DRAWN: drawn})
         partial.chmod(0o644)  # safetensors writes 0600

@@ -5,7 +5,6 @@ import multiprocessing.resource_tracker
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from rl.cluster import rendezvous
 from rl.cluster.rendezvous import Group, group_of, run_as_group
 from rl.errors import ConfigError, RunError
 from rl.host_protocol import ask
+from tests.ports import free_port
 
 SIGNAL = signal.signal
 TORCHRUN = {
@@ -65,11 +65,6 @@ def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
     said["node"] = "nothing"
     with pytest.raises(ConfigError, match=r"'n\[0-1\]' has no address .*; set MASTER_ADDR"):
         group_of(SRUN)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager

@@ -3,10 +3,8 @@
 # holds: exact
 
 import asyncio
-import random
 import string
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -17,35 +15,11 @@ from rl.config.validate import validate
 from rl.configs.quickstart import quickstart
 from rl.controller.check import check
 from rl.controller.rollouts import Rollouts
-from rl.envs.base import Env, derive_seed, held_out
+from rl.envs.base import derive_seed, held_out
 from rl.envs.mixture import Mixture
 from rl.models.sources import TinyQwen3
-from rl.types import Problem
+from tests.config.counted import NUM_EVAL, Counted, Drawn, Few, OwnHeldOut, made
 from tests.controller.test_rollouts import Sampler, score
-
-NUM_EVAL = 9
-made: Counter[int] = Counter()
-"""Seed -> how often a problem was made of it in this process."""
-
-
-@dataclass(frozen=True)
-class Counted(Env):
-    num_eval: int = NUM_EVAL
-    max_new_tokens: int = 8
-    name: str = "a"
-
-    def generate(self, seed):
-        made[seed] += 1
-        return Problem(str(seed), f"{self.name} {seed}", "7")
-
-    def reward(self, problem, response, stop):
-        return 0.5
-
-
-@dataclass(frozen=True)
-class OwnHeldOut(Counted):
-    def eval_problems(self):
-        return [self.generate(seed) for seed in range(NUM_EVAL)]
 
 
 def start_and_evaluate(env):
@@ -84,7 +58,7 @@ def test_rl_check_makes_them_no_more_often(tmp_path, monkeypatch, capsys):
         "from rl.configs.quickstart import quickstart\n"
         "from rl.config import RunConfig, WarmupConfig\n"
         "from rl.models.sources import TinyQwen3\n"
-        "from tests.config.test_held_out import OwnHeldOut\n"
+        "from tests.config.counted import OwnHeldOut\n"
         "import string\n"
         "def f() -> RunConfig:\n"
         "    model = TinyQwen3(alphabet=string.printable)\n"
@@ -95,28 +69,9 @@ def test_rl_check_makes_them_no_more_often(tmp_path, monkeypatch, capsys):
     assert {made[seed] for seed in range(NUM_EVAL)} == {2}
 
 
-@dataclass(frozen=True)
-class Few(Env):
-    """Eight problems, of which the first four are held out."""
-
-    num_eval: int = 4
-
-    def generate(self, seed):
-        return Problem(str(seed % 8), f"{seed % 8}", "7")
-
-    def eval_problems(self):
-        return [self.generate(seed) for seed in range(4)]
-
-
 def test_training_draws_no_problem_of_an_own_eval_problems():
     drawn = {Few().train_problem(seed).question for seed in range(200)}
     assert drawn == {"4", "5", "6", "7"}
-
-
-@dataclass(frozen=True)
-class Drawn(Counted):
-    def eval_problems(self):
-        return [self.generate(random.getrandbits(40)) for _ in range(NUM_EVAL)]
 
 
 def test_an_own_eval_problems_that_differs_each_time_is_refused():

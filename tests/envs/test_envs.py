@@ -1,16 +1,7 @@
 import asyncio
-import contextlib
 import json
-import os
-import subprocess
-import sys
-import threading
-import time
-from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
-import psutil
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -21,18 +12,14 @@ from rl.controller.rollouts import Rollouts
 from rl.envs.base import Env, RolloutContext, derive_seed
 from rl.envs.question_file import QuestionFile
 from rl.envs.sort_letters import SortLetters
-from rl.envs.verifier import Verifier
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
 from rl.types import (
     Completion,
     Problem,
-    Rewards,
-    Rollout,
     SamplingParams,
     Score,
-    Segment,
     StopReason,
     VersionRange,
 )
@@ -121,135 +108,6 @@ def test_drive_keeps_tokens_as_they_were_sampled(tmp_path):
     assert len(rollouts) == 2
     assert rollouts[0].segments[0].tokens.tolist() == [1, 4, 3, 6] and not rollouts[0].segments[0].sampled
     assert rollouts[0].segments[1].tokens.tolist() == [3, 4, 2] and rollouts[0].response == "ab"
-
-
-@dataclass(frozen=True)
-class Odd(Env):
-    def reward(self, problem, response, stop):
-        print("a reward that prints does not disturb the answers")
-        if response == "raise":
-            raise KeyError("gone")
-        if response == "hang":
-            time.sleep(60)
-        if response == "exit":
-            threading.Thread(target=time.sleep, args=(60,)).start()  # Python would wait for it
-            raise SystemExit(3)
-        if response == "close":
-            os.closerange(3, 100)
-            time.sleep(60)
-        if response.startswith("spawn"):
-            child = subprocess.Popen(["sleep", "60"])
-            Path(response.removeprefix("spawn ")).write_text(str(child.pid))
-            child.wait()
-        if response == "read":
-            return float(sys.stdin.readline() == "")
-        return float(response)
-
-
-def rollout(response):
-    prompt = (Segment([1], False, [0.0]),)
-    return Rollout(Problem("1", "q", "a"), prompt, response, StopReason.STOP, VersionRange(0, 0))
-
-
-def test_scores_of_a_call_that_was_given_up_are_nobody_elses():
-    """The worker's thread goes on with a group whose run begins again at a checkpoint."""
-    verifier, given_up = Verifier(Slow(), limit_seconds=5), list[float]()
-    try:
-        old = threading.Thread(target=lambda: given_up.extend(verifier.score([rollout("100")] * 8)))
-        old.start()
-        time.sleep(0.5)
-        scores = verifier.score([rollout(str(number)) for number in range(8)])
-        old.join(20)
-    finally:
-        verifier.close()
-    assert [score.reward for score in scores] == list(range(8))
-    assert 0 < len(given_up) < 8
-
-
-@dataclass(frozen=True)
-class Slow(Env):
-    def reward(self, problem, response, stop):
-        time.sleep(0.2)
-        return float(response)
-
-
-def test_a_reward_function_can_only_hurt_its_own_sample():
-    verifier = Verifier(Odd(), limit_seconds=5)
-    try:
-        started = time.monotonic()
-        scores = verifier.score([rollout(r) for r in ("0.25", "raise", "hang", "0.5", "exit", "1")])
-        assert time.monotonic() - started < 60  # what one of them sleeps
-    finally:
-        verifier.close()
-    assert [s.reward for s in scores if s.error is None] == [0.25, 0.5, 1.0]
-    assert "KeyError" in scores[1].error
-    assert "over 5 s" in scores[2].error
-    assert "code 3" in scores[4].error
-
-
-def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_path):
-    pid_file = tmp_path / "pid"
-    verifier = Verifier(Odd(), limit_seconds=5)
-    try:
-        started = time.monotonic()
-        scores = verifier.score([rollout(r) for r in ("nan", "close", f"spawn {pid_file}", "read", "0.5")])
-        assert time.monotonic() - started < 60  # what one of them sleeps
-    finally:
-        verifier.close()
-    assert scores[0].error == "the reward is nan"
-    assert "closed its connection" in scores[1].error
-    assert "over 5 s" in scores[2].error
-    assert [s.reward for s in scores[3:]] == [1.0, 0.5]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        assert psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
-
-
-@dataclass(frozen=True)
-class Unprepared(Env):
-    def prepare(self):
-        threading.Thread(target=time.sleep, args=(60,)).start()  # Python would wait for it
-        raise OSError("no server")
-
-
-def test_a_prepare_that_fails_is_told_at_once_whatever_it_has_started():
-    started = time.monotonic()
-    with pytest.raises(RunError, match="prepare.. of the environment failed: OSError: no server"):
-        Verifier(Unprepared(), limit_seconds=5)
-    assert time.monotonic() - started < 50  # holds: meaning, the thread takes 60
-
-
-@dataclass(frozen=True)
-class Parts(Env):
-    """Its reward is what the question says."""
-
-    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
-        return eval(problem.question, {"Rewards": Rewards})
-
-
-def test_rewards_of_turns_and_tokens_are_counted():
-    verifier = Verifier(Parts(), 5.0)
-
-    def score(reward):
-        turns = (
-            Segment([1], False, [0.0]),
-            Segment([2, 3], True, [0.0] * 2),
-            Segment([4], False, [0.0]),
-            Segment([5], True, [0.0]),
-        )
-        made = Rollout(Problem("1", reward, ""), turns, "", StopReason.STOP, VersionRange(0, 0))
-        return verifier.score([made])[0]
-
-    try:
-        of_turns = score("Rewards(turns=(0.5, 1))")
-        assert (of_turns.reward, of_turns.parts) == (1.5, Rewards(turns=(0.5, 1.0)))
-        assert score("Rewards(tokens=(1, 2, 3))").parts.tokens == (1, 2, 3)
-        assert score("1").parts == Rewards()
-        assert score("Rewards(turns=(1,))").error == "the reward function gave 1 rewards for 2 turns"
-        assert score("Rewards(tokens=(1,))").error == "the reward function gave 1 rewards for 3 tokens"
-        assert "has to have turns or tokens" in score("Rewards()").error
-        assert "the reward is" in score("Rewards(turns=(float('nan'), 1))").error
-    finally:
-        verifier.close()
 
 
 def test_preferences_prefer_the_answer_to_a_mistake():

@@ -7,7 +7,6 @@ about half of its turns.
 # holds: meaning, tokens that were not sampled move logprobs by nats
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from rl.observability.json_lines import read_records
 from tests.integration.runs import read_metrics, rl
 from tests.json_server import JSONHandler, completion, serving
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -191,12 +191,6 @@ print(message.content)
 
 VERIFIERS_04 = Path(sys.prefix) / "verifiers-0.4"
 OPENENV = Path(sys.prefix) / "openenv" / "bin" / "python"
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
 from rl.models.sources import TinyQwen3  # noqa: E402
 from tests.cgroups import memory_cgroup  # noqa: E402
 from tests.integration.runs import ROOT, with_all  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 from tests.tinker.test_fuzz import NASTY, at, bodies, changed, paths  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -48,9 +48,7 @@ class Server:
         config = transformers.AutoConfig.from_pretrained(self.model_dir)
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(self.model_dir)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         (root / "keys").touch(0o600)
         (root / "keys").write_text("".join(f"{tenant} {key}\n" for tenant, key in KEYS.items()))

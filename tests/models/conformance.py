@@ -4,8 +4,7 @@ Under a layout prefixes that sequences share are computed once, where the engine
 
 `python -m tests.models.conformance` writes the table of differences to docs/conformance.md;
 tests/models/test_conformance.py compares both with float64: a layout may differ from it by as much as one process does,
-with a margin (limits). Under torchrun this module is the worker: it
-runs the cases of one number of processes.
+with a margin (limits). With the file of a job as its argument this module is the worker.
 """
 
 import json
@@ -13,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from rl.models.layout import Layout
+from rl.processes import importing
 from tests.models.small_configs import small_config
 from tests.numeric import MARGIN, exact_twin
+from tests.ports import free_port
 from tests.tiny import write_config
 
 LAYOUTS = {
@@ -249,30 +249,21 @@ def _gather_rows(engine: Any, batch: Any, adapter: str | None) -> dict[int, Any]
 
 
 def run(directory: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
-    """Case name -> its result; one torchrun for each number of processes, the reference cases included."""
+    """Case name -> its result, the reference cases included."""
     import torch
 
     references = [reference for case in cases for reference in (case.one_process, case.exact)]
     wanted = {case.name: case for case in [*cases, *references]}
 
-    def run_those_of(num_procs: int) -> None:
-        layouts = {name: LAYOUTS.get(case.layout, Layout()) for name, case in wanted.items()}
-        those = [case for name, case in wanted.items() if layouts[name].num_procs == num_procs]
-        if not those:
-            return
-        job = directory / f"job-{num_procs}.json"
-        job.write_text(json.dumps([[c.engine, c.model, c.layout, c.settings, c.in_float64] for c in those]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(num_procs)]
-        done = subprocess.run(
-            [*command, "-m", "tests.models.conformance", str(job)], env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-
-    with ThreadPoolExecutor() as jobs:  # one process and two fit beside each other
-        list(jobs.map(run_those_of, (1, 2)))
-    run_those_of(4)
+    job = directory / "job.json"
+    job.write_text(
+        json.dumps([[c.engine, c.model, c.layout, c.settings, c.in_float64] for c in wanted.values()])
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.conformance", str(job)], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
     return {name: torch.load(directory / f"{name}.pt", weights_only=False) for name in wanted}
 
 
@@ -360,15 +351,40 @@ def main() -> None:
     if len(sys.argv) == 1:
         write_table(Path("docs/conformance.md"))
         return
+    _run_job(Path(sys.argv[1]))
+
+
+def _run_job(job: Path) -> None:
+    """The ranks are forked once everything is imported: one and two fit beside each other, then four."""
+    with importing():
+        from torch.multiprocessing import start_processes
+
+        from rl.models.build import ENGINES
+
+        list(ENGINES.values())
+    cases = [Case(*arguments) for arguments in json.loads(job.read_text())]
+
+    def start(num_procs: int) -> Any:
+        alike = [case for case in cases if LAYOUTS.get(case.layout, Layout()).num_procs == num_procs]
+        arguments = (num_procs, free_port(), alike, job.parent)
+        return start_processes(_rank, arguments, num_procs if alike else 0, join=False, start_method="fork")
+
+    for side_by_side in ((1, 2), (4,)):
+        for ranks in [start(num_procs) for num_procs in side_by_side]:
+            while not ranks.join():
+                pass
+
+
+def _rank(rank: int, num_procs: int, port: int, cases: list[Case], directory: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    job = Path(sys.argv[1])
-    for arguments in json.loads(job.read_text()):
-        case = Case(*arguments)
-        result = run_case(case, job.parent)
-        if dist.get_rank() == 0:
-            torch.save(result, job.parent / f"{case.name}.pt")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_procs)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for case in cases:
+        result = run_case(case, directory)
+        if rank == 0:
+            torch.save(result, directory / f"{case.name}.pt")
         dist.barrier()
     dist.destroy_process_group()
 

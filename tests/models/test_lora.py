@@ -221,7 +221,7 @@ def test_what_cannot_be_is_named(make, model_dir, tmp_path):
     ENGINES["titan"](model_dir).save(tmp_path / "full")
     with pytest.raises(RunError, match="full holds a model's weights, which is not what learns here"):
         engine.load(tmp_path / "full")
-    with pytest.raises(RunError, match="the model itself is frozen; name the adapter that learns"):
+    with pytest.raises(RunError, match="the model is frozen; name the adapter that learns"):
         engine.forward_backward(BATCH, CrossEntropy())
     with pytest.raises(RunError, match="there is no adapter 'x'; there are none"):
         engine.forward(BATCH, "x")

@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from rl.models import random_weights
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.random_weights import draw_once
@@ -44,7 +43,7 @@ def test_an_engine_loads_bit_for_bit_what_it_would_draw(kind, model_dir):
 def test_weights_are_drawn_once_and_again_only_from_another_seed_config_or_kind(
     model_dir, tmp_path, monkeypatch
 ):
-    draw, draws = random_weights.DRAW["titan"], []
+    draw, draws = ENGINES["titan"].draw, []
 
     def count(kind):
         def counted(*arguments):
@@ -53,7 +52,8 @@ def test_weights_are_drawn_once_and_again_only_from_another_seed_config_or_kind(
 
         return counted
 
-    monkeypatch.setattr(random_weights, "DRAW", {"titan": count("titan"), "hf": count("hf")})
+    for kind, engine in ENGINES.items():
+        monkeypatch.setattr(engine, "draw", count(kind))
     path = model_dir / "model.safetensors"
     for kind, seed in (("titan", 3), ("titan", 3), ("titan", 4), ("hf", 4), ("hf", 4)):
         draw_once(kind, model_dir, seed)
@@ -72,14 +72,14 @@ def test_weights_are_drawn_once_and_again_only_from_another_seed_config_or_kind(
 
 def test_all_processes_of_a_run_may_draw_at_once(model_dir, monkeypatch):
     """Threads stand for them: none sees a file that is half there."""
-    weights = random_weights.DRAW["titan"](model_dir, 3)
+    weights = ENGINES["titan"].draw(model_dir, 3)
     together = threading.Barrier(4)
 
     def draw(*arguments):
         together.wait()
         return weights
 
-    monkeypatch.setattr(random_weights, "DRAW", {"titan": draw})
+    monkeypatch.setattr(ENGINES["titan"], "draw", draw)
     threads = [threading.Thread(target=draw_once, args=("titan", model_dir, 3)) for _ in range(4)]
     for thread in threads:
         thread.start()

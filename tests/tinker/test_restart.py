@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from rl.errors import RunError  # noqa: E402
 from rl.tinker.database import Database, requests  # noqa: E402
 from rl.tinker.limits import Limits  # noqa: E402
 from rl.tinker.service import Service  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 from tests.tinker import lives  # noqa: E402
 from tests.tinker.databases import url_of  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
@@ -127,10 +127,7 @@ def test_a_model_that_cannot_be_restored_says_so_and_leaves_no_half_of_it(tmp_pa
 @pytest.mark.slow
 def test_a_server_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_path):
     """Three clients train while the server is killed at random moments; they only see the SDK's own retries."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = tmp_path / "server"
+    port, root = free_port(), tmp_path / "server"
     command = [sys.executable, "-c", SERVER, str(root), str(port), url_of(root)]
 
     def start():

@@ -16,7 +16,7 @@ from rl.envs.verifier import Verifier
 from rl.errors import EpisodeFailed
 from rl.processes import kill_tree
 from rl.types import Problem, StopReason
-from tests.envs.test_envs import rollout
+from tests.envs.test_verifier import rollout
 
 START = """
 import os, subprocess, sys
