@@ -12,7 +12,7 @@ import psutil
 from rl.cgroups import memory_limit, num_killed
 
 _LOOK_SECONDS = 5.0
-_LOWER_BY = {
+LOWER_BY = {
     "trainer": "trainer.micro_batch_tokens, or set --trainer.activation_checkpointing full",
     "critic": "trainer.micro_batch_tokens",
     "reference": "trainer.micro_batch_tokens",
@@ -20,6 +20,7 @@ _LOWER_BY = {
     "judge": "judge.kv_cache_gib or judge.num_replicas",
     "reward": "reward.num_procs",
 }
+"""Role -> the settings by which it needs less."""
 
 
 class MemoryWatch:
@@ -52,8 +53,8 @@ class MemoryWatch:
         largest = sorted(sizes, key=lambda name: -sizes[name])
         took = ", ".join(f"{name} {sizes[name] / 2**30:.1f}" for name in largest)
         room = min(memory_limit(), psutil.virtual_memory().total) / 2**30
-        roles = dict.fromkeys(role for name in largest if (role := name.split("-")[0]) in _LOWER_BY)
-        lower = " and ".join(_LOWER_BY[role] for role in list(roles)[:2]) or "what the run needs"
+        roles = dict.fromkeys(role for name in largest if (role := name.split("-")[0]) in LOWER_BY)
+        lower = " and ".join(LOWER_BY[role] for role in list(roles)[:2]) or "what the run needs"
         num_killed_since = self._num_killed - before
         killed = "a process" if num_killed_since == 1 else f"{num_killed_since} processes"
         return (

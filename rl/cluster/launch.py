@@ -32,8 +32,8 @@ from rl.models.engine_config import EngineConfig
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.owned_directory import SHARED_MEMORY, owned_directory, temporary_files
-from rl.plan.demand import ENGINE_ROLES
 from rl.plan.fit import host_name
+from rl.plan.roles import ENGINE_ROLES
 from rl.plan.types import EngineSpec, GeneratorSpec, Plan
 from rl.plan.types import Replica as ReplicaPlan
 from rl.processes import adopt_orphans, allow_many_files, freeze_heap, reap_orphans

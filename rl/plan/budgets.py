@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from rl.models.generator.vllm_config import Fill
 from rl.plan.cluster import USABLE, Cluster
-from rl.plan.demand import ENGINE_ROLES, Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
 from rl.plan.model_shape import BYTES
 from rl.plan.phases import Presences, remaining
 from rl.plan.places import Places
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.specs import Spec
-from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase
+from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase, WorkerSpec
 from rl.types import LoRA
 
 MARGIN = 1.1
@@ -32,15 +33,16 @@ def memories(demand: Demand, facts: Facts, specs: Mapping[RoleName, Spec], on_cp
     """None where a model's sizes are not known: then nothing is claimed."""
     parts, least = dict[RoleName, Memory](), dict[RoleName, float]()
     for role, spec in specs.items():
-        if role == "reward":
+        if isinstance(spec, WorkerSpec):
             continue
         shape = facts.models[role].shape
         if shape is None:
             return None
         if isinstance(spec, EngineSpec):
             lora = demand.learned_adapters if role == "trainer" else LoRA()
-            parts[role] = engine_memory(shape, spec.config, lora, role != "reference", on_cpu, spec.kind)
-        elif isinstance(spec, GeneratorSpec):
+            learns = ROLES[role].learns
+            parts[role] = engine_memory(shape, spec.config, lora, learns, on_cpu, spec.kind)
+        else:
             memory = generator_memory(shape, replace(spec.config, kv_cache_gib=0.0), on_cpu)
             if role == "generator" and demand.clients_adapters is not None:
                 held = shape.adapter_elements(demand.learned_adapters) * BYTES[spec.config.dtype]

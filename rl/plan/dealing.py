@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
-from rl.plan.demand import ENGINE_ROLES, RoleName
+from rl.plan.demand import RoleName
 from rl.plan.hosts import spread
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
 
 Device = tuple[int, int]
@@ -56,10 +57,10 @@ def on_gpus(
     Roles with named hosts are spread over those as on CPUs; the others take GPUs in order. An engine's ranks
     on one host follow each other. Those of a generator or judge meet on one host.
     """
-    places = on_cpus([member for member in started if member.role == "reward"], allowed)
+    places = on_cpus([member for member in started if ROLES[member.role].kind == "worker"], allowed)
     devices, count = _Devices(cluster, in_turn), Counter[RoleName]()
     for member in started:
-        if member.role == "reward":
+        if member.name in places:
             continue
         hosts = allowed[member.role]
         if member.role in named:

@@ -12,7 +12,6 @@ from rl.types import LoRA, TransportName
 from rl.waiting import Deadlines
 
 RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
-ENGINE_ROLES: tuple[RoleName, ...] = ("trainer", "critic", "reference")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 Sharing = Literal["auto", "alone", "side_by_side", "by_turns"]
 """Of GPUs. alone: each process has its own. side_by_side: they are dealt out in turn, and all processes stay.

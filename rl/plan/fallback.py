@@ -1,14 +1,15 @@
 """Fallbacks: where engines go on when hosts are lost for good. Settled before the run starts, as all else."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import combinations, islice
 
 from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
 from rl.plan.cluster import Cluster
-from rl.plan.demand import ENGINE_ROLES, Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.resolve import resolve
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
 from rl.plan.types import GeneratorSpec, Plan, Problem, Replica, Settled
 
@@ -130,10 +131,7 @@ def _devices(replicas: Collection[Replica]) -> set[tuple[int, int]]:
 
 
 def _layout(role: RoleName, demand: Demand) -> Layout:
-    layouts: Mapping[RoleName, Layout | None] = {
-        "trainer": demand.trainer.layout, "critic": demand.critic, "reference": demand.reference
-    }  # fmt: skip
-    layout = layouts[role]
+    layout = ROLES[role].layout(demand)
     assert layout is not None
     return layout
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from rl.plan.cluster import Cluster
-from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
+from rl.plan.demand import Demand, RoleName
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
@@ -43,7 +44,7 @@ def _wrong(asked: Hosts, cluster: Cluster) -> list[str]:
 
 def _default(role: RoleName, everywhere: Hosts, has_gpus: bool) -> Hosts:
     """GPUs are dealt out over all hosts. On CPUs the engines have the first host's cores alone."""
-    if has_gpus and role != "reward":
+    if has_gpus and ROLES[role].kind != "worker":
         return everywhere
     if has_gpus or role in ENGINE_ROLES:
         return everywhere[:1]
@@ -51,7 +52,7 @@ def _default(role: RoleName, everywhere: Hosts, has_gpus: bool) -> Hosts:
 
 
 def _why(role: RoleName, has_gpus: bool) -> str:
-    if role == "reward" and has_gpus:
+    if ROLES[role].kind == "worker" and has_gpus:
         return "it needs no GPU"
     return "GPUs are dealt out in order" if has_gpus else "engines on the first host, the others elsewhere"
 
@@ -104,8 +105,7 @@ def _check_used(
     role: RoleName, of_processes: Sequence[int], demand: Demand, cluster: Cluster, notes: Notes
 ) -> None:
     """of_processes: each one's host."""
-    more = {"generator": "num_replicas", "judge": "num_replicas", "reward": "num_procs"}.get(role, "layout")
-    setting, more = demand.name(f"{role}.hosts"), demand.name(f"{role}.{more}")
+    setting, more = demand.name(f"{role}.hosts"), demand.name(f"{role}.{ROLES[role].setting}")
     for host in demand.hosts.get(role, ()):
         if host not in of_processes and not cluster.hosts[host].may_join:
             count = len(of_processes)

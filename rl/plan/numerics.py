@@ -5,6 +5,7 @@ from typing import Literal
 
 from rl.plan.cluster import GPU, Cluster
 from rl.plan.demand import Demand, Facts
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.types import Notes
 
 _BFLOAT16 = (8, 0)  # compute capabilities from which on GPUs have it
@@ -87,7 +88,7 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
 def _check_compile(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -> None:
     if not demand.trainer.compile:
         return
-    layouts = [layout for layout in (demand.trainer.layout, demand.critic, demand.reference) if layout]
+    layouts = [layout for role in ENGINE_ROLES if (layout := ROLES[role].layout(demand))]
     if not cluster.gpus:
         notes.problem("numerics", "trainer.compile=True needs a GPU; set it to False")
     elif dtype != "bfloat16" or max(layout.context_parallel for layout in layouts) > 1:

@@ -6,19 +6,12 @@ from typing import Literal
 from rl.plan.dealing import Member
 from rl.plan.demand import Demand, RoleName
 from rl.plan.memory import Memory
+from rl.plan.roles import ROLES
 from rl.plan.types import PHASES, Notes, Phase, Stay
 
 Presence = Literal["whole", "suspended"]
 Presences = Mapping[Phase, Mapping[RoleName, Presence]]
 
-_WORKS: Mapping[Phase, tuple[RoleName, ...]] = {
-    "generate": ("generator",),
-    "grade": ("generator",),  # a rollout is graded while others are still generated
-    "score": ("reference", "trainer", "critic"),
-    "train": ("trainer", "critic"),
-    "sync": ("trainer",),  # it writes a version; generators read it when it is their turn
-}
-_STAY: tuple[RoleName, ...] = ("judge", "reward")
 _KEPT = ("overhead",)
 """Parts of a suspended process's memory that stay on its device. What leaves goes to the host."""
 
@@ -36,7 +29,8 @@ def presences(demand: Demand, roles: Sequence[RoleName], notes: Notes) -> Presen
 
 
 def _presence(role: RoleName, phase: Phase) -> Presence:
-    return "whole" if role in _STAY or role in _WORKS[phase] else "suspended"
+    works = ROLES[role].works
+    return "whole" if works is None or phase in works else "suspended"
 
 
 def stays(started: Sequence[Member], present: Presences) -> tuple[Stay, ...]:

@@ -1,13 +1,14 @@
 """Passes: on which host and devices each process is, and how many threads it has."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
 from rl.plan.dealing import Member, Place, on_cpus, on_gpus
-from rl.plan.demand import ENGINE_ROLES, Demand, RoleName
+from rl.plan.demand import Demand, RoleName
 from rl.plan.hosts import allowed_hosts, check_hosts, spread
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
@@ -52,10 +53,10 @@ class Places:
         return any(len(roles) > 1 and device in mine for device, roles in self.on_devices().items())
 
     def on_devices(self) -> dict[tuple[int, int | None], list[RoleName]]:
-        """(host, GPU) -> the role of each process there; reward workers need no device."""
+        """(host, GPU) -> the role of each process there; workers need no device."""
         there: dict[tuple[int, int | None], list[RoleName]] = {}
         for member in self.started:
-            if member.role != "reward":
+            if ROLES[member.role].kind != "worker":
                 for place in self.by_name[member.name]:
                     there.setdefault((place.host, place.gpu), []).append(member.role)
         return there
@@ -63,19 +64,7 @@ class Places:
 
 def wanted(demand: Demand) -> tuple[Wanted, ...]:
     """In the order in which devices are dealt out."""
-    generator, judge = demand.generator, demand.judge
-    roles = [Wanted("trainer", 1, demand.trainer.layout.num_procs)]
-    if generator is not None:
-        roles.append(Wanted("generator", generator.num_replicas, generator.tensor_parallel))
-    if demand.critic is not None:
-        roles.append(Wanted("critic", 1, demand.critic.num_procs))
-    if demand.reference is not None:
-        roles.append(Wanted("reference", 1, demand.reference.num_procs))
-    if judge is not None:
-        roles.append(Wanted("judge", judge.num_replicas, judge.tensor_parallel))
-    if demand.reward is not None:
-        roles.append(Wanted("reward", demand.reward.num_procs, 1))
-    return tuple(roles)
+    return tuple(Wanted(name, *size) for name, role in ROLES.items() if (size := role.size(demand)))
 
 
 def _members(roles: Sequence[Wanted]) -> tuple[Member, ...]:
@@ -89,7 +78,7 @@ def _members(roles: Sequence[Wanted]) -> tuple[Member, ...]:
 def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     """None where there is no place for somebody. No list is made before it is known that its members fit."""
     before, roles = len(notes.problems), wanted(demand)
-    on_devices = [of for of in roles if of.role != "reward"]
+    on_devices = [of for of in roles if ROLES[of.role].kind != "worker"]
     allowed = allowed_hosts([of.role for of in roles], demand, cluster, notes)
     _check_number(roles, cluster, notes)
     if cluster.gpus:
@@ -202,20 +191,10 @@ def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> No
         )
 
 
-_BESIDE: dict[RoleName, Collection[RoleName]] = {
-    "trainer": ("trainer", "critic"),  # both learn at the same time
-    "critic": ("trainer", "critic"),
-    "reference": ENGINE_ROLES,  # its forward pass meets those of both
-    "generator": {"generator"},
-    "judge": {"judge"},
-}
-"""Role -> who works at the same time, and shares the cores."""
-
-
 def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> dict[str, tuple[int, ...]]:
     """Member -> threads of each of its processes."""
     asked: dict[RoleName, int] = {"trainer": demand.trainer.num_threads}
-    fixed: dict[RoleName, int] = {"reward": 1}
+    fixed = {name: 1 for name, role in ROLES.items() if role.kind == "worker"}
     if cluster.gpus:
         fixed["generator"] = 1
     if demand.generator is not None:
@@ -244,7 +223,7 @@ def _share(
     role: RoleName, host: int, there: Mapping[tuple[RoleName, int], int], overlap: bool, cluster: Cluster
 ) -> tuple[int, str]:
     """Threads of each process of a role on a host, and why: its cores over who works at the same time."""
-    beside = {*_BESIDE.get(role, (role,))}
+    beside = {*ROLES[role].beside}
     if overlap:
         beside |= {*(ENGINE_ROLES if role == "generator" else ("generator",))}
     at_work = sum(there.get((neighbour, host), 0) for neighbour in beside)

@@ -26,9 +26,10 @@ from rl.plan.numerics import settle_numerics
 from rl.plan.phases import by_phase, presences, stays
 from rl.plan.places import deal_out, threads
 from rl.plan.remedies import changes, last_remedy
+from rl.plan.roles import ROLES
 from rl.plan.shapes import check_shapes
 from rl.plan.shared import check_shared_memory
-from rl.plan.specs import Spec, longest_sequence, max_restarts, specs
+from rl.plan.specs import Spec, longest_sequence, specs
 from rl.plan.types import Notes, Phase, Plan, Problem, Process, Replica, Settled, WorkerSpec
 
 
@@ -100,14 +101,14 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     notes.settle(demand.name("max_seq_len"), demand.max_seq_len, longest, why_so_long)
     tokens = demand.trainer.micro_batch_tokens
     notes.settle(demand.name("trainer.micro_batch_tokens"), tokens, tokens, "asked for")
-    restarts, replicas = max_restarts(demand), []
+    replicas = []
     for member in places.started:
         processes = tuple(
             Process(place.host, () if place.gpu is None else (place.gpu,), count, memory.get(member.role, {}))
             for place, count in zip(places.by_name[member.name], num_threads[member.name], strict=True)
         )
-        spec = role_specs[member.role]
-        replicas.append(Replica(member.name, member.role, restarts[member.role], processes, spec))
+        spec, max_restarts = role_specs[member.role], ROLES[member.role].max_restarts(demand)
+        replicas.append(Replica(member.name, member.role, max_restarts, processes, spec))
     plan = Plan(
         command=demand.command,
         cluster=cluster,

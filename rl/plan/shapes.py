@@ -1,9 +1,10 @@
 """Pass: what a model's shape does not go with."""
 
-from rl.models.layout import Layout, why_no_split
+from rl.models.layout import why_no_split
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts
 from rl.plan.numerics import Numerics
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.specs import longest_sequence
 from rl.plan.types import Notes
 
@@ -47,12 +48,8 @@ def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
 
 
 def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:
-    layouts: dict[RoleName, Layout | None] = {
-        "trainer": demand.trainer.layout,
-        "critic": demand.critic,
-        "reference": demand.reference,
-    }
-    for role, layout in layouts.items():
+    for role in ENGINE_ROLES:
+        layout = ROLES[role].layout(demand)
         if layout is None:
             continue
         for key, heads in facts.models[role].heads.items():

@@ -8,6 +8,7 @@ from rl.models.generator.vllm_config import Fill
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.fit import host_name
 from rl.plan.memory import GIB, Memory
+from rl.plan.roles import ROLES
 from rl.plan.types import PHASES, VERSION, GeneratorSpec, Phase, Plan, Process, Replica
 
 _PARTS = (
@@ -45,7 +46,7 @@ def _table(plan: Plan) -> list[str]:
     parts = [part for part in _PARTS if any(part in _peak(r.processes[0]).parts for r in plan.replicas)]
     rows = [["role", "processes", "on", *parts, "total"]]
     for role, count in plan.roles.items():
-        if role == "reward":
+        if ROLES[role].kind == "worker":
             continue
         replicas = plan.of(role)
         memory = _peak(replicas[0].processes[0]).parts

@@ -1,6 +1,5 @@
 """Pass: what each role's processes are started with."""
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -105,17 +104,3 @@ def _judge(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpec:
         stop_texts=True,  # its verdicts are held to a JSON schema
     )
     return GeneratorSpec("judge", config)
-
-
-def max_restarts(demand: Demand) -> Mapping[RoleName, int]:
-    """Of each replica; of trainer, critic and reference for all of them together."""
-    of_engines = demand.trainer.max_restarts
-    of_generators = demand.generator.max_restarts if demand.generator else 0
-    return {
-        "trainer": of_engines,
-        "critic": of_engines,
-        "reference": of_engines,
-        "generator": of_generators,
-        "judge": of_generators,
-        "reward": demand.reward.max_restarts if demand.reward else 0,
-    }

@@ -25,9 +25,10 @@ from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.plan.cluster import GPU, USABLE, Cluster, Host
-from rl.plan.demand import ENGINE_ROLES, ModelFacts
+from rl.plan.demand import ModelFacts
 from rl.plan.model_shape import ModelShape
 from rl.plan.resolve import resolve
+from rl.plan.roles import ENGINE_ROLES
 from rl.plan.show import show
 from rl.plan.types import Plan
 from rl.types import LoRA
