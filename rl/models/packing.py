@@ -10,7 +10,7 @@ import torch
 from rl.micro_batch import MicroBatch
 from rl.models.engine_config import EngineConfig
 
-_WORTH_SHARING = 0.9  # of the targets are left
+_MOST_LEFT = 0.9  # of the targets: above it sharing saves nothing
 
 
 def packing(config: EngineConfig, hf_config: dict[str, Any], shares_prefixes: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def score(run: Callable[[MicroBatch, bool], Any], micro: MicroBatch) -> tuple[to
     """
     pairs = micro.predictors << 32 | micro.targets
     once, index = np.unique(pairs, return_inverse=True)
-    if len(once) > _WORTH_SHARING * len(pairs):
+    if len(once) > _MOST_LEFT * len(pairs):
         return run(micro, True)
     values = run(replace(micro, predictors=once >> 32, targets=once & 0xFFFFFFFF), True)
     places = torch.from_numpy(index).to(values[0].device)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied, ProcessDied
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 from rl.tinker.backend import Backend, Datum, GeneratorsDied, Learned, ModelsLost, UserError
 from rl.tinker.losses import make_loss, measure, to_logprobs, to_samples
 from rl.types import Completion, LoRA, OptimParams, SamplingParams
@@ -30,7 +30,15 @@ class ActorsBackend(Backend):
         await self._train(lambda: self._actors.trainer.add_adapter(model, lora, seed))
 
     async def remove(self, model: str) -> None:
-        await self._train(lambda: self._actors.trainer.remove_adapter(model))
+        async def call() -> None:
+            try:
+                await self._actors.trainer.remove_adapter(model)
+            except EngineDied:
+                raise
+            except RunError as error:  # it is still at work on what it was given up on
+                raise EngineDied(str(error)) from error
+
+        await self._train(call)
 
     async def forward_backward(
         self, model: str, data: Sequence[Datum], loss: str, config: Mapping[str, float], forward_only: bool

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import and_, func, select
 from sqlalchemy.engine import Row
 
+from rl.errors import RunError, one_line
 from rl.paths import sync_tree
 from rl.tinker.backend import Backend, NotFound, UserError
 from rl.tinker.database import Database, checkpoints, models, now, samplers, sessions
@@ -101,8 +102,10 @@ class Checkpoints:
             with new_directory(path.parent(self._root), path.name) as directory:
                 try:
                     await asyncio.to_thread(shutil.copytree, self._root / source.directory, directory)
-                except (FileNotFoundError, shutil.Error) as error:  # it was deleted meanwhile
-                    raise NotFound(f"there is no checkpoint {source.path}") from error
+                except OSError as error:  # shutil.Error is one
+                    if not (self._root / source.directory).is_dir():  # it was deleted meanwhile
+                        raise NotFound(f"there is no checkpoint {source.path}") from error
+                    raise RunError(f"{source.path} could not be copied ({_cause(error)})") from error
                 await asyncio.to_thread(sync_tree, directory)
             await self._put(path, directory, tenant, f"copy of {source.path}", source.lora, copied)
         return path
@@ -110,22 +113,25 @@ class Checkpoints:
     async def _save_for_session(self, request: Row, model: Row, body: Mapping[str, Any]) -> dict[str, Any]:
         """Weights without a name, for one sampler."""
         id = f"{model.session}:sample:{body['sampling_session_seq_id']}"
-        inflight = body.get("kind") == "inflight"
+        inflight_of = model.id if body.get("kind") == "inflight" else None
         if self._database.get(samplers, id) is None:
             self._quotas.check_count(samplers, model.tenant)
+            same = samplers.c.inflight_of == inflight_of
+            before = self._database.find(samplers, same, samplers.c.num_bytes > 0) if inflight_of else ()
+            old_bytes = sum(row.num_bytes for row in before)
             with new_directory(self._of_samplers(model.session), str(request.number)) as directory:
-                await self._write(model, directory, optimizer=False, recipients=())
-            num_bytes = size_of(directory)
-            if inflight:
-                newest = samplers.c.inflight_of == model.id
-                self._database.update(samplers, newest, directory=self._relative(directory))
-            self._database.insert(
-                samplers, id=id, session=model.session, tenant=model.tenant, model_path=None,
-                directory=self._relative(directory), inflight_of=model.id if inflight else None,
-                created=now(), num_bytes=num_bytes,
+                await self._write(model, directory, False, (), old_bytes)
+            num_bytes, relative = size_of(directory), self._relative(directory)
+            moves = [samplers.update().where(same).values(directory=relative, num_bytes=0)] if before else []
+            row = samplers.insert().values(
+                id=id, session=model.session, tenant=model.tenant, model_path=None, directory=relative,
+                inflight_of=inflight_of, created=now(), num_bytes=num_bytes,
             )  # fmt: skip
-            self._quotas.add(model.tenant, num_bytes)
+            self._database.change(*moves, row)
+            self._quotas.add(model.tenant, num_bytes - old_bytes)
             revive(self._database, model.session)
+            for old in before:  # a request that has not read it yet reads the newest: see Sampling
+                await self._remove(old)
         return {"path": None, "sampling_session_id": id, "type": "save_weights_for_sampler"}
 
     async def _write(
@@ -213,7 +219,7 @@ class Checkpoints:
         await self._remove(checkpoint)
 
     async def _remove(self, checkpoint: Row) -> None:
-        """Its directory, which may hold gigabytes: beside the event loop."""
+        """Or of a sampler. Its directory, which may hold gigabytes: beside the event loop."""
         await asyncio.to_thread(shutil.rmtree, self._root / checkpoint.directory, ignore_errors=True)
 
     async def drop_samplers(self, sessions: Sequence[Row]) -> None:
@@ -262,6 +268,11 @@ class Checkpoints:
         for row in rows:
             await self.delete(row)
         return len(rows) == _PIECE
+
+
+def _cause(error: OSError) -> str:
+    """copytree has one of each file that failed."""
+    return str(error.args[0][0][2]) if isinstance(error, shutil.Error) else one_line(error)
 
 
 def revive(database: Database, session: str) -> None:

@@ -90,7 +90,7 @@ class _Sampler:
         answers: list[list[Completion]] = [[] for _ in prompts]
 
         async def of(index: int) -> None:
-            answers[index] = await self._sample(prompts[index], self._body.n, self._body.stop)
+            answers[index] = await self._sample(prompts[index], self._body.n, self._body.stops or None)
 
         await together(map(of, range(len(prompts))))
         return answers

@@ -15,6 +15,8 @@ from rl.tinker.backend import UserError
 from rl.types import Completion, SamplingParams
 
 _MOST = 1024  # tokens of a request, of either kind
+_AT_ONCE = 16
+_NO_TOKEN = -1  # of a cell that is not scored
 _APART = 1_000_003  # seeds of neighbouring places
 Sample = Callable[[Sequence[int], int, SamplingParams], Awaitable[list[Completion]]]
 
@@ -35,23 +37,38 @@ class PromptScores:
     ):
         self._prompt = list(prompt)
         self._params = params
-        self._targets = body.get("target_prompt_logprobs")
+        self._targets: Mapping[str, Any] | None = body.get("target_prompt_logprobs") or None
         self._rows = _rows(self._targets, len(prompt) - 1, vocab_size) if self._targets else []
         self._num_drawn = body.get("prompt_alt_tokens_k") or 0
         num_drawn = self._num_drawn * (len(prompt) - 1)
-        if self._num_drawn < 0 or max(num_drawn, len(self._rows)) > _MOST:
+        num_scored = len(self._scored_rows())
+        if self._num_drawn < 0 or max(num_drawn, num_scored) > _MOST:
             raise UserError(
-                f"{len(self._rows)} tokens to score and {num_drawn} to draw along the prompt; at most "
-                f"{_MOST} of either are offered in one request"
+                f"{num_scored} tokens to score and {num_drawn} to draw along the prompt; at most {_MOST} of "
+                f"either are offered in one request"
             )
 
     @property
-    def num_calls(self) -> int:
-        """Requests that it makes of the generators."""
-        return len(self._rows) + self._num_drawn * (len(self._prompt) - 1)
+    def num_tokens(self) -> int:
+        """That generators compute. A score reads its prompt anew; what is drawn finds it in their cache."""
+        return sum(row + 2 for row in self._scored_rows()) + self._num_drawn * (len(self._prompt) - 1)
+
+    def _scored_rows(self) -> list[int]:
+        if self._targets is None:
+            return []
+        return [
+            row for row, token in zip(self._rows, self._targets["data"], strict=True) if token != _NO_TOKEN
+        ]
 
     async def compute(self, sample: Sample) -> Scores:
-        targets, drawn = await asyncio.gather(self._score(sample), self._draw(sample))
+        """A few of its requests are under way at a time, beside those of others."""
+        at_once = asyncio.Semaphore(_AT_ONCE)
+
+        async def in_turn(prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+            async with at_once:
+                return await sample(prompt, n, params)
+
+        targets, drawn = await asyncio.gather(self._score(in_turn), self._draw(in_turn))
         return Scores(targets, drawn)
 
     async def _score(self, sample: Sample) -> Mapping[str, Any] | None:
@@ -59,7 +76,7 @@ class PromptScores:
             return None
 
         async def of(row: int, token: int) -> float:
-            if token == -1:
+            if token == _NO_TOKEN:
                 return 0.0
             params = SamplingParams(1, prompt_likeliest=0, ignore_eos=True, seed=0)
             (completion,) = await sample([*self._prompt[: row + 1], token], 1, params)

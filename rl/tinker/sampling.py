@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,8 +68,8 @@ class Sampling:
     def _load(self, body: Mapping[str, Any]) -> Load:
         """Raises UserError."""
         prompt, params = self._read(body)
-        num_scores = self._scores(body, prompt, params).num_calls
-        return Load(body["num_samples"], len(prompt) + num_scores, params.max_new_tokens)
+        num_tokens = len(prompt) + self._scores(body, prompt, params).num_tokens
+        return Load(body["num_samples"], num_tokens, params.max_new_tokens)
 
     def submit(self, request: Row, load: Load) -> None:
         place = self._scheduler.enter(request.tenant, load)
@@ -115,20 +115,37 @@ class Sampling:
         scored = body.get("prompt_logprobs_last_n")
         return [_scored_at_the_end(c, scored) for c in completions] if scored else completions
 
-    def _with(self, tenant: str, directory: str | None, max_deaths: int) -> Sample:
+    def _directory_of(self, sampler: str) -> str | None:
+        row = self._database.get(samplers, sampler)
+        return None if row is None else row.directory
+
+    def _with(
+        self,
+        tenant: str,
+        directory: str | None,
+        max_deaths: int,
+        newest: Callable[[], str | None] | None = None,
+    ) -> Sample:
         """With the adapter in a directory, as rows name it. Raises UserError where it is gone.
 
+        newest: of a sampler that follows its model: the directory that it has now.
         A tenant shares its cached prefixes with no other, who could tell from them what was asked.
         """
-        adapter = self._adapter(directory)
+        self._adapter(directory)
 
         async def sample(prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
+            nonlocal directory
             own = replace(params, cache_group=tenant)
-            try:
-                return await self._backend.sample(adapter, prompt, n, own, max_deaths)
-            except Exception:
-                self._adapter(directory)  # it was deleted meanwhile
-                raise
+            while True:
+                try:
+                    return await self._backend.sample(self._adapter(directory), prompt, n, own, max_deaths)
+                except Exception:
+                    if directory is None or (self._root / directory).is_dir():
+                        raise
+                    moved = newest() if newest is not None else None
+                    if moved in (None, directory):
+                        self._adapter(directory)  # which says that it was deleted
+                    directory = moved
 
         return sample
 
@@ -190,7 +207,8 @@ class Sampling:
         body, sampler = await self._database.patiently(partial(self._begin, request))
         if sampler is None:
             raise UserError("its sampling session is over; create another")
-        sample = self._with(request.tenant, sampler.directory, 1 if place is None else _DEATHS)
+        newest = partial(self._directory_of, request.target) if sampler.inflight_of else None
+        sample = self._with(request.tenant, sampler.directory, 1 if place is None else _DEATHS, newest)
         scores = self._scores(body, *self._read(body))
         completions, scored = await asyncio.gather(self._sample(place, sample, body), scores.compute(sample))
         top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0

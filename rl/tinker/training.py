@@ -233,7 +233,7 @@ class Training:
         for request in self._queue.to_repeat(model, before):
             try:
                 await self._apply(model, request, state)
-            except ModelsLost:
+            except (ModelsLost, Unavailable):
                 raise
             except Exception as error:
                 raise RunError(

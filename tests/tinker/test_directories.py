@@ -8,11 +8,13 @@ import contextlib
 import json
 import math
 import random
+import shutil
 
 import pytest
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
+from rl.errors import RunError
 from rl.tinker.backend import NotFound, UserError
 from rl.tinker.database import Database, checkpoints, models, samplers
 from rl.tinker.limits import Limits
@@ -244,6 +246,26 @@ def test_what_was_left_of_a_copy_to_a_model_that_never_came_is_removed(tmp_path)
         await world.start()
         await world.stop()
         assert not left.exists()
+
+    asyncio.run(main())
+
+
+def test_a_copy_for_which_there_is_no_room_is_not_told_as_a_checkpoint_that_is_gone(tmp_path, monkeypatch):
+    def copytree(source, target):
+        raise shutil.Error([(str(source), str(target), "[Errno 28] No space left on device")])
+
+    async def main():
+        async with lives.living(tmp_path / "server") as service:
+            session = service.create_session(ME, None, None)
+            model = await lives.make_model(service, session)
+            await lives.save(service, "save_weights", model, 1, path="x")
+            (row,) = service.checkpoints.list(ME)
+            monkeypatch.setattr(shutil, "copytree", copytree)
+            with pytest.raises(RunError, match="could not be copied .*No space left on device"):
+                await service.copy_weights(ME, session, 9, row.path, None)
+            shutil.rmtree(tmp_path / "server" / row.directory)
+            with pytest.raises(NotFound, match="there is no checkpoint"):
+                await service.copy_weights(ME, session, 9, row.path, None)
 
     asyncio.run(main())
 

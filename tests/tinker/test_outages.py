@@ -124,6 +124,32 @@ def test_a_full_disk_costs_a_sample_a_while_and_no_restart(tmp_path, no_rest):
     asyncio.run(main())
 
 
+def test_an_outage_while_a_model_is_restored_costs_nobody_a_step(tmp_path, no_rest):
+    """At the first of the requests that are done again, at the second, ..."""
+
+    async def main(k, root):
+        async with living(root) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            for i in range(3):
+                await train(service, model, 2 * i + 1)
+        async with living(root) as service:
+            body, left = service.queue.body, k
+
+            def away_once(request):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise Unavailable("the database does not work (restart); the same may work in a minute")
+                return body(request)
+
+            service.queue.body = away_once
+            await train(service, model, 7)
+            assert left <= 0 and await value_of(service, model, 9) == pytest.approx(4 * 0.3)
+
+    for k in range(1, 7):
+        asyncio.run(main(k, tmp_path / str(k)))
+
+
 def test_a_client_is_told_to_ask_again(tmp_path, no_rest):
     with serving(tmp_path / "server") as (url, _):
         training = client(url).create_lora_training_client(base_model=NAME, rank=8, seed=0).result()

@@ -2,6 +2,7 @@
 
 # holds: exact, the fake backend counts in float64
 
+import asyncio
 import json
 import os
 
@@ -16,6 +17,8 @@ from tinker import types  # noqa: E402
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
 
 from rl.tinker.limits import Limits  # noqa: E402
+from rl.tinker.prompt_scores import PromptScores  # noqa: E402
+from rl.types import Completion, SamplingParams, StopReason, VersionRange  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -140,6 +143,32 @@ def test_named_tokens_are_scored_along_a_prompt(server):
     assert drawn.tokens.shape == drawn.logprobs.shape == [2, 4]
     last = sampled(sampler, [5, 6, 7], include_prompt_logprobs=True, prompt_logprobs_last_n=1)
     assert last.prompt_logprobs == [None, None, -7.0]
+
+
+def test_what_is_scored_weighs_as_much_as_it_reads():
+    """A cell of -1 is none of it."""
+    wanted = torch.full((1499, 4), -1, dtype=torch.int64)
+    wanted[1000, 2], wanted[20, 0] = 7, 8
+    tensor = {"data": wanted.flatten().tolist(), "shape": [1499, 4], "dtype": "int64"}
+    scores = PromptScores({"target_prompt_logprobs": tensor}, [1] * 1500, SamplingParams(1), 128)
+    asked, most, running = [], 0, 0
+
+    async def sample(prompt, n, params):
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        asked.append(len(prompt))
+        return [
+            Completion([1], [0.0], VersionRange(0, 0), StopReason.LENGTH, prompt_logprobs=(None, -1.0))
+        ] * n
+
+    asyncio.run(scores.compute(sample))
+    assert sorted(asked) == [22, 1002] and sum(asked) == scores.num_tokens
+    drawn = PromptScores({"prompt_alt_tokens_k": 2}, [1] * 101, SamplingParams(1, seed=0), 128)
+    asyncio.run(drawn.compute(sample))
+    assert len(asked) == 102 and drawn.num_tokens == 200 and most == 16
 
 
 def test_what_cannot_be_scored_is_refused(server):

@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 import threading
+from functools import partial
 
 import httpx
 import pytest
@@ -18,7 +19,9 @@ from rl.tinker.backend import NotFound
 from rl.tinker.checkpoints import MOST_LISTED
 from rl.tinker.database import Database, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
+from rl.tinker.quotas import size_of
 from rl.tinker.routes import Served
+from rl.types import SamplingParams
 from tests.tinker.databases import url_of
 from tests.tinker.lives import LORA, ME, NAME, answered, living, make_model, save, train, value_of
 from tests.tinker.test_restart import Dead, MortalDatabase
@@ -290,6 +293,46 @@ def test_every_question_has_an_index(tmp_path):
 
     asyncio.run(main())
     assert len(plans) > 60 and scanned == []
+
+
+async def save_in_flight(service, model, number):
+    asked = {"sampling_session_seq_id": number, "kind": "inflight"}
+    await save(service, "save_weights_for_sampler", model, number, **asked)
+
+
+def test_weights_in_flight_take_the_place_of_those_before(tmp_path):
+    async def main():
+        async with living(tmp_path / "server") as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            for number in range(1, 6):
+                await save_in_flight(service, model, number)
+            rows = service.database.find(samplers)
+            assert len(rows) == 5 and len({row.directory for row in rows}) == 1
+            (there,) = (tmp_path / "server" / "samplers").glob("*/*")
+            assert there == tmp_path / "server" / rows[0].directory
+            assert sum(row.num_bytes for row in rows) == size_of(there) > 0
+            await service.finish_session(ME, session)
+            assert not there.exists()
+
+    asyncio.run(main())
+
+
+def test_a_sample_whose_weights_move_on_before_it_has_read_them_is_drawn_with_the_newest(tmp_path):
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            await save_in_flight(service, model, 1)
+            (row,) = service.database.find(samplers)
+            newest = partial(service.sampling._directory_of, row.id)
+            sample = service.sampling._with(ME, row.directory, 1, newest)
+            for number in (2, 3):
+                await save_in_flight(service, model, number)
+            assert not (tmp_path / "server" / row.directory).exists()
+            (completion,) = await sample([1], 1, SamplingParams(1, seed=0))
+            assert len(completion.tokens) == 1
+
+    asyncio.run(main())
 
 
 def test_a_checkpoint_saved_again_while_a_sweep_removes_others_stays(tmp_path, monkeypatch):

@@ -133,7 +133,8 @@ class VLLM:
                 f"a prompt of {len(command.prompt)} tokens leaves no room in "
                 f"max_model_len={self._max_model_len}; {self._remedy}"
             )
-        if adapter is not None and is_directory and not self._adapters.read(adapter, self._sampled_with()):
+        # In order: else those whose adapter is held would keep every place.
+        if is_directory and (self._waiting or not self._adapters.read(adapter or "", self._sampled_with())):
             self._waiting.append(command)
             return
         try:
