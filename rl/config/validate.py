@@ -18,7 +18,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.models.hf import max_positions
-from rl.models.hf_checks import check_rope_is_fixed, check_supported
+from rl.models.hf_checks import check_rope_is_fixed, check_supported, check_unquantized
 from rl.models.layout import Layout
 from rl.observability.silence import break_silence
 from rl.owned_directory import SHARED_MEMORY
@@ -108,6 +108,11 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
         if model.validate():  # of a teacher, which are listed already
             continue
         hf = model.config()
+        try:
+            check_unquantized(hf)
+        except ConfigError as error:  # of either engine
+            problems.append(str(error))
+            continue
         if config.trainer.engine == "titan" and name != "critic.layout":
             try:
                 check_supported(hf)

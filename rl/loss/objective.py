@@ -52,6 +52,7 @@ class Objective:
             loss = loss + self.kl.coef * (kl * corrected.weights).sum()
             metrics["kl:sum"] = kl.detach().sum()
         if self.entropy_coef:
-            assert inputs.entropy is not None  # the policy has one
+            if inputs.entropy is None:
+                raise RunError("an entropy bonus needs the tokens' entropy; pass entropy, in nats")
             loss = loss - self.entropy_coef * (inputs.entropy * inputs.weights).sum()
         return LossOutput(loss, metrics)

@@ -3,7 +3,7 @@
 B sequences of up to T tokens. Nothing of a run is needed: `from rl.loss import Clip, GroupMean, padded_loss`.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from rl.loss.advantages.base import Trajectory, estimate
 from rl.loss.aggregate import LossAgg, denominator, token_divisor
 from rl.loss.base import TokenInputs
 from rl.loss.dpo import DPO
+
+_LOSS_INPUTS = ("ref_logprobs", "old_logprobs", "values", "returns")
 
 
 class PaddedLoss(NamedTuple):
@@ -37,18 +39,28 @@ def padded_loss(
 
     logprobs: [B, T] of the tokens, in nats, with gradient. mask: [B, T], 1 where a token counts. advantages:
     [B, T], or [B] for all tokens of a sequence. sampling_logprobs: [B, T], of the policy that sampled; none
-    where the policy is still that one. entropy: [B, T] in nats. loss_agg, max_new_tokens: see
-    `aggregate.denominator`. loss_inputs: [B, T] each, such as ref_logprobs for a KL penalty, or old_logprobs.
-    What stands where the mask is 0 is not read. DPO, whose rows 2i and 2i + 1 are the chosen and the rejected
-    response to a prompt, gives the mean over pairs, and its metrics too, and has no loss_agg.
+    where those are old_logprobs, or the policy is still that one. entropy: [B, T] in nats. loss_agg,
+    max_new_tokens: see `aggregate.denominator`. loss_inputs: [B, T] each, such as ref_logprobs for a KL
+    penalty, or old_logprobs. What stands where the mask is 0 is not read. DPO, whose rows 2i and 2i + 1 are
+    the chosen and the rejected response to a prompt, gives the mean over pairs, and its metrics too, and has
+    no loss_agg.
 
-    Raises RunError where a shape is another.
+    What has fewer bits is computed in fp32: sums over long sequences need them.
+
+    Raises RunError where a shape is another, and for a name that no loss of rl.loss reads.
     """
     of_pairs = isinstance(getattr(loss, "loss", loss), DPO)
     if of_pairs and loss_agg != "token_mean":
         raise RunError(f"loss_agg={loss_agg!r} has no effect on DPO, the mean over pairs; leave it out")
     if loss_agg == "constant" and max_new_tokens < 1:
         raise RunError("loss_agg='constant' divides by max_new_tokens; give it")
+    if loss_agg not in get_args(LossAgg):
+        raise RunError(f"loss_agg={loss_agg!r}; use one of {', '.join(get_args(LossAgg))}")
+    unknown = sorted(loss_inputs.keys() - {*_LOSS_INPUTS})
+    if unknown and type(getattr(loss, "loss", loss)).__module__.startswith("rl.loss."):
+        raise RunError(f"no loss of rl.loss reads {', '.join(unknown)}; use {', '.join(_LOSS_INPUTS)}")
+    if sampling_logprobs is None:
+        sampling_logprobs = loss_inputs.get("old_logprobs")
     keep = mask.bool()
     named = {"mask": mask, "sampling_logprobs": sampling_logprobs, "entropy": entropy, **loss_inputs}
     if advantages.ndim == 1 and len(advantages) == len(logprobs):
@@ -56,16 +68,18 @@ def padded_loss(
     for name, tensor in {"advantages": advantages, **named}.items():
         if tensor is not None and tensor.shape != logprobs.shape:
             raise RunError(f"{name} has the shape {[*tensor.shape]}, and logprobs {[*logprobs.shape]}")
-    policy = logprobs[keep]
+    policy = _precise(logprobs[keep])
     rows = torch.arange(len(mask), device=mask.device)[:, None].expand_as(keep)[keep]
     divisors = torch.tensor([token_divisor(loss_agg, n) for n in keep.sum(1).tolist()]).to(policy)
     inputs = TokenInputs(
-        generator_logprobs=policy.detach() if sampling_logprobs is None else sampling_logprobs[keep],
-        advantages=advantages[keep],
+        generator_logprobs=policy.detach()
+        if sampling_logprobs is None
+        else _precise(sampling_logprobs[keep]),
+        advantages=_precise(advantages[keep]),
         weights=1 / divisors[rows],
         sample_ids=rows,
-        loss_inputs={name: tensor[keep] for name, tensor in loss_inputs.items()},
-        entropy=None if entropy is None else entropy[keep],
+        loss_inputs={name: _precise(tensor[keep]) for name, tensor in loss_inputs.items()},
+        entropy=None if entropy is None else _precise(entropy[keep]),
     )
     num_tokens = int(keep.sum())
     total, metrics = loss(policy, inputs)
@@ -81,6 +95,10 @@ def padded_loss(
     return PaddedLoss(total / divisor, values)
 
 
+def _precise(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def padded_advantages(
     estimator: AdvantageEstimator, rewards: torch.Tensor, mask: torch.Tensor, group_size: int
 ) -> torch.Tensor:
@@ -88,9 +106,13 @@ def padded_advantages(
 
     rewards: [B], of whole sequences, of which each group_size in a row are of one prompt; or [B, T], where in
     a sequence they were earned. mask: [B, T], 1 at the tokens that were sampled. A reward where it is 0 goes
-    to the last sampled token before it, else to the first. For estimators without a critic. Raises RunError
-    where a reward is not finite.
+    to the last sampled token before it, else to the first. Raises RunError where a reward is not finite, and
+    for an estimator that needs a critic's values.
     """
+    if getattr(estimator, "needs_critic", False):
+        raise RunError(
+            f"{type(estimator).__name__} needs a critic's values; use an estimator without a critic"
+        )
     keep = mask.bool()
     if rewards.shape not in (keep.shape[:1], keep.shape):
         raise RunError(f"rewards have the shape {[*rewards.shape]}, and mask {[*keep.shape]}")

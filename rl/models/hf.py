@@ -32,6 +32,7 @@ _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weigh
 _SHARD_BYTES = 4 << 30
 HEAD = "lm_head.weight"
 WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 """The file of a model whose weights are one."""
 
 
@@ -85,18 +86,13 @@ def check_weights(model_dir: str | Path) -> None:
 
     Raises ConfigError naming the directory or the file that is at fault.
     """
-    names = {path.name: set(_open(path).keys()) for path in weight_files(model_dir)}
+    names = {path.name: set(_open(path).keys()) for path in _all_files(model_dir)}
     if not any(names.values()):
         raise ConfigError(f"the weights in {model_dir} hold no tensor; fetch them again")
-    index = Path(model_dir) / "model.safetensors.index.json"
+    index = Path(model_dir) / _INDEX
     if not index.is_file():
         return
-    try:
-        places = dict(json.loads(index.read_text())["weight_map"])
-        if not all(isinstance(file, str) for file in places.values()):
-            raise TypeError("its weight_map does not map names to files")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{index} is not an index of weights ({error}); fetch it again") from error
+    places = _places(index)
     if missing := sorted(set(places.values()) - names.keys()):
         raise ConfigError(
             f"model directory {model_dir} lacks {len(missing)} of its weight files, such as {missing[0]}; "
@@ -105,6 +101,17 @@ def check_weights(model_dir: str | Path) -> None:
     if missing := sorted(name for name, file in places.items() if name not in names[file]):
         file = places[missing[0]]
         raise ConfigError(f"{file} has no tensor {missing[0]}, which {index.name} names; fetch it again")
+
+
+def _places(index: Path) -> dict[str, str]:
+    """Tensor -> the file that holds it. Raises ConfigError where the index cannot be read."""
+    try:
+        places = dict(json.loads(index.read_text())["weight_map"])
+        if not all(isinstance(file, str) for file in places.values()):
+            raise TypeError("its weight_map does not map names to files")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{index} is not an index of weights ({error}); fetch it again") from error
+    return places
 
 
 def tensor_shapes(model_dir: str | Path) -> dict[str, list[int]]:
@@ -117,6 +124,16 @@ def tensor_names(model_dir: str | Path) -> set[str]:
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
+    """Those that transformers reads: the one, else those of the index, else all. Another may be left of an
+    earlier export, or hold the same weights in another format. Raises ConfigError where there is none."""
+    files, index = _all_files(model_dir), Path(model_dir) / _INDEX
+    if Path(model_dir) / WEIGHTS in files:
+        return [Path(model_dir) / WEIGHTS]
+    named = {*_places(index).values()} if index.is_file() else {path.name for path in files}
+    return [path for path in files if path.name in named]
+
+
+def _all_files(model_dir: str | Path) -> list[Path]:
     files = sorted(Path(model_dir).glob("*.safetensors"))
     if not files:
         raise ConfigError(
@@ -186,13 +203,18 @@ def _open(path: Path) -> Any:
 def save_model(
     out_dir: Path, model_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    """Write tensors (Hugging Face names) with the config and tokenizer files of `model_dir`."""
+    """Write tensors (Hugging Face names) with the config and tokenizer files of `model_dir`.
+
+    In the place of what an earlier export wrote there.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     shards, total = [], 0
     for shard in _shards(tensors):
         total += sum(t.nbytes for t in shard.values())
         shards.append(list(shard))
         save_file(shard, out_dir / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+    for old in (*out_dir.glob("model*.safetensors"), out_dir / _INDEX):
+        old.unlink(missing_ok=True)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
@@ -201,7 +223,7 @@ def save_model(
         weight_map |= dict.fromkeys(names, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (out_dir / _INDEX).write_text(json.dumps(index, indent=1))
     copy_companions(model_dir, out_dir, dtype)
 
 

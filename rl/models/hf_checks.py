@@ -66,8 +66,18 @@ def check_config(config: dict[str, Any]) -> None:
         raise wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
 
 
+def check_unquantized(config: dict[str, Any]) -> None:
+    """Raises ConfigError for weights that would be quantized again in each version and export."""
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "config.json has a quantization_config, which is not supported; "
+            "use the model's unquantized weights"
+        )
+
+
 def check_supported(config: dict[str, Any]) -> None:
     """Raises ConfigError for a config.json that asks for what the decoders do not compute."""
+    check_unquantized(config)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
@@ -78,11 +88,6 @@ def check_supported(config: dict[str, Any]) -> None:
             raise ConfigError(
                 f"config.json has {key}={config[key]}, which is not supported; use a model without it"
             )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "config.json has a quantization_config, which is not supported; "
-            "use the model's unquantized weights"
-        )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(
             f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'"

@@ -153,6 +153,7 @@ class HFEngine(Engine):
 
     def _causal_lm(self) -> transformers.PreTrainedModel:
         """On the host, in fp32."""
+        hf_checks.check_unquantized(self._hf_config)
         try:
             if self.config.seed is not None:
                 return self._random_lm()
@@ -217,6 +218,8 @@ class HFEngine(Engine):
 
     def _write_hf(self, out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """transformers gives tensors their names on disk. Rank 0 holds the whole model meanwhile."""
+        # It refuses to write some settings for sampling that it reads; the file itself is copied.
+        self._model.lm.generation_config = transformers.GenerationConfig()
         self._model.lm.save_pretrained(out_dir, state_dict=dict(tensors))
         hf.copy_companions(self._model_dir, out_dir, self._dtype)
 

@@ -17,10 +17,12 @@ from rl.loss import (
     CISPO,
     DPO,
     DRO,
+    GAE,
     GSPO,
     KL,
     RLOO,
     Clip,
+    Correction,
     GroupMean,
     ImportanceSampling,
     Objective,
@@ -117,6 +119,56 @@ def test_rewards_of_tokens_are_read_where_they_were_earned():
     rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     early, late = padded_advantages(ReinforcePP(), rewards, mask, group_size=1)
     assert early[1] < early[0] and late[2] == pytest.approx(late[0])
+
+
+LONG = [GSPO(), DPO(), Objective(Clip(), Correction(old_logprobs="trainer", level="sequence", tis_clip=5.0))]
+
+
+@pytest.mark.parametrize("loss", LONG)
+def test_long_rows_in_bfloat16_are_summed_in_fp32(loss):
+    """A count of ones stops at 256 in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (-torch.rand(1, 2, 3000, generator=generator) / 100).bfloat16()
+    apart = torch.tensor([[0.0, 0.0], [-(2**-11), -(2**-11)], [-(2**-8), 2**-8]])  # of the others, by row
+    drawn = drawn + apart[:, :, None].bfloat16()
+    advantages, mask = torch.ones(2), torch.ones(2, 3000)
+
+    def gradient_and_loss(dtype):
+        logprobs, sampling, reference = drawn.to(dtype).unbind()
+        logprobs = logprobs.clone().requires_grad_()
+        others = {"sampling_logprobs": sampling, "ref_logprobs": reference}
+        done = padded_loss(loss, logprobs, mask, advantages, **others)
+        done.loss.backward()
+        return logprobs.grad.float().sum().item(), done.loss.item()
+
+    # holds: meaning, sums in bfloat16 are off by a half and more
+    assert gradient_and_loss(torch.bfloat16) == pytest.approx(
+        gradient_and_loss(torch.float32), rel=2e-2, abs=2e-2
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, Objective])
+def test_ratios_are_against_the_old_logprobs_that_are_passed(wrap):
+    (logprobs, old, _), mask = rows(0, [5, 3], 6)
+    against_old = padded_loss(wrap(Clip()), logprobs, mask, torch.ones(2), old_logprobs=old)
+    sampled = padded_loss(wrap(Clip()), logprobs, mask, torch.ones(2), sampling_logprobs=old)
+    alone = padded_loss(wrap(Clip()), logprobs, mask, torch.ones(2))
+    assert against_old.loss == sampled.loss != alone.loss
+    assert against_old.metrics["clip_fraction"] == sampled.metrics["clip_fraction"] > 0
+
+
+def test_what_would_be_ignored_is_refused():
+    (logprobs, old, _), mask = rows(0, [5, 3], 6)
+    with pytest.raises(
+        RunError, match="no loss of rl.loss reads old_per_token_logps; use ref_logprobs, old_"
+    ):
+        padded_loss(Clip(), logprobs, mask, torch.ones(2), old_per_token_logps=old)
+    with pytest.raises(RunError, match="loss_agg='dapo'; use one of token_mean, seq_mean, constant"):
+        padded_loss(Clip(), logprobs, mask, torch.ones(2), loss_agg="dapo")
+    with pytest.raises(RunError, match="an entropy bonus needs the tokens' entropy; pass entropy"):
+        padded_loss(Objective(Clip(), entropy_coef=0.1), logprobs, mask, torch.ones(2))
+    with pytest.raises(RunError, match="GAE needs a critic's values"):
+        padded_advantages(GAE(), torch.ones(2), mask, 2)
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,5 +1,7 @@
 """Hugging Face directories in and out: logits equal transformers', weights survive the round trip."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -189,6 +191,59 @@ def test_an_exported_directory_loads_in_transformers_with_the_same_weights(tmp_p
     # A second engine reads what the first wrote, bit for bit.
     again = TitanEngine(tmp_path / "out")
     assert torch.equal(again.logits(batch)[0], engine.logits(batch)[0])
+
+
+def test_an_export_takes_the_place_of_one_of_more_files(tmp_path, monkeypatch):
+    """Whose names sort behind its own."""
+    import transformers
+
+    write_model(tmp_path / "in")
+    engine, out = TitanEngine(tmp_path / "in"), tmp_path / "out"
+    for shard_bytes, doubled in ((50_000, False), (100_000, True), (1 << 30, False)):
+        monkeypatch.setattr(hf, "_SHARD_BYTES", shard_bytes)
+        for parameter in engine._model.parameters():
+            parameter.data.mul_(2.0 if doubled else 1.0)
+        engine.save_hf(out)
+        hf.check_weights(out)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+        read = hf.HFWeights(out)
+        for shard in engine.export():
+            assert torch.equal(read(shard.name), shard.data) and torch.equal(theirs[shard.name], shard.data)
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_weights_that_the_index_does_not_name_are_not_read(tmp_path):
+    """As the second format that some directories have."""
+    from safetensors.torch import save_file
+
+    write_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor * 0 for name, tensor in tensors.items()}, tmp_path / "original.safetensors")
+    name = "model.embed_tokens.weight"
+    assert torch.equal(hf.HFWeights(tmp_path)(name), tensors[name])
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    hf.check_weights(tmp_path)
+    assert torch.equal(hf.HFWeights(tmp_path)(name), tensors[name])
+
+
+def test_settings_for_sampling_that_transformers_would_not_write_stay_as_they_are(tmp_path):
+    write_model(tmp_path / "in")
+    settings = {"temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(settings))
+    HFEngine(tmp_path / "in").save_hf(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == settings
+
+
+@pytest.mark.parametrize("engine", [TitanEngine, HFEngine])
+def test_quantized_weights_are_refused(tmp_path, engine):
+    """They would be quantized again in each version."""
+    write_model(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(
+        ConfigError, match="has a quantization_config, which is not supported; use the model's"
+    ):
+        engine(tmp_path)
 
 
 def test_what_is_missing_broken_or_unsupported_is_named(tmp_path):
