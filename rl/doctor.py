@@ -184,7 +184,8 @@ def _abandoned(run_dirs: Sequence[Path]) -> None:
     """What runs have left behind as they went on from an older step."""
     from rl.controller.abandoned import abandoned
 
-    for path, steps, num_bytes in (branch for run_dir in run_dirs for branch in abandoned(run_dir)):
+    once = {path.resolve(): path for path in run_dirs}
+    for path, steps, num_bytes in (branch for run_dir in once.values() for branch in abandoned(run_dir)):
         names = ", ".join(f"step-{step}" for step in steps) or "no checkpoint"
         print(f"abandoned      {path} ({names}): {num_bytes / 2**30:.2f} GiB; remove it if nobody needs it")
 

@@ -1,5 +1,6 @@
 """Standard output that may be closed, or full, without ending what is under way."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ class Output:
 def forgiving_output() -> Iterator[Output]:
     """It takes the place of standard output within the context."""
     stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # what another encoding than UTF-8 lacks
     sys.stdout = Output(stream or open(os.devnull, "w"))  # noqa: SIM115  # None: it was closed before Python
     try:
         yield sys.stdout

@@ -1,5 +1,6 @@
 """A closed or full standard output ends output, not the command."""
 
+import os
 import subprocess
 import sys
 
@@ -28,6 +29,13 @@ def test_help_into_head_and_into_a_full_device():
         done.stderr.startswith("rl: error: standard output could not be written")
         and done.stderr.count("\n") == 1
     )
+
+
+def test_what_an_encoding_lacks_is_escaped():
+    code = "from rl.output import forgiving_output\nwith forgiving_output(): print('3 \u2260 4')"
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert done.stdout == b"3 \\u2260 4\n"
 
 
 def test_what_runs_goes_on_without_its_output():

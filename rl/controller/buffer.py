@@ -164,8 +164,10 @@ class RolloutBuffer:
         return self._state(self._in_step)
 
     def _state(self, taken: list[Finished]) -> BufferState:
-        held = [*self._finished.values(), *self._spare, *taken]
-        unfinished = sorted([*self._again, *self._running, *(prompt.index for prompt in held)])
+        """A group whose rewards all failed is not held: who resumes may have mended what they failed of."""
+        ended = [*self._finished.values(), *self._spare, *taken]
+        unfinished = sorted([*self._again, *self._running, *(prompt.index for prompt in ended)])
+        held = [p for p in ended if not all(score.error for score in p.group.scores)]
         return BufferState(self._next, unfinished, held)
 
     @property

@@ -12,10 +12,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rl.cluster.launch import launch
 from rl.config.codec import read_config, to_json
-from rl.config.flags import override
+from rl.config.flags import override, split_at_equals
 from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
@@ -65,9 +66,7 @@ def evaluate(arguments: Sequence[str]) -> int:
             )
     with own_directory("eval", configs[recipes[0]].run_dir) as out:
         print(f"directory: {out}", flush=True)
-        metrics = _measure_all(configs, num_samples, out)
-        results = {"model": model, "samples": num_samples, **metrics}
-        (out / "eval.json").write_text(json.dumps(results, indent=1))
+        metrics = _measure_all(configs, {"model": model, "samples": num_samples}, num_samples, out)
     for name, of_recipe in metrics.items():
         print(f"\n{name}")
         for metric, value in of_recipe.items():
@@ -77,21 +76,23 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _measure_all(
-    configs: Mapping[str, RunConfig], num_samples: int, out: Path
+    configs: Mapping[str, RunConfig], about: Mapping[str, Any], num_samples: int, out: Path
 ) -> dict[str, dict[str, float]]:
-    """By recipe. Every answer goes into out/rollouts.jsonl."""
+    """By recipe; in out/eval.json too, after what it is about. Every answer goes into out/rollouts.jsonl."""
     metrics: dict[str, dict[str, float]] = {}
     with (out / "rollouts.jsonl").open("w") as file:
         for name, config in configs.items():
             with modules_of(source_of(name)):
                 print(f"{name}: {len(held_out(config.env))} problems ...", flush=True)
                 greedy, sampled = asyncio.run(_answers(config, num_samples, out))
-            metrics[name] = measures(greedy, sampled)
             for split, groups in (("greedy", greedy), ("sampled", sampled)):
                 for group in groups:
                     for rollout, score in zip(group.rollouts, group.scores, strict=True):
                         record = rollout_record(group.index, rollout, score)
                         print(json.dumps({"recipe": name, "split": split} | record), file=file)
+            check_rewards([*greedy, *sampled])
+            metrics[name] = measures(greedy, sampled)
+            (out / "eval.json").write_text(json.dumps({**about, **metrics}, indent=1))
     return metrics
 
 
@@ -125,6 +126,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def _take_samples(rest: list[str]) -> int:
+    rest[:] = split_at_equals(rest, ["--samples"])
     if "--samples" not in rest:
         return 0
     i = rest.index("--samples")
@@ -203,5 +205,4 @@ async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list
                 sampled = await rollout_maker.evaluate(generators, num_samples, 1.0) if num_samples else []
             finally:
                 await rollout_maker.close()
-        check_rewards([*greedy, *sampled])
         return greedy, sampled

@@ -43,6 +43,8 @@ async def train(schedule: Schedule, stages: Stages) -> None:
     try:
         await evaluation
         for step in range(schedule.first, schedule.last + 1):
+            if evaluation.done():
+                evaluation.result()  # one that failed ends the run
             batch = await stages.next_batch(step)
             learned = await stages.update(batch, step)
             if schedule.publish_every_step or schedule.evaluates(step):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.cluster.machine import look_at_host
-from rl.config.flags import override
+from rl.config.flags import override, split_at_equals
 from rl.config.recipes import load_recipe
 from rl.config.settle import check_models_read, cluster_of, plan_or_problems
 from rl.errors import ConfigError
@@ -17,7 +17,6 @@ from rl.plan.types import VERSION, Plan
 
 PLAN = "plan.json"
 """What a run settled, in its directory."""
-_WITH_EQUALS = ("--cluster=", "--diff=", "--devices=")
 _ROW = {"setting", "value", "why"}
 _USAGE = (
     "usage: rl plan RECIPE [--cluster 8xH100-80 | '2 x 8xH100-80' | cpu] [--json] [--diff RUN] "
@@ -31,9 +30,7 @@ def plan(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     name, *rest = arguments
-    rest = [
-        part for word in rest for part in (word.split("=", 1) if word.startswith(_WITH_EQUALS) else [word])
-    ]
+    rest = split_at_equals(rest, ("--cluster", "--diff", "--devices"))
     if "--devices" in rest:
         raise ConfigError("--devices is called --cluster now; write --cluster 8xH100-80")
     if twice := repeated(word for word in rest if word in ("--cluster", "--diff", "--json")):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.config.flags import override
+from rl.config.flags import override, split_at_equals
 from rl.config.learning import learning_of
 from rl.config.recipes import load_recipe
 from rl.config.replay_rules import NEEDS
@@ -70,6 +70,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _take_step(rest: list[str]) -> int:
+    rest[:] = split_at_equals(rest, ["--step"])
     if "--step" not in rest:
         raise ConfigError(f"--step is missing; {_USAGE}")
     i = rest.index("--step")

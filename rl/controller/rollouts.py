@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
@@ -32,10 +33,14 @@ class Rollouts:
         return await self._group(index, prompt, sampler, self.group_size, 1.0, seed)
 
     async def prepare(self, indices: Iterable[int]) -> None:
-        """Make the next prompts while the processes are busy, so that none of them waits for it later."""
+        """Make the next prompts while the processes are busy, so that none of them waits for it later.
+
+        One that the environment cannot make is left: that is raised when its turn comes, between two steps.
+        """
         for index in indices:
             if self._prepared.is_wanted(index):
-                self._prepared.put(index, self._train_prompt(index))
+                with suppress(Exception):
+                    self._prepared.put(index, self._train_prompt(index))
             await asyncio.sleep(0)
 
     def _train_prompt(self, index: int) -> Prompt:
@@ -90,14 +95,19 @@ class _Prepared:
         return prompt
 
 
-def check_rewards(groups: Sequence[Group], has_trained: bool = False) -> None:
+def check_rewards(
+    groups: Sequence[Group],
+    has_trained: bool = False,
+    record: Callable[[Sequence[Group]], None] = lambda groups: None,
+) -> None:
     """Raises RunError where every reward failed: nothing can be learnt from such a task.
 
     has_trained: the task has given rewards before, so that a failure that the policy can bring about is the
-    policy's, and does not end the run.
+    policy's, and does not end the run. record: writes the groups into rollouts.jsonl, which the error names.
     """
     scores = [score for group in groups for score in group.scores]
     if all(score.is_dropped if has_trained else score.error for score in scores):
+        record(groups)
         raise RunError(
             f"all {len(scores)} rewards failed, the first: {scores[0].error}; see logs/reward-0.log of the "
             f"run, and its rollouts.jsonl"

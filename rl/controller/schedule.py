@@ -18,15 +18,14 @@ class SaveClock:
         self._now = now
         self._saved = self._step_began = now()  # a warm-up is work, too
 
-    def begin(self) -> "SaveClock":
-        """The first step begins."""
+    def begin(self) -> None:
+        """A step begins."""
         self._step_began = self._now()
-        return self
 
     def is_due(self) -> bool:
-        """Asked once, right after a step."""
+        """Asked right after a step."""
         now = self._now()
-        step_seconds, self._step_began = now - self._step_began, now
+        step_seconds = now - self._step_began
         return 0 < self._seconds < now + step_seconds - self._saved
 
     def saved(self) -> None:

@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rl.actors.actors import Actors
-from rl.actors.remote import EngineDied, ProcessDied
+from rl.actors.remote import EngineDied
 from rl.config.learning import Learning
 from rl.config.resume import is_own
 from rl.controller.buffer import RolloutBuffer
@@ -85,7 +86,7 @@ class RunStages:
             refresh_every=rhythm.refresh_reference_every if actors.reference else 0,
             publish_every_step=learning.algorithm.samples_rollouts,
             evaluate_beside=learning.pace.max_offpolicy_steps > 0,
-            save_clock=self._save_clock.begin(),
+            save_clock=self._save_clock,
         )
         before = state["step"]
         if self._goes_on and (before in self._recorder.accuracies or not schedule.evaluates(before)):
@@ -102,7 +103,7 @@ class RunStages:
         try:
             async with beside(*self._beside_the_loop()):
                 await train(self._schedule, self)
-        except (asyncio.CancelledError, ProcessDied) as end:
+        except (asyncio.CancelledError, Exception) as end:
             if self.buffer is not None:
                 self.buffer.close()  # by turns, the trainer comes once nothing is sampled
             if not isinstance(end, EngineDied) and num_interrupts() < 2:
@@ -131,6 +132,7 @@ class RunStages:
 
     async def next_batch(self, step: int) -> TrainingBatch:
         """Where groups are streamed, all parts but the last are in the gradient when this returns."""
+        self._save_clock.begin()
         learning, algorithm, buffer = self._learning, self._controls.algorithm, self.buffer
         inputs = scorers(algorithm, self._actors)
         if buffer is None:
@@ -143,7 +145,7 @@ class RunStages:
                 raise await self._give_up(step, failure) from failure
             batch = batch.joined(await self._next_part(buffer, step, inputs))
         if learning.algorithm.reads_rewards:
-            check_rewards(batch.sampled, has_trained=step > 1)
+            check_rewards(batch.sampled, step > 1, partial(self._recorder.rollouts, step, "train"))
         return batch
 
     async def _next_part(self, buffer: RolloutBuffer, step: int, inputs: Scorers) -> TrainingBatch:
@@ -202,6 +204,10 @@ class RunStages:
         await self._actors.enter("sync")
         await self._actors.publish(step)
         self._sync_blocking = time.monotonic() - began
+        if step == schedule.first - 1:  # that of no step
+            self._sync_blocking = 0.0
+            if not schedule.evaluate_first:
+                self._recorder.begin_steps()
 
     async def refresh_reference(self, step: int) -> None:
         await self._actors.enter("score")
@@ -224,10 +230,7 @@ class RunStages:
         self._save_clock.saved()
 
     async def _leave(self, end: BaseException) -> None:
-        """Record and save what is done, unless half an update is in the weights, or they are saved already.
-
-        end: an interrupt; or the death of what the run cannot go on without, while the trainer is well.
-        """
+        """Record and save whole steps. end: an interrupt, or what ends the run while the trainer is well."""
         if self._unrecorded is not None:
             self.record(*self._unrecorded)
         path = self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
@@ -236,7 +239,7 @@ class RunStages:
         await self._actors.trainer.finish_checkpoint()
         if is_complete(path):
             return
-        why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end)
+        why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end) or repr(end)
         print(f"{why}: saving a checkpoint of step {self._done}; once more to end without it", flush=True)
         if self._schedule.refreshes(self._done) and self._refreshed != self._done:
             await self.refresh_reference(self._done)
@@ -254,7 +257,7 @@ class RunStages:
             await generators.wait_served(version)
             groups = await self._rollouts.evaluate(sampler)
         if self._learning.algorithm.reads_rewards:
-            check_rewards(groups, has_trained=step > 0)
+            check_rewards(groups, step > 0, partial(self._recorder.rollouts, step, "eval"))
         metrics = eval_metrics(groups) | {"eval/version": version}
         since = 0.0 if step < self._schedule.first else began  # before the first step all is a pause
         self._recorder.evaluation(step, metrics, groups, since if self._only_evaluating else None)
@@ -276,14 +279,10 @@ class RunStages:
         """Reference and critic begin where the policy then is."""
         warmup = self._learning.warmup
         await warm_up(
-            self._data,
-            self._actors.trainer,
-            self._actors.adapter,
-            steps=warmup.steps,
-            batch_size=warmup.batch_size,
-            lr=warmup.lr,
+            self._data, self._actors.trainer, self._actors.adapter,
+            steps=warmup.steps, batch_size=warmup.batch_size, lr=warmup.lr,
             report=lambda step, loss: self._recorder.warmup(step, warmup.steps, loss),
-        )
+        )  # fmt: skip
         if warmup.steps:
             teacher = self._learning.reference_kind == "teacher"
             await begin_at_policy(self._actors, self._recorder.run_dir, teacher=teacher)

@@ -49,7 +49,9 @@ class Files:
 
     def write_progress(self, line: str) -> None:
         def append() -> None:
-            with (self._run_dir / "progress.log").open("a") as file:
+            with (self._run_dir / "progress.log").open(
+                "a", encoding="utf-8", errors="backslashreplace"
+            ) as file:
                 print(line, file=file)
 
         self._offer("progress.log", append, len(line))

@@ -110,6 +110,10 @@ class Recorder:
         }
         self._timeline.skip()
 
+    def begin_steps(self) -> None:
+        """What was before is no step's time."""
+        self._timeline.skip()
+
     async def break_silence(self) -> None:
         """Until the first step is done: after ten seconds without a line, one that says what is waited for.
 
@@ -157,7 +161,7 @@ class Recorder:
         if "reward/mean" in metrics:
             self.rewards[step] = metrics["reward/mean"]
         self._record(step, {**metrics, **times})
-        self._write_rollouts(step, "train", groups, trained)
+        self.rollouts(step, "train", groups, trained)
         recent = self._step_seconds[-20:]
         eta = (self._num_steps - step) * sum(recent) / len(recent)
         accuracy = self._accuracy()
@@ -199,7 +203,7 @@ class Recorder:
         went on."""
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
         self._record(step, metrics)
-        self._write_rollouts(step, "eval", groups)
+        self.rollouts(step, "eval", groups)
         tasks = {name: value for name, value in metrics.items() if name.startswith("eval/accuracy/")}
         of_each = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in tasks.items())
         self._line(
@@ -246,7 +250,7 @@ class Recorder:
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
         self._say(self._sinks.log(step, metrics))
 
-    def _write_rollouts(
+    def rollouts(
         self, step: int, split: str, groups: Sequence[Group], trained: Trained = lambda _: ()
     ) -> None:
         self._files.write_rollouts(step, split, groups, trained)

@@ -32,10 +32,18 @@ class TensorBoard:
         self._directory = str(run_dir / "tensorboard")
         self._new_writer = SummaryWriter
         self._writer = SummaryWriter(self._directory)
+        self._warmup: Any = None  # a curve of its own: its steps do not happen again
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer_of(name).add_scalar(name, value, step)
+
+    def _writer_of(self, name: str) -> Any:
+        if not name.startswith("warmup/"):
+            return self._writer
+        if self._warmup is None:
+            self._warmup = self._new_writer(f"{self._directory}/warmup")
+        return self._warmup
 
     def rewind(self, step: int) -> None:
         self._writer.close()
@@ -43,6 +51,8 @@ class TensorBoard:
 
     def close(self, failed: bool) -> None:
         self._writer.close()
+        if self._warmup is not None:
+            self._warmup.close()
 
 
 class RemoteRun:

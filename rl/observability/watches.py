@@ -77,7 +77,7 @@ class LossWatch:
             return None
         self._said = True
         return (
-            f"the loss rises: {mean:.2f} nats a token over the last {_LOSSES} steps, after {self._best:.2f} "
+            f"the loss rises: {mean:.2f} over the last {_LOSSES} steps, after {self._best:.2f} "
             f"at best; lower {self._setting}"
         )
 

@@ -264,7 +264,7 @@ class QuietRecorder(SimpleNamespace):
     """A recorder that keeps the metrics of each step."""
 
     def __init__(self, run_dir):
-        super().__init__(run_dir=run_dir, steps={}, evaluations={}, groups={})
+        super().__init__(run_dir=run_dir, steps={}, evaluations={}, groups={}, failed={}, num_pauses=0)
 
     def warmup(self, *args):
         pass
@@ -274,6 +274,12 @@ class QuietRecorder(SimpleNamespace):
 
     def now(self):
         return time.monotonic()
+
+    def begin_steps(self):
+        self.num_pauses += 1
+
+    def rollouts(self, step, split, groups):
+        self.failed[step, split] = groups
 
     def evaluation(self, step, metrics, groups, waited_since):
         self.evaluations[step] = metrics

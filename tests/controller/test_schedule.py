@@ -53,17 +53,25 @@ def test_no_step_is_without_a_learning_rate():
         assert min(of(kind, 7)) > 0
 
 
-def saved_after(step_seconds, minutes=10.0, save_every=0):
-    """Seconds from the beginning to each checkpoint that is not the last step's."""
+def saved_after(step_seconds, minutes=10.0, save_every=0, evaluation=0.0):
+    """Seconds from the beginning to each checkpoint that is not the last step's. evaluation: seconds of each, which
+    follows what saves by steps."""
     now, saves = 0.0, []
     clock = SaveClock(minutes, now=lambda: now)
     schedule = Schedule(1, len(step_seconds), 1000, save_every=save_every, save_clock=clock)
     for step, seconds in enumerate(step_seconds, 1):
+        clock.begin()
         now += seconds
         if schedule.saves(step) and step < schedule.last:
             saves.append(now)
             clock.saved()
+        now += evaluation if save_every and step % save_every == 0 else 0.0
     return saves
+
+
+def test_an_evaluation_is_no_step():
+    """Of 400 s after every 20th step of 10 s."""
+    assert saved_after([10] * 100, save_every=20, evaluation=400) == [200, 800, 1400, 2000]
 
 
 @pytest.mark.parametrize("seconds", [1, 7, 61, 200, 299, 300, 301, 599, 600, 601, 5000])
@@ -90,6 +98,7 @@ def test_a_warm_up_is_not_lost_either_and_its_time_is_no_step_s():
     clock.begin()
     due = []
     for _ in range(4):
+        clock.begin()
         now += 40
         due.append(clock.is_due())
     assert due == [False, True, True, True]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.observability.sinks import _MODULES, _PACKAGES, Sinks, TrackingConfig, open_sinks
+from rl.observability.trackers import TensorBoard
 from tests.observability.test_writer import EXITS, RAISED
 
 
@@ -201,6 +202,25 @@ def test_tensorboard_has_each_step_once_after_a_restart(tmp_path):
     values = [(event.step, event.value) for event in events.Scalars("reward/mean")]
     assert values == [(1, 1.125), (2, 2.125), (3, 3.375), (4, 4.375)]
     assert json.dumps(sorted(events.Tags()["scalars"])) == '["loss", "reward/mean"]'
+
+
+def test_tensorboard_keeps_the_warm_up_where_steps_happen_again(tmp_path):
+    """Its steps are counted from 1, too."""
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    board = TensorBoard(tmp_path)
+    for step in range(1, 31):
+        board.log(step, {"warmup/loss": 1 / step})
+    for step in range(1, 11):
+        board.log(step, {"loss": 1.0})
+    board.close(failed=True)
+    board = TensorBoard(tmp_path)
+    board.rewind(5)
+    board.log(6, {"loss": 2.0})
+    board.close(failed=False)
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in runs.Scalars("warmup", "warmup/loss")] == [*range(1, 31)]
+    assert [event.step for event in runs.Scalars(".", "loss")] == [*range(1, 7)]
 
 
 def test_mlflow_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):
