@@ -18,7 +18,6 @@ from typing import (
     Union,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -26,6 +25,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from rl.bounds import MOST, IsPath, ZeroOrOver
 from rl.errors import ConfigError
 from rl.paths import why_no_path
+from rl.type_hints import type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -153,6 +153,9 @@ def _problem(name: str, value: Any, hint: Any) -> str | None:
         of_class = isinstance(value, type) and issubclass(value, _classes(hint))
         remedy = f"; write {value.__name__}(...)" if of_class else ""
         return f"{name}={shown(value)} must be {_words(hint)}{remedy}"
+    for number, (item, of_item) in enumerate(_items(value, hint)):
+        if why := _problem(f"{name}[{number}]", item, of_item):
+            return why
     numbers = value if isinstance(value, tuple) else (value,)
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"{name}={value} must be finite"
@@ -167,6 +170,15 @@ def _problem(name: str, value: Any, hint: Any) -> str | None:
     return f"{name}={shown(value)} must be {' and '.join(_CHECKS[type(b)][1](b) for b in named)}"
 
 
+def _items(value: Any, hint: Any) -> list[tuple[Any, Any]]:
+    """A tuple's items, with the hint of each."""
+    kinds = get_args(hint)
+    if not isinstance(value, tuple) or get_origin(hint) is not tuple or not kinds:
+        return []
+    of_each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
+    return list(zip(value, of_each, strict=False))
+
+
 def _classes(hint: Any) -> tuple[type, ...]:
     """The classes that a hint names."""
     if get_origin(hint) in (Annotated, Union, types.UnionType):
@@ -175,12 +187,12 @@ def _classes(hint: Any) -> tuple[type, ...]:
 
 
 def expand_paths(config: T) -> T:
-    """With the home directory for `~` in each field that is a FilePath."""
+    """With the home directory for `~` in each field that is a FilePath, at any depth."""
     hints, changes = type_hints(type(config)), {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            new: Any = expand_paths(value)
+        if dataclasses.is_dataclass(value) or isinstance(value, tuple):
+            new: Any = _expanded(value)
         elif any(isinstance(mark, IsPath) for mark in getattr(hints.get(field.name), "__metadata__", ())):
             new = os.path.expanduser(value) if isinstance(value, str) else value
         else:
@@ -190,25 +202,15 @@ def expand_paths(config: T) -> T:
     return dataclasses.replace(config, **changes) if changes else config
 
 
+def _expanded(value: Any) -> Any:
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(_expanded, value))
+    return expand_paths(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
 def describe_type(hint: Any) -> str:
     """What a value of this type is, in words."""
     return _words(hint)
-
-
-def type_hints(kind: type) -> dict[str, Any]:
-    """With bounds; empty where a class of the user's names types that cannot be found.
-
-    A subclass that annotates a field again as a plain int or float keeps the bounds.
-    """
-    try:
-        hints = get_type_hints(kind, include_extras=True)
-        inherited = [get_type_hints(base, include_extras=True) for base in kind.__mro__[1:]]
-    except (NameError, TypeError):
-        return {}
-    for name, hint in hints.items():
-        bounded = (base[name] for base in inherited if get_origin(base.get(name)) is Annotated)
-        hints[name] = next((b for b in bounded if get_args(b)[0] is hint), hint)
-    return hints
 
 
 def fits(value: Any, hint: Any) -> bool:

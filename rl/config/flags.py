@@ -14,8 +14,9 @@ import tyro
 from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
-from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown, type_hints
+from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown
 from rl.loss.kl import KL
+from rl.type_hints import type_hints
 
 T = TypeVar("T")
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)

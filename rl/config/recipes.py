@@ -151,7 +151,7 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     functions = {
         n: f
         for n, f in _functions(module).items()
-        if f.__annotations__.get("return", RunConfig) in (RunConfig, "RunConfig")
+        if _says_a_recipe(f.__annotations__.get("return", RunConfig))
     }
     if not function and len(functions) == 1:
         (function,) = functions
@@ -169,6 +169,11 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name} returned {kind(config)}; a recipe returns a RunConfig")
     return function, config
+
+
+def _says_a_recipe(annotation: Any) -> bool:
+    """As text where the file postpones annotations."""
+    return annotation is RunConfig or str(annotation).rpartition(".")[2] == "RunConfig"
 
 
 def _run_user_code(path: str, code: Callable[[], Any]) -> Any:

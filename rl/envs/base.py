@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
+from types import MemberDescriptorType
 from typing import Any
 
 from rl.bounds import PositiveInt, Problems
@@ -133,6 +134,8 @@ class Env:
         inherited = {field.name for base in cls.__bases__ if is_dataclass(base) for field in fields(base)}
         annotated = vars(cls).get("__annotations__", {})
         for name, value in vars(cls).items():
+            if isinstance(value, MemberDescriptorType):  # a field of slots=True
+                continue
             if name in inherited and name not in annotated:
                 annotation = type(value).__name__
                 raise ConfigError(
@@ -180,6 +183,10 @@ class Env:
     def validate(self) -> list[str]:
         """What is wrong with this configuration, one line each."""
         return []
+
+    def validate_held_out(self) -> list[str]:
+        """The same, where all of its problems are held out and none is trained on."""
+        return self.validate()
 
     def eval_problems(self) -> Sequence[Problem]:
         """The held-out problems: the first `num_eval` that differ, of a fixed sequence of seeds.

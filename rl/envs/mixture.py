@@ -1,13 +1,16 @@
 """Several tasks in one run, each with held-out problems of its own."""
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from rl.bounds import NonNegativeFloat
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
 from rl.envs.chat.env import ChatEnv
+from rl.errors import ConfigError
 from rl.fields import check_fields, shown
 from rl.interfaces import Tokenizer
 from rl.types import Problem, Prompt, Rewards, Rollout, StopReason, Verdict
@@ -19,7 +22,8 @@ _THEIR_OWN = ("num_eval", "chat", "prompt_prefix", "stop")
 class Mixture(Env):
     """Each problem is of one of `tasks`, and is asked, answered and rewarded as that task has it.
 
-    eval/accuracy/NAME is the accuracy on a task's held-out problems. Tasks have one turn.
+    eval/accuracy/NAME is the accuracy on a task's held-out problems, and eval/accuracy/NAME/TASK on those of
+    them that have a task of their own. What one task holds out, no other trains on. Tasks have one turn.
     """
 
     tasks: tuple[tuple[str, Any], ...] = ()
@@ -30,19 +34,20 @@ class Mixture(Env):
 
     @property
     def made_of(self) -> tuple[Env, ...]:
-        return tuple(env for _, env in self.tasks if isinstance(env, Env))
+        return tuple(part for _, env in self.tasks if isinstance(env, Env) for part in env.made_of)
 
     def validate(self) -> list[str]:
         names = [name for name, _ in self.tasks]
-        if not names or len(self.made_of) < len(names):
+        if not names or not all(isinstance(env, Env) for _, env in self.tasks):
             return ["env.tasks must be pairs of a name and an Env; name at least one"]
         problems = [
             f"env.tasks has a {type(env).__name__}, a task of several turns; a Mixture has those of one turn"
             for env in self.made_of
             if isinstance(env, ChatEnv)
         ]
-        if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
-            problems.append(f"env.tasks has the names {names}; give each one of its own")
+        named = all(isinstance(name, str) and name and "/" not in name for name in names)
+        if len(set(names)) < len(names) or not named:
+            problems.append(f"env.tasks has the names {names}; give each one of its own, without a slash")
         if self.weights and (len(self.weights) != len(names) or not sum(self.weights)):
             problems.append(
                 f"env.weights={self.weights} must be {len(names)} numbers, one for each of env.tasks, "
@@ -51,9 +56,11 @@ class Mixture(Env):
         for field in fields(Env):
             if field.name in _THEIR_OWN and getattr(self, field.name) != field.default:
                 problems.append(f"env.{field.name} has no effect on a Mixture; set it in each of env.tasks")
-        for name, env in self.tasks:
+        weights = self.weights if len(self.weights) == len(names) else [1.0] * len(names)
+        for (name, env), weight in zip(self.tasks, weights, strict=True):
             _, wrong = check_fields(env)
-            problems += [f"env.tasks, {name}: {line}" for line in [*wrong, *env.validate()]]
+            own = env.validate() if weight else env.validate_held_out()
+            problems += [f"env.tasks, {name}: {line}" for line in [*wrong, *own]]
             if env.max_new_tokens > self.max_new_tokens:
                 problems.append(
                     f"env.max_new_tokens={self.max_new_tokens} is less than the {env.max_new_tokens} of the "
@@ -64,34 +71,61 @@ class Mixture(Env):
     def train_problem(self, seed: int) -> Problem:
         draw = random.Random(derive_seed("task", seed))
         name, env = draw.choices(self.tasks, self.weights or None)[0]
-        return replace(env.train_problem(derive_seed(name, seed)), task=name)
+        for attempt in range(1000):
+            problem = env.train_problem(derive_seed(name, seed, *([attempt] if attempt else [])))
+            if _asked(problem) not in _held_out_of_all(self):
+                return _of_task(name, problem)
+        raise ConfigError(
+            f"env.tasks, {name}: other tasks hold out nearly all of its problems; lower their num_eval"
+        )
 
     def eval_problems(self) -> list[Problem]:
-        return [replace(problem, task=name) for name, env in self.tasks for problem in held_out(env)]
+        return [_of_task(name, problem) for name, env in self.tasks for problem in held_out(env)]
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
-        return self._task(problem).encode(problem, tokenizer)
+        env, own = self._task(problem)
+        return replace(env.encode(own, tokenizer), problem=problem)
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
-        task, params = self._task(prompt.problem), context.params
-        stop = (*params.stop_token_ids, *task.stop_ids(context.tokenizer))
-        own = replace(params, max_new_tokens=task.max_new_tokens, stop_token_ids=stop)
-        return await task.drive(prompt, n, replace(context, params=own))
+        (env, own), params = self._task(prompt.problem), context.params
+        stop = (*params.stop_token_ids, *env.stop_ids(context.tokenizer))
+        limits = replace(params, max_new_tokens=env.max_new_tokens, stop_token_ids=stop)
+        driven = await env.drive(replace(prompt, problem=own), n, replace(context, params=limits))
+        return [replace(rollout, problem=prompt.problem) for rollout in driven]
 
     def reward(
         self, problem: Problem, response: str, stop: StopReason
     ) -> float | Rewards | Mapping[str, float] | Verdict:
-        return self._task(problem).reward(problem, response, stop)
+        env, own = self._task(problem)
+        return env.reward(own, response, stop)
 
     def prepare(self) -> None:
         for env in self.made_of:
             env.prepare()
 
     def demonstration(self, problem: Problem, seed: int) -> str:
-        return self._task(problem).demonstration(problem, seed)
+        env, own = self._task(problem)
+        return env.demonstration(own, seed)
 
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
-        return self._task(problem).preference(problem, seed)
+        env, own = self._task(problem)
+        return env.preference(own, seed)
 
-    def _task(self, problem: Problem) -> Env:
-        return dict(self.tasks)[problem.task]
+    def _task(self, problem: Problem) -> tuple[Env, Problem]:
+        """The task, and its problem as it made it."""
+        name, _, of_its_own = problem.task.partition("/")
+        return dict(self.tasks)[name], replace(problem, task=of_its_own)
+
+
+def _of_task(name: str, problem: Problem) -> Problem:
+    return replace(problem, task=f"{name}/{problem.task}" if problem.task else name)
+
+
+def _asked(problem: Problem) -> str:
+    """What it asks, whichever task has it."""
+    return json.dumps([problem.question, problem.messages], sort_keys=True, default=repr)
+
+
+@lru_cache(maxsize=8)
+def _held_out_of_all(mixture: Mixture) -> frozenset[str]:
+    return frozenset(map(_asked, held_out(mixture)))

@@ -39,7 +39,10 @@ class QuestionFile(Env):
         return self._read()[: self.num_eval]
 
     def train_problem(self, seed: int) -> Problem:
-        return random.Random(seed).choice(_train_problems(self._file, self._modified(), self.num_eval))
+        problems = _train_problems(self._file, self._modified(), self.num_eval)
+        if not problems:
+            raise ConfigError(f"all problems of {self.path} are held out; lower env.num_eval={self.num_eval}")
+        return random.Random(seed).choice(problems)
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
         if stop != StopReason.STOP:
@@ -63,6 +66,13 @@ class QuestionFile(Env):
         return str(row["chosen"]), str(row["rejected"])
 
     def validate(self) -> list[str]:
+        return self._problems(num_trained=1)
+
+    def validate_held_out(self) -> list[str]:
+        return self._problems(num_trained=0)
+
+    def _problems(self, num_trained: int) -> list[str]:
+        """num_trained: how many problems there have to be beside the held-out ones."""
         try:
             there = Path(self._file).is_file()
         except ConfigError as error:
@@ -75,12 +85,13 @@ class QuestionFile(Env):
         except ConfigError as error:
             return [str(error)]
         if count == 0:
-            least = f"env.num_eval + 1 = {self.num_eval + 1}"
+            least = f"env.num_eval + 1 = {self.num_eval + 1}" if num_trained else f"{self.num_eval}"
             return [f"the dataset {self.path} is empty; give it at least {least} lines"]
-        if count <= self.num_eval:
-            problem = f"the dataset {self.path} has {count} lines, all of them held out"
-            return [f"{problem}; lower env.num_eval={self.num_eval}"]
-        if not _train_problems(self._file, self._modified(), self.num_eval):
+        if count < self.num_eval + num_trained:
+            problem = f"the dataset {self.path} has {count} lines"
+            all_of_them = ", all of them held out" if num_trained else ""
+            return [f"{problem}{all_of_them}; lower env.num_eval={self.num_eval}"]
+        if num_trained and not _train_problems(self._file, self._modified(), self.num_eval):
             problem = f"every question of {self.path} is among the {self.num_eval} held-out ones"
             return [f"{problem}; lower env.num_eval"]
         if self.match == "number":

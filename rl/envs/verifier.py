@@ -24,7 +24,7 @@ from rl.errors import RunError
 from rl.processes import adopt_orphans, end_with_parent, kill_tree, mark_descendants
 from rl.types import Rewards, Rollout, Score, Verdict
 
-START_SECONDS = 60.0  # to start Python and import what the Env needs
+START_SECONDS = 240.0  # to start Python, import what the Env needs, and prepare(); below deadlines.start
 
 
 class Verifier:
@@ -94,7 +94,10 @@ class Verifier:
             send(to_child, sys.path)  # where a recipe finds the modules beside it
             send_pickled(to_child, self._env)
             failure = receive(from_child, START_SECONDS)
-        except (TimeoutError, EOFError, BrokenPipeError) as error:
+        except TimeoutError as error:
+            child.kill()
+            raise RunError(too_slow()) from error
+        except (EOFError, BrokenPipeError) as error:
             child.kill()
             raise RunError(
                 "the process of the reward function did not start; see the reward actor's log"
@@ -104,6 +107,13 @@ class Verifier:
             child.wait()
             raise RunError(f"prepare() of the environment failed: {failure}; fix it")
         return child
+
+
+def too_slow() -> str:
+    return (
+        f"prepare() of the environment took over {START_SECONDS:.0f} s; load less there, or load it where it "
+        f"is first used"
+    )
 
 
 def _pipes(child: subprocess.Popen) -> tuple[int, int]:

@@ -106,13 +106,14 @@ def offpolicy_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`eval/accuracy`: share of held-out problems that were answered right; failed ones count as wrong.
 
-    `eval/accuracy/TASK`: of a task's, where problems have one.
+    `eval/accuracy/TASK`: of a task's, where problems have one; of the task `a/b` also of `a`.
     """
     scores = [score for group in groups for score in group.scores]
     accuracy = statistics.fmean(score.correct for score in scores)
     of_tasks: dict[str, list[bool]] = {}
     for group in groups:
-        if task := group.rollouts[0].problem.task:
+        own = group.rollouts[0].problem.task
+        for task in dict.fromkeys((own.partition("/")[0] or own, own)) if own else ():
             of_tasks.setdefault(task, []).extend(score.correct for score in group.scores)
     return {f"eval/accuracy/{task}": statistics.fmean(right) for task, right in of_tasks.items()} | {
         "eval/accuracy": accuracy,

@@ -205,7 +205,9 @@ class Recorder:
         self._record(step, metrics)
         self.rollouts(step, "eval", groups)
         tasks = {name: value for name, value in metrics.items() if name.startswith("eval/accuracy/")}
-        of_each = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in tasks.items())
+        of_each = ", ".join(
+            f"{name.removeprefix('eval/accuracy/')} {value:.3f}" for name, value in tasks.items()
+        )
         self._line(
             f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems"
             + f" ({of_each})" * bool(tasks),

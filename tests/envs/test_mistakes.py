@@ -1,12 +1,15 @@
 """Mistakes in an environment of one's own: refused where they are made, in words that name the remedy."""
 
 import json
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 import openai
 import pytest
 
+from rl.config.recipes import load_recipe
 from rl.envs.base import Env, checked
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv
@@ -14,8 +17,10 @@ from rl.envs.chat.testing import play
 from rl.envs.mixture import Mixture
 from rl.envs.question_file import QuestionFile
 from rl.errors import ConfigError
+from rl.fields import check_fields, expand_paths
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
+from rl.type_hints import type_hints
 from rl.types import Problem
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 >[](),=+?"
@@ -147,3 +152,54 @@ def test_play_runs_an_agent(tokenizer):
 def test_play_needs_words(tokenizer):
     with pytest.raises(ValueError, match="give at least one"):
         play(Asking(num_eval=2), tokenizer, [])
+
+
+def test_fields_may_be_slots():
+    @dataclass(frozen=True, slots=True)
+    class Mine(Env):
+        max_new_tokens: int = 7
+
+    assert Mine().max_new_tokens == 7 and Mine().num_eval == 256
+
+
+LATE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+import rl.config as cfg
+from rl.configs.quickstart import quickstart
+from rl.envs.sort_letters import SortLetters
+if TYPE_CHECKING:
+    from nowhere import Generator
+
+@dataclass(frozen=True)
+class Mine(SortLetters):
+    generator: Generator | None = None
+    more: tuple[float, ...] = ()
+
+def mine() -> cfg.RunConfig:
+    from dataclasses import replace
+    return replace(quickstart(), env=Mine())
+"""
+
+
+def test_a_type_that_only_type_checkers_know_leaves_the_other_fields_checked(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(LATE)
+    _, config = load_recipe(str(path))
+    hints = type_hints(type(config.env))
+    assert hints["generator"] is Any and hints["more"] == tuple[float, ...]
+    for settings, wrong in (
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"more": ("x",)}, "more="),
+    ):
+        _, (line,) = check_fields(replace(config, env=replace(config.env, **settings)))
+        assert wrong in line
+
+
+def test_what_lies_in_a_tuple_is_checked_and_its_paths_are_expanded():
+    tasks = (("a", QuestionFile(path="~/a.jsonl")), ("b", QuestionFile(path="b.jsonl")))
+    expanded = expand_paths(Mixture(tasks=tasks))
+    assert expanded.tasks[0][1].path == os.path.expanduser("~/a.jsonl") and expanded.tasks[1] == tasks[1]
+    _, (line,) = check_fields(Mixture(tasks=tasks, weights=(-1.0, 2.0)))
+    assert "weights[0]=-1.0 must be at least 0" in line

@@ -3,6 +3,7 @@
 # holds: exact
 
 import asyncio
+import string
 from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,7 +17,11 @@ from rl.config.validate import validate
 from rl.envs.base import Env, RolloutContext
 from rl.envs.chat.env import ChatEnv
 from rl.envs.mixture import Mixture
+from rl.envs.question_file import QuestionFile
+from rl.envs.remake import some_problems
 from rl.envs.sort_letters import SortLetters
+from rl.errors import ConfigError
+from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
 from rl.types import Completion, Problem, SamplingParams, StopReason, VersionRange
 from tests.controller.fakes import run_fakes
@@ -136,3 +141,74 @@ class Nothing(Env):
 def test_what_is_wrong_is_said(changes, match):
     found = validate(config(replace(BOTH, **changes)))
     assert any(match in line for line in found), found
+
+
+@dataclass(frozen=True)
+class Hard(Env):
+    """Half of its problems have a task, which its reward reads."""
+
+    max_new_tokens: int = 8
+    num_eval: int = 6
+
+    def generate(self, seed: int) -> Problem:
+        return Problem(str(seed), f"problem {seed}", "7", task="hard" if seed % 2 else "")
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        return {"hard": 1.0, "": 0.5}[problem.task]
+
+    def demonstration(self, problem: Problem, seed: int) -> str:
+        return f"of {problem.task!r}"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tasks_own_tasks_reach_it_as_it_named_them(depth):
+    env: Env = Hard()
+    for name in ("t", "outer")[:depth]:
+        env = Mixture(max_new_tokens=8, tasks=((name, env), (f"{name}-2", Echo(num_eval=2))))
+    assert env.validate() == [] and len(env.made_of) == depth + 1
+    path = "/".join(("outer", "t")[2 - depth :])
+    held_out = [problem for problem in env.eval_problems() if problem.question.startswith("problem")]
+    assert {problem.task for problem in held_out} == {path, f"{path}/hard"}
+    for problem in held_out:
+        own = "hard" if problem.task.endswith("hard") else ""
+        assert env.reward(problem, "", StopReason.STOP) == {"hard": 1.0, "": 0.5}[own]
+        assert env.demonstration(problem, 0) == f"of {own!r}"
+
+
+def test_accuracies_of_a_tasks_own_tasks_are_measured_too(tmp_path):
+    env = Mixture(max_new_tokens=8, tasks=(("t", Hard()), ("echo", Echo(num_eval=2))))
+    settings = replace(config(env), model=TinyQwen3(alphabet=string.printable), warmup=WarmupConfig())
+    _, recorder = run_fakes(settings, tmp_path)
+    names = {name.removeprefix("eval/accuracy") for name in recorder.evaluations[0] if "accuracy" in name}
+    assert names == {"", "/t", "/t/hard", "/echo"}
+
+
+def test_what_one_task_holds_out_no_other_trains_on(tmp_path):
+    """A file asked in two ways, with as many held out as its first lines, and more."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f'{{"question": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(60)))
+    plain, thinking = (
+        QuestionFile(path=str(path), num_eval=n, prompt_prefix=p) for n, p in ((40, ""), (5, "Think. "))
+    )
+    mixture = Mixture(max_new_tokens=64, tasks=(("plain", plain), ("thinking", thinking)))
+    held_out = {problem.question for problem in mixture.eval_problems()}
+    drawn = [mixture.train_problem(seed) for seed in range(400)]
+    assert not held_out & {problem.question for problem in drawn}
+    assert {problem.task for problem in drawn} == {"plain", "thinking"}
+    assert drawn == [mixture.train_problem(seed) for seed in range(400)]
+    all_of_them = ("plain", replace(plain, num_eval=60)), ("thinking", thinking)
+    with pytest.raises(ConfigError, match="thinking: other tasks hold out nearly all of its problems; lower"):
+        Mixture(max_new_tokens=64, tasks=all_of_them, weights=(0.0, 1.0)).train_problem(0)
+
+
+def test_a_task_of_weight_0_holds_out_all_that_it_has(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    path.write_text("".join(f'{{"question": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(8)))
+    bench = QuestionFile(path=str(path), num_eval=8)
+    mixture = Mixture(max_new_tokens=64, tasks=(("bench", bench), ("echo", Echo())), weights=(0.0, 1.0))
+    assert mixture.validate() == [] and len(mixture.eval_problems()) == 11
+    assert len(some_problems(mixture, anew=True)) == 3 + 4
+    (line,) = replace(mixture, weights=(1.0, 1.0)).validate()
+    assert "has 8 lines, all of them held out; lower env.num_eval=8" in line
+    (line,) = replace(mixture, tasks=(("bench", replace(bench, num_eval=9)), ("echo", Echo()))).validate()
+    assert "has 8 lines; lower env.num_eval=9" in line

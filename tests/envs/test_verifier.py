@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rl.envs.verifier as verifier_module
 from rl.envs.base import Env
 from rl.envs.verifier import Verifier
 from rl.errors import RunError
@@ -114,6 +115,18 @@ def test_a_prepare_that_fails_is_told_at_once_whatever_it_has_started():
     with pytest.raises(RunError, match="prepare.. of the environment failed: OSError: no server"):
         Verifier(Unprepared(), limit_seconds=5)
     assert time.monotonic() - started < 50  # holds: meaning, the thread takes 60
+
+
+@dataclass(frozen=True)
+class Loads(Env):
+    def prepare(self):
+        time.sleep(60)
+
+
+def test_a_prepare_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(verifier_module, "START_SECONDS", 1.0)
+    with pytest.raises(RunError, match=r"prepare\(\) of the environment took over 1 s; load less there"):
+        Verifier(Loads(), limit_seconds=5)
 
 
 @dataclass(frozen=True)
