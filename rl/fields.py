@@ -153,12 +153,12 @@ def _problem(name: str, value: Any, hint: Any) -> str | None:
         of_class = isinstance(value, type) and issubclass(value, _classes(hint))
         remedy = f"; write {value.__name__}(...)" if of_class else ""
         return f"{name}={shown(value)} must be {_words(hint)}{remedy}"
-    for number, (item, of_item) in enumerate(_items(value, hint)):
-        if why := _problem(f"{name}[{number}]", item, of_item):
-            return why
     numbers = value if isinstance(value, tuple) else (value,)
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"{name}={value} must be finite"
+    for number, (item, of_item) in enumerate(_items(value, hint)):
+        if why := _problem(f"{name}[{number}]", item, of_item):
+            return why
     marks = getattr(hint, "__metadata__", ())
     if any(isinstance(mark, IsPath) for mark in marks) and (why := why_no_path(value)):
         return f"{name}={shown(value)} {why}"
