@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl.envs.adapters.mcp import MCPEnv
@@ -89,6 +90,11 @@ def test_an_mcp_servers_program_gets_what_programs_need_and_what_is_named(named,
     episode = EpisodeRunner(env, (tool,), Problem("1", "?"), 0).episode
     seen = json.loads(asyncio.run(tool.run({}, episode)))
     assert seen["PYTHONHASHSEED"] == "7" and {name for name in KEYS if name in seen} == {*named}
+    servers = [child for child in psutil.Process().children() if str(path) in child.cmdline()]
+    for server in servers:  # in a run it ends with the episode's process
+        server.kill()
+        server.wait()
+    assert servers
 
 
 IMPORTS_MCP_FIRST = """
