@@ -21,8 +21,8 @@ class WarningLog(logging.Handler):
         self._write(self.format(record))
 
     def attach(self) -> None:
-        for handler in self._handlers:
-            _LOGGER.addHandler(handler)
+        """Not by addHandler: Monarch's writes `[actor=<root>]` before each message, once for each handler."""
+        _LOGGER.handlers += self._handlers
 
     def detach(self) -> None:
         for handler in self._handlers:
