@@ -7,7 +7,7 @@ import io
 import shlex
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -128,10 +128,11 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
 
 
 def _is_plain(config: Any, name: str) -> bool:
-    """Whether a setting that may be None is otherwise a word or a number, which a flag can give."""
+    """Whether a setting that may be None is otherwise a word or a number, as a flag has it."""
     owner, _, field = name.rpartition(".")
     hint = type_hints(type(attrgetter(owner)(config) if owner else config)).get(field, Any)
-    return bool(get_args(hint)) and {*get_args(hint)} <= {str, int, float, bool, type(None)}
+    kinds = [kind for kind in get_args(hint) if get_origin(kind) is not Literal]
+    return bool(get_args(hint)) and {*kinds} <= {str, int, float, bool, type(None)}
 
 
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:

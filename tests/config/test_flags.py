@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Literal
 
 import pytest
 
@@ -67,12 +68,16 @@ def test_a_value_that_cannot_be_read_is_named_beside_others():
 class Hinting(QuestionFile):
     hint: str | None = None
     most: int | None = None
+    level: Literal["easy", "hard"] | None = None
     judge: Callable[[str], float] | None = None
 
 
 def test_a_setting_that_is_none_takes_words_and_numbers_where_it_may_have_them():
     config = replace(CONFIG, env=Hinting(path="questions.jsonl", num_eval=1))
-    config, misread = override(config, ["--env.hint", "x", "--env.most", "7"], "rl")
-    assert misread == [] and (config.env.hint, config.env.most) == ("x", 7)
+    flags = ["--env.hint", "x", "--env.most", "7", "--env.level", "hard"]
+    config, misread = override(config, flags, "rl")
+    assert misread == [] and (config.env.hint, config.env.most, config.env.level) == ("x", 7, "hard")
+    _, (line,) = override(config, ["--env.level", "most"], "rl")
+    assert line.startswith("--env.level most must be")
     _, misread = override(config, ["--env.judge", "x"], "rl")
     assert misread == ["--env.judge is a part that is made in Python; set it in a recipe of your own"]
