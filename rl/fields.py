@@ -203,7 +203,7 @@ def expand_paths(config: T) -> T:
 
 
 def _expanded(value: Any) -> Any:
-    if isinstance(value, tuple) and type(value) is tuple:
+    if type(value) is tuple:
         return tuple(map(_expanded, value))
     return expand_paths(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
@@ -237,6 +237,12 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any or getattr(hint, "_is_protocol", False):
         return True
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def split_at_equals(words: Iterable[str], beginnings: Iterable[str]) -> list[str]:
+    """`--flag=value` as two words, of those that begin like one of these, as `--flag=`."""
+    prefixes = tuple(beginnings)
+    return [part for word in words for part in (word.split("=", 1) if word.startswith(prefixes) else [word])]
 
 
 def repeated(flags: Iterable[str]) -> list[str]:

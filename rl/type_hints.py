@@ -22,8 +22,10 @@ def type_hints(kind: type) -> dict[str, Any]:
 def _own_hint(kind: type, name: str) -> Any:
     """Any where it names a type that cannot be found, as one that only type checkers import."""
     one = SimpleNamespace(__annotations__={name: vars(kind)["__annotations__"][name]})
-    there = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+    module = sys.modules.get(kind.__module__)
     try:
-        return get_type_hints(one, {**there}, dict(vars(kind)), include_extras=True)[name]
+        return get_type_hints(
+            one, dict(vars(module)) if module else {}, dict(vars(kind)), include_extras=True
+        )[name]
     except (NameError, TypeError):
         return Any

@@ -21,6 +21,7 @@ from rl.cluster.hosted_run import HostedRun
 from rl.cluster.machine import free_memory, machine_name, num_cores, shared_memory, versions
 from rl.cluster.unshared import receive_file
 from rl.errors import ConfigError
+from rl.fields import split_at_equals
 from rl.host_protocol import (
     LONGEST_LINE,
     HostUnreachable,
@@ -278,7 +279,7 @@ def worker(arguments: Sequence[str]) -> int:
 
 def _flags(arguments: Sequence[str]) -> tuple[str, str]:
     """The values of --listen and --join. Raises ConfigError."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = split_at_equals(arguments, ["--"])
     values = dict(zip(words[::2], words[1::2], strict=False))
     if len(words) != 2 * len(values) or "--listen" not in values or values.keys() - {"--listen", "--join"}:
         raise ConfigError(

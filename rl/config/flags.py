@@ -51,12 +51,6 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
         return expand_paths(_without_what_was_switched_off(config, changed)), problems
 
 
-def split_at_equals(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`--flag=value` as two words, of these flags."""
-    starts = tuple(f"{flag}=" for flag in flags)
-    return [part for word in words for part in (word.split("=", 1) if word.startswith(starts) else [word])]
-
-
 def settings_of(config: T, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """Any config, changed by flags, and one line for each that makes no sense."""
     flags, problems = _flags(config, arguments)

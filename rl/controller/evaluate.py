@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.cluster.launch import launch
 from rl.config.codec import read_config, to_json
-from rl.config.flags import override, split_at_equals
+from rl.config.flags import override
 from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
@@ -29,7 +29,7 @@ from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
 from rl.envs.base import Env, held_out
 from rl.errors import ConfigError
-from rl.fields import check_fields
+from rl.fields import check_fields, split_at_equals
 from rl.models.checkpoint_dir import is_complete, latest
 from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
@@ -126,7 +126,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def _take_samples(rest: list[str]) -> int:
-    rest[:] = split_at_equals(rest, ["--samples"])
+    rest[:] = split_at_equals(rest, ["--samples="])
     if "--samples" not in rest:
         return 0
     i = rest.index("--samples")

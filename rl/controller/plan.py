@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.cluster.machine import look_at_host
-from rl.config.flags import override, split_at_equals
+from rl.config.flags import override
 from rl.config.recipes import load_recipe
 from rl.config.settle import check_models_read, cluster_of, plan_or_problems
 from rl.errors import ConfigError
-from rl.fields import check_fields, repeated
+from rl.fields import check_fields, repeated, split_at_equals
 from rl.paths import write_whole
 from rl.plan.cluster import parse_cluster
 from rl.plan.show import differences, plan_json, show
@@ -30,7 +30,7 @@ def plan(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     name, *rest = arguments
-    rest = split_at_equals(rest, ("--cluster", "--diff", "--devices"))
+    rest = split_at_equals(rest, ("--cluster=", "--diff=", "--devices="))
     if "--devices" in rest:
         raise ConfigError("--devices is called --cluster now; write --cluster 8xH100-80")
     if twice := repeated(word for word in rest if word in ("--cluster", "--diff", "--json")):

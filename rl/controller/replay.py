@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
-from rl.config.flags import override, split_at_equals
+from rl.config.flags import override
 from rl.config.learning import learning_of
 from rl.config.recipes import load_recipe
 from rl.config.replay_rules import NEEDS
@@ -25,7 +25,7 @@ from rl.controller.side_run import own_directory
 from rl.controller.update import learn
 from rl.controller.updaters import updaters
 from rl.errors import ConfigError
-from rl.fields import check_fields
+from rl.fields import check_fields, split_at_equals
 from rl.loss.entropy import EntropyBonus
 from rl.models.checkpoint_dir import is_complete
 from rl.observability.batches import has_batch, read_batch
@@ -70,7 +70,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _take_step(rest: list[str]) -> int:
-    rest[:] = split_at_equals(rest, ["--step"])
+    rest[:] = split_at_equals(rest, ["--step="])
     if "--step" not in rest:
         raise ConfigError(f"--step is missing; {_USAGE}")
     i = rest.index("--step")

@@ -71,9 +71,10 @@ class Mixture(Env):
     def train_problem(self, seed: int) -> Problem:
         draw = random.Random(derive_seed("task", seed))
         name, env = draw.choices(self.tasks, self.weights or None)[0]
+        excluded = _held_out_of_all(self)
         for attempt in range(1000):
             problem = env.train_problem(derive_seed(name, seed, *([attempt] if attempt else [])))
-            if _asked(problem) not in _held_out_of_all(self):
+            if _asked(problem) not in excluded:
                 return _of_task(name, problem)
         raise ConfigError(
             f"env.tasks, {name}: other tasks hold out nearly all of its problems; lower their num_eval"

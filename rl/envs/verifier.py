@@ -94,14 +94,9 @@ class Verifier:
             send(to_child, sys.path)  # where a recipe finds the modules beside it
             send_pickled(to_child, self._env)
             failure = receive(from_child, START_SECONDS)
-        except TimeoutError as error:
+        except (TimeoutError, EOFError, BrokenPipeError) as error:
             child.kill()
-            raise RunError(too_slow()) from error
-        except (EOFError, BrokenPipeError) as error:
-            child.kill()
-            raise RunError(
-                "the process of the reward function did not start; see the reward actor's log"
-            ) from error
+            raise not_started(error, "the reward function", "the reward actor's log") from error
         if failure is not None:
             kill_tree(child.pid)  # a thread that prepare() started may hold it up
             child.wait()
@@ -109,11 +104,14 @@ class Verifier:
         return child
 
 
-def too_slow() -> str:
-    return (
-        f"prepare() of the environment took over {START_SECONDS:.0f} s; load less there, or load it where it "
-        f"is first used"
-    )
+def not_started(error: Exception, name: str, log: str) -> RunError:
+    """Of a process that prepares an environment: what it does not answer is its prepare()."""
+    if isinstance(error, TimeoutError):
+        return RunError(
+            f"prepare() of the environment took over {START_SECONDS:.0f} s; load less there, or load it "
+            f"where it is first used"
+        )
+    return RunError(f"the process of {name} did not start; see {log}")
 
 
 def _pipes(child: subprocess.Popen) -> tuple[int, int]:

@@ -68,18 +68,20 @@ def padded_loss(
     for name, tensor in {"advantages": advantages, **named}.items():
         if tensor is not None and tensor.shape != logprobs.shape:
             raise RunError(f"{name} has the shape {[*tensor.shape]}, and logprobs {[*logprobs.shape]}")
-    policy = _precise(logprobs[keep])
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[keep].to(torch.promote_types(tensor.dtype, torch.float32))
+
+    policy = kept(logprobs)
     rows = torch.arange(len(mask), device=mask.device)[:, None].expand_as(keep)[keep]
     divisors = torch.tensor([token_divisor(loss_agg, n) for n in keep.sum(1).tolist()]).to(policy)
     inputs = TokenInputs(
-        generator_logprobs=policy.detach()
-        if sampling_logprobs is None
-        else _precise(sampling_logprobs[keep]),
-        advantages=_precise(advantages[keep]),
+        generator_logprobs=policy.detach() if sampling_logprobs is None else kept(sampling_logprobs),
+        advantages=kept(advantages),
         weights=1 / divisors[rows],
         sample_ids=rows,
-        loss_inputs={name: _precise(tensor[keep]) for name, tensor in loss_inputs.items()},
-        entropy=None if entropy is None else _precise(entropy[keep]),
+        loss_inputs={name: kept(tensor) for name, tensor in loss_inputs.items()},
+        entropy=None if entropy is None else kept(entropy),
     )
     num_tokens = int(keep.sum())
     total, metrics = loss(policy, inputs)
@@ -93,10 +95,6 @@ def padded_loss(
         values[name] = float(value) / (count if reduction == "sum" else 1)
     values.pop("dpo/pairs", None)  # of each pair one
     return PaddedLoss(total / divisor, values)
-
-
-def _precise(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def padded_advantages(

@@ -112,9 +112,9 @@ def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
     accuracy = statistics.fmean(score.correct for score in scores)
     of_tasks: dict[str, list[bool]] = {}
     for group in groups:
-        own = group.rollouts[0].problem.task
-        for task in dict.fromkeys((own.partition("/")[0] or own, own)) if own else ():
-            of_tasks.setdefault(task, []).extend(score.correct for score in group.scores)
+        task = group.rollouts[0].problem.task
+        for name in filter(None, dict.fromkeys((task.partition("/")[0], task))):
+            of_tasks.setdefault(name, []).extend(score.correct for score in group.scores)
     return {f"eval/accuracy/{task}": statistics.fmean(right) for task, right in of_tasks.items()} | {
         "eval/accuracy": accuracy,
         "eval/standard_error": math.sqrt(accuracy * (1 - accuracy) / len(scores)),

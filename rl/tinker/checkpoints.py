@@ -218,9 +218,9 @@ class Checkpoints:
         self._quotas.add(checkpoint.tenant, -checkpoint.num_bytes)
         await self._remove(checkpoint)
 
-    async def _remove(self, checkpoint: Row) -> None:
-        """Or of a sampler. Its directory, which may hold gigabytes: beside the event loop."""
-        await asyncio.to_thread(shutil.rmtree, self._root / checkpoint.directory, ignore_errors=True)
+    async def _remove(self, saved: Row) -> None:
+        """The directory of a checkpoint or sampler, which may hold gigabytes: beside the event loop."""
+        await asyncio.to_thread(shutil.rmtree, self._root / saved.directory, ignore_errors=True)
 
     async def drop_samplers(self, sessions: Sequence[Row]) -> None:
         """Of sessions that are over, with the weights that were written for them alone."""

@@ -41,7 +41,9 @@ class PromptScores:
         self._rows = _rows(self._targets, len(prompt) - 1, vocab_size) if self._targets else []
         self._num_drawn = body.get("prompt_alt_tokens_k") or 0
         num_drawn = self._num_drawn * (len(prompt) - 1)
-        num_scored = len(self._scored_rows())
+        cells = zip(self._rows, self._targets["data"] if self._targets else (), strict=True)
+        self._scored_rows = [row for row, token in cells if token != _NO_TOKEN]
+        num_scored = len(self._scored_rows)
         if self._num_drawn < 0 or max(num_drawn, num_scored) > _MOST:
             raise UserError(
                 f"{num_scored} tokens to score and {num_drawn} to draw along the prompt; at most {_MOST} of "
@@ -51,14 +53,7 @@ class PromptScores:
     @property
     def num_tokens(self) -> int:
         """That generators compute. A score reads its prompt anew; what is drawn finds it in their cache."""
-        return sum(row + 2 for row in self._scored_rows()) + self._num_drawn * (len(self._prompt) - 1)
-
-    def _scored_rows(self) -> list[int]:
-        if self._targets is None:
-            return []
-        return [
-            row for row, token in zip(self._rows, self._targets["data"], strict=True) if token != _NO_TOKEN
-        ]
+        return sum(row + 2 for row in self._scored_rows) + self._num_drawn * (len(self._prompt) - 1)
 
     async def compute(self, sample: Sample) -> Scores:
         """A few of its requests are under way at a time, beside those of others."""

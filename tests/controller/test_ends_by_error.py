@@ -58,14 +58,14 @@ def run_to_its_end(config, directory, recorder, rewards=None):
 
 def test_steps_before_a_judges_outage_are_saved_and_its_groups_are_no_part_of_the_checkpoint(tmp_path):
     recorder = QuietRecorder(tmp_path)
-    config_ = config()
-    end = run_to_its_end(config_, tmp_path, recorder, Rewards(2 + 4 * 12))
+    settings = config()
+    end = run_to_its_end(settings, tmp_path, recorder, Rewards(2 + 4 * 12))
     assert isinstance(end, RunError) and "all 12 rewards failed" in str(end)
     assert list(recorder.steps) == [1, 2, 3, 4] and list(recorder.failed) == [(5, "train")]
     newest = latest(tmp_path / "checkpoints")
     assert newest.name == "step-4"
     state = json.loads((newest / "record.json").read_text())["state"]
-    left = read_prompts(str(newest), state["prompts"], learning_of(config_).scored_by)
+    left = read_prompts(str(newest), state["prompts"], learning_of(settings).scored_by)
     assert left.unfinished == [16, 17, 18, 19] and left.held == []
 
 

@@ -214,6 +214,7 @@ def test_tensorboard_keeps_the_warm_up_where_steps_happen_again(tmp_path):
     for step in range(1, 11):
         board.log(step, {"loss": 1.0})
     board.close(failed=True)
+    time.sleep(1.1)  # its files are read in the order of their names, which begin with the second
     board = TensorBoard(tmp_path)
     board.rewind(5)
     board.log(6, {"loss": 2.0})

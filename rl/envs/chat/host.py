@@ -19,7 +19,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, Opening, Reply
 from rl.envs.chat.process import ENDED
 from rl.envs.pipes import HEADER, framed, receive, send, send_pickled
-from rl.envs.verifier import START_SECONDS, too_slow
+from rl.envs.verifier import START_SECONDS, not_started
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
 from rl.processes import kill_tree
 from rl.types import Message, Problem, Score
@@ -59,12 +59,9 @@ class EpisodeHost:
             send(ours.fileno(), sys.path)  # where a recipe finds the modules beside it
             send_pickled(ours.fileno(), data)
             failure = receive(ours.fileno(), START_SECONDS)
-        except TimeoutError as error:
-            _end(ours, process)
-            raise RunError(too_slow()) from error
         except (OSError, EOFError) as error:
             _end(ours, process)
-            raise RunError("the process of the environment did not start; see this worker's log") from error
+            raise not_started(error, "the environment", "this worker's log") from error
         if failure is not None:
             _end(ours, process)
             raise RunError(f"prepare() of the environment failed: {failure}; fix it")

@@ -121,8 +121,8 @@ class VLLM:
     def _admit(self, command: Admit) -> None:
         params = command.params
         adapter = params.adapter
-        is_directory = adapter is not None and os.path.isabs(adapter)
-        for needed in dict.fromkeys((None, None if is_directory else adapter)):
+        directory = adapter if adapter is not None and os.path.isabs(adapter) else None
+        for needed in dict.fromkeys((None, None if directory else adapter)):
             if needed not in self._versions:
                 missing = "weights" if needed is None else f"adapter {needed!r}"
                 raise RunError(
@@ -134,7 +134,7 @@ class VLLM:
                 f"max_model_len={self._max_model_len}; {self._remedy}"
             )
         # In order: else those whose adapter is held would keep every place.
-        if is_directory and (self._waiting or not self._adapters.read(adapter or "", self._sampled_with())):
+        if directory and (self._waiting or not self._adapters.read(directory, self._sampled_with())):
             self._waiting.append(command)
             return
         try:
@@ -146,7 +146,7 @@ class VLLM:
             )
         except Exception as error:  # vLLM's many ways to refuse a request
             raise RunError(f"vLLM refused a request: {error}") from error
-        version = self._versions[None if is_directory else adapter]
+        version = self._versions[None if directory else adapter]
         self._running[str(command.id)] = _Running(command, vllm_id, [(0, version)])
 
     def _sampled_with(self) -> set[str]:
