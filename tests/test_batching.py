@@ -1,6 +1,5 @@
 import pickle
 import pickletools
-import tracemalloc
 from dataclasses import fields
 
 import numpy as np
@@ -10,6 +9,7 @@ from rl.batching import _cost, pack, supervised_sample, to_sample
 from rl.errors import RunError
 from rl.prefixes import Prefixes, families
 from rl.types import Problem, Rollout, Sample, Segment, StopReason, VersionRange
+from tests.traced_memory import traced_memory
 
 
 def sample(length: int, first: int = 0):
@@ -175,13 +175,12 @@ def test_rows_take_no_memory_before_they_are_computed():
     """128 million tokens, which would be 7 GB of rows."""
     tokens, ones = np.broadcast_to(np.int32(7), 2_000_000), np.broadcast_to(np.float32(1), 2_000_000)
     samples = [Sample(tokens, ones > 0, ones, ones, ones) for _ in range(64)]
-    tracemalloc.start()
-    try:
+
+    def packed():
         batch = pack(samples, num_ranks=2, max_tokens=2_000_000)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert [len(rank) for rank in batch.ranks] == [32, 32] and batch.num_tokens == 128_000_000
+        assert [len(rank) for rank in batch.ranks] == [32, 32] and batch.num_tokens == 128_000_000
+
+    _, peak = traced_memory(packed)
     assert peak < 10_000_000  # holds: meaning, rows would take 7 GB
 
 

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import pickle
 import threading
-import tracemalloc
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,6 +16,7 @@ from rl.controller.training_batch import build_training_batch
 from rl.envs.base import Env, RolloutContext
 from rl.sequences import Segment, joined, lay_out
 from rl.types import Completion, Group, Problem, Prompt, SamplingParams, Score, StopReason, VersionRange
+from tests.traced_memory import traced_memory
 
 NUM_TOKENS = 20_000
 
@@ -54,17 +54,16 @@ def test_rollouts_and_what_is_trained_on_take_under_16_bytes_a_token(monkeypatch
     prompt = Prompt(Problem("1", "q", "a"), tuple(range(1000, 3000)))
     context = RolloutContext(Generator(), Tokenizer(), SamplingParams(NUM_TOKENS), 10**6)
     asyncio.run(Env().drive(prompt, 1, context))  # what is made once
-    tracemalloc.start()
-    try:
+
+    def groups_and_batch():
         rollouts = asyncio.run(Env().drive(prompt, 4, context))
         groups = [Group(0, tuple(rollouts), tuple(map(Score, (0.0, 1.0, 0.0, 1.0))))]
         gc.disable()
         batch = asyncio.run(build_training_batch(groups, algorithm, {}))
-        num_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        gc.enable()
-        tracemalloc.stop()
-    assert len(batch.groups[0].samples) == 4
+        assert len(batch.groups[0].samples) == 4
+        return groups, batch
+
+    num_bytes, _ = traced_memory(groups_and_batch)
     assert num_bytes / (4 * (NUM_TOKENS + 2000)) < 16  # holds: exact, bytes of arrays
 
 

@@ -4,13 +4,13 @@
 
 import json
 import runpy
-import tracemalloc
 
 import pytest
 
 import rl.observability.timeline as timeline_module
 from rl.observability.timeline import Timeline, covered
 from rl.observability.trace import TraceFile
+from tests.traced_memory import traced_memory
 
 
 class Clock:
@@ -170,14 +170,7 @@ def test_a_run_of_many_steps_keeps_no_call_of_those_behind_it(close):
         close(timeline)
 
     a_step()
-    tracemalloc.start()
-    try:
-        for _ in range(5):
-            a_step()
-        here = tracemalloc.Filter(True, timeline_module.__file__)  # not what threads of other tests allocate
-        kept = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([here]).traces)
-    finally:
-        tracemalloc.stop()
+    kept, _ = traced_memory(lambda: [a_step() for _ in range(5)])
     assert kept < 50_000  # holds: meaning, five thousand spans take ten times as much
 
 

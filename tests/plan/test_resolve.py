@@ -7,7 +7,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,7 @@ from rl.plan.show import show
 from rl.plan.types import Plan
 from rl.types import LoRA
 from tests.plans import cluster
+from tests.traced_memory import traced_memory
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960,
@@ -412,11 +412,13 @@ def test_any_number_of_processes_is_refused_before_a_list_of_them_is_made(model,
     config = dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **{name: 2**31 - 1})}
     )
-    tracemalloc.start()
-    lines = problems(config, hosts)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert any("processes are more than this machine can hold" in line for line in lines)
+
+    def is_refused():
+        assert any(
+            "processes are more than this machine can hold" in line for line in problems(config, hosts)
+        )
+
+    _, peak = traced_memory(is_refused)
     assert peak < 10e6
 
 
