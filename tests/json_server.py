@@ -43,11 +43,11 @@ def completion(message: dict) -> dict:
 
 
 @contextmanager
-def serving(handler: type[JSONHandler]) -> Iterator[ThreadingHTTPServer]:
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
     """On a free port of 127.0.0.1, `server_port`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True  # connections may stay open
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # how often it looks whether it ends
     thread.start()
     try:
         yield server

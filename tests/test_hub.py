@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from rl.envs.sort_letters import ALPHABET
 from rl.models.sources import TinyQwen3
+from tests.json_server import serving
 from tests.tiny import write_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -82,11 +82,8 @@ def hub(tmp_path):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as server:
+        yield f"http://127.0.0.1:{server.server_port}", asked
 
 
 def ask(tmp_path, model, data, **environment):

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from websockets.exceptions import ConnectionClosed
@@ -25,6 +25,7 @@ from rl.types import Problem, StopReason
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
 from tests.envs.chat.test_session import Writer
+from tests.json_server import serving
 
 
 @pytest.fixture(scope="module")
@@ -402,9 +403,6 @@ class NeMoGymServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def nemo_gym(tmp_path):
     """An environment with its server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), NeMoGymServer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
     tool = {"type": "function", "name": "double", "description": "Twice.", "parameters": {"type": "object"}}
     asked = [{"role": "developer", "content": "Use the tool."}, {"role": "user", "content": "Twice N?"}]
     rows = [
@@ -419,10 +417,8 @@ def nemo_gym(tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    yield NeMoGym(url=f"http://127.0.0.1:{server.server_port}", path=str(path), num_eval=2)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(NeMoGymServer) as server:
+        yield NeMoGym(url=f"http://127.0.0.1:{server.server_port}", path=str(path), num_eval=2)
 
 
 def test_a_nemo_gym_server_runs_the_tools_and_verifies(tokenizer, nemo_gym):

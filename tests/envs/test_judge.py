@@ -1,14 +1,14 @@
 """A judge behind a URL: graded, compared, retried, and never a grade that it did not give."""
 
 import json
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from rl.envs.judge import Judge, JudgeFailed, JudgeUnreachable
+from tests.json_server import serving
 
 
 @contextmanager
@@ -29,13 +29,8 @@ def endpoint(*replies):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(Handler) as server:
         yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_grade_is_the_whole_reply_which_a_schema_holds(monkeypatch):
