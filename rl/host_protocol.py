@@ -29,7 +29,11 @@ class HostUnreachable(RunError):
 
 
 class HostRefuses(HostUnreachable):
-    """It answers, and cannot be used: asking again changes nothing."""
+    """It answers, and cannot be used."""
+
+
+class HostDiffers(HostRefuses):
+    """It is not the host that was planned with."""
 
 
 class Refusal(Exception):

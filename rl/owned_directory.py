@@ -29,14 +29,21 @@ _FIRST_LINE = "a directory of rl, removed by the next run once nobody locks this
 _LONGEST = 107 - len("/") - 36
 # It removes its directory, and what is noted beside it, when the owner is gone, which closes the pipe. The
 # owner's processes end at the same time, and may still write. What a scheduler sends to all of a job does not
-# end it.
+# end it. The directory loses its name first, which the next owner may take: $2 is a line of its file `owner`.
+# What has the name and no owner was made again by a process that still wrote.
 _JANITOR = """
 trap '' INT TERM HUP
 while read -r line; do :; done
+while read -r line; do [ "$line" = "$2" ] && is_it=1; done < "$0/owner" 2>/dev/null
+[ "$is_it" ] || exit 0
+gone="$0.gone-$$"
+mv -- "$0" "$gone" 2>/dev/null || exit 0
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
-  for note in "$0"/beside/*; do [ -e "$note" ] && rm -f -- "$1/${note##*/}"; done
-  rm -rf -- "$0" 2>/dev/null
-  [ -e "$0" ] || break
+  for note in "$gone"/beside/*; do [ -e "$note" ] && rm -f -- "$1/${note##*/}"; done
+  for path in "$gone"/* "$gone"/.[!.]*; do [ "$path" = "$gone/owner" ] || rm -rf -- "$path" 2>/dev/null; done
+  rm -rf -- "$gone" 2>/dev/null
+  [ -e "$0/owner" ] || rm -rf -- "$0" 2>/dev/null
+  [ -e "$gone" ] || [ -e "$0" ] || break
   sleep 0.2
 done
 rmdir -- "${0%/*}" 2>/dev/null
@@ -53,8 +60,9 @@ def owned_directory(base: Path, label: str, name: str = "") -> Iterator[Path]:
     """
     remove_unowned(base)
     maker = os.getpid()
-    path, owner = _make(base, label, name)
-    command = ["sh", "-c", _JANITOR, str(path), str(base)]
+    mark = uuid.uuid4().hex  # not its inode, which the next directory may have
+    path, owner = _make(base, f"{label}\n{mark}", name)
+    command = ["sh", "-c", _JANITOR, str(path), str(base), mark]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield path
@@ -209,10 +217,30 @@ def _or_elsewhere(base: Path) -> str:
     return "" if base == SHARED_MEMORY else ", or set TMPDIR to another directory"
 
 
+def is_owned(path: Path) -> bool:
+    """Whether it is a directory whose owner lives."""
+    with suppress(OSError):
+        owner = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return not lock(owner)
+        finally:
+            os.close(owner)
+    return False
+
+
 def _remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        for note in (path / _BESIDE).iterdir():
-            (path.parent.parent / note.name).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    """It loses its name first, and the file `owner` last: one that is removed by halves is removed later."""
+    gone = path.with_name(f"{path.name}.gone-{uuid.uuid4().hex[:8]}")
+    with suppress(OSError):  # the janitor or another run does it
+        path.rename(gone)
+        with suppress(FileNotFoundError):
+            for note in (gone / _BESIDE).iterdir():
+                (path.parent.parent / note.name).unlink(missing_ok=True)
+        for child in gone.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=True)
+            elif child.name != _OWNER:
+                child.unlink(missing_ok=True)
+        shutil.rmtree(gone, ignore_errors=True)
     with suppress(OSError):  # other runs' directories are in it
         path.parent.rmdir()

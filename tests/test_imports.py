@@ -14,6 +14,7 @@ LAYERS = [
         "rl.causes",
         "rl.bounds",
         "rl.fields",
+        "rl.command_flags",
         "rl.type_hints",
         "rl.hub",
         "rl.paths",

@@ -11,6 +11,7 @@ import pytest
 from rl import out_of_memory
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.out_of_memory import MemoryWatch, residents
+from rl.processes import ProcessInfo
 from tests.cgroups import memory_cgroup
 
 GIB = 2**30
@@ -45,6 +46,13 @@ def test_a_kill_is_named_with_sizes_and_settings(host, monkeypatch):
         "generator.kv_cache_gib or generator.num_replicas, or end other programs; see logs/x"
     )
     assert "memory" not in caller.death("trainer", "optim_step", "pid 3 on h")  # each kill is told once
+
+
+def test_of_other_hosts_processes_nothing_is_said(host):
+    caller = Caller("trainer", "logs/x")
+    caller.processes = (ProcessInfo(3, "10.0.0.2:7000", "cpu", lease="a lease"),)
+    host["killed"] += 1
+    assert "memory" not in caller.death("trainer", "optim_step", "pid 3 on 10.0.0.2:7000")
 
 
 @pytest.mark.parametrize(

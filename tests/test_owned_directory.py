@@ -14,7 +14,7 @@ import pytest
 
 from rl import owned_directory as module
 from rl.errors import ConfigError
-from rl.owned_directory import note_beside, owned_directory, remove_unowned
+from rl.owned_directory import is_owned, note_beside, owned_directory, remove_unowned
 from tests.integration import runs
 
 HOLD = """
@@ -162,6 +162,46 @@ def test_the_next_run_removes_what_was_left_where_everything_was_killed(tmp_path
     end(process)
     time.sleep(0.1)
     assert (path / "weights.bin").exists()
+    remove_unowned(tmp_path)
+    assert not tree(tmp_path)
+
+
+def test_a_janitor_leaves_what_has_its_directorys_name_by_then(tmp_path):
+    """The next owner may take the name as soon as it is free."""
+    process, path = hold(tmp_path)
+    (janitor,) = psutil.Process(process.pid).children()
+    janitor.suspend()
+    end(process)
+    remove_unowned(tmp_path)
+    assert not path.exists()
+    with owned_directory(tmp_path, "the next", path.name) as next_path:
+        assert next_path == path and is_owned(path)
+        (path / "weights.bin").touch()
+        janitor.resume()
+        assert wait_for(
+            lambda: not psutil.pid_exists(janitor.pid) or janitor.status() == psutil.STATUS_ZOMBIE
+        )
+        assert (path / "weights.bin").exists()
+    assert not tree(tmp_path) and not is_owned(path)
+
+
+def test_what_was_removed_by_halves_is_removed_by_the_next(tmp_path, monkeypatch):
+    """Its owner's file goes last, so that it is known."""
+    process, path = hold(tmp_path)
+    for janitor in psutil.Process(process.pid).children():
+        janitor.kill()
+    end(process)
+    (path / "more").mkdir()
+    (path / "more" / "weights.bin").touch()
+
+    def dies(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            remove_unowned(tmp_path)
+    assert not path.exists() and tree(tmp_path)
     remove_unowned(tmp_path)
     assert not tree(tmp_path)
 

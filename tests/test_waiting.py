@@ -285,9 +285,6 @@ def test_a_rank_that_died_is_named_though_the_loop_was_blocked_when_it_was_notic
 
 NO_PROCESS = {
     "rl/actors/generator_replica.py",  # the others that load the same version
-    "rl/cluster/host_agent.py",  # silence on a connection, which ends a lease
-    "rl/cluster/hosted_run.py",  # the start of a process that prints a line
-    "rl/cluster/unshared.py",  # silence on a connection that sends a file
     "rl/cluster/launch.py",  # past it what is left is killed, answer or not
     "rl/processes.py",
     "rl/observability/writer.py",  # a disk or a server, by the clock

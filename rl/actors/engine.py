@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from os.path import abspath
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ _PATIENCE_SECONDS = 10.0  # for the collectives of the others to fail, and for M
 
 class EngineHandle:
     """All ranks of a mesh as one engine. Every method has a deadline and raises RunError past it.
+
+    Paths may be relative to this process's working directory; ranks on other hosts have another.
 
     Where a rank dies, or is stopped for longer than `deadlines.progress`, methods raise EngineDied. So does
     one that has met its deadline before and now does not: its ranks hang. After `kill` the engine may be
@@ -175,11 +178,11 @@ class EngineHandle:
 
     async def save_adapter(self, name: str, out_dir: str, base_model: str, optimizer: bool) -> None:
         """In PEFT's format; with the optimizer's moments beside it, `load_adapter_state` goes on from it."""
-        await self._every("save_adapter", name, out_dir, base_model, optimizer, kind="checkpoint")
+        await self._every("save_adapter", name, abspath(out_dir), base_model, optimizer, kind="checkpoint")
 
     async def load_adapter_state(self, name: str, path: str, optimizer: bool = True) -> None:
         """What `save_adapter` wrote becomes the adapter `name`, whether or not there is one."""
-        await self._every("load_adapter_state", name, path, optimizer, kind="load")
+        await self._every("load_adapter_state", name, abspath(path), optimizer, kind="load")
 
     async def forward(self, batch: Batch, adapter: str | None = None) -> dict[int, np.ndarray]:
         """Sample index -> logprobs of its target tokens, fp32 nats; a critic's values."""
@@ -219,19 +222,19 @@ class EngineHandle:
 
     async def load_weights(self, model_dir: str) -> None:
         """Take over the weights of a directory that a trainer's `save_hf` wrote."""
-        await self._every("load_weights", model_dir, kind="load")
+        await self._every("load_weights", abspath(model_dir), kind="load")
 
     async def save_checkpoint(
         self, path: str, state: dict[str, Any], keep_last: int, wait: bool = False
     ) -> None:
         """`state`: plain data that `load_checkpoint` returns. Without `wait`, written in the background."""
-        await self._every("save_checkpoint", path, state, keep_last, wait, kind="checkpoint")
+        await self._every("save_checkpoint", abspath(path), state, keep_last, wait, kind="checkpoint")
 
     async def finish_checkpoint(self) -> None:
         await self._every("finish_checkpoint", kind="checkpoint")
 
     async def load_checkpoint(self, path: str) -> dict[str, Any]:
-        return (await self._every("load_checkpoint", path, kind="checkpoint"))[0]
+        return (await self._every("load_checkpoint", abspath(path), kind="checkpoint"))[0]
 
 
 def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:

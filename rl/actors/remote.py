@@ -125,7 +125,8 @@ class Caller:
                 ) from error
             raise RunError(f"{self.name}.{verb} failed: {error!r}; see {self._logs}") from error
         self._last = verb
-        self._memory.look(process.pid for process in self.processes)
+        if not self._may_be_elsewhere:
+            self._memory.look(process.pid for process in self.processes)
         return result
 
     async def call_ranks(
@@ -197,8 +198,13 @@ class Caller:
             f"the process of {process_name} died in {verb} ({where}){self._memory_words()}; see {self._logs}"
         )
 
+    @property
+    def _may_be_elsewhere(self) -> bool:
+        """Whether they are on a leased host, whose memory nobody here knows."""
+        return any(process.lease for process in self.processes)
+
     def _memory_words(self) -> str:
-        why = self._memory.why_died()
+        why = "" if self._may_be_elsewhere else self._memory.why_died()
         return f"; {why}" if why else ""
 
     def _who(self) -> str:

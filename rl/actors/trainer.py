@@ -1,5 +1,7 @@
 """PolicyTrainer: one rank of an engine that publishes its weights, as an actor, and its handle."""
 
+from os.path import abspath
+
 from monarch.actor import endpoint
 
 from rl.actors.engine import EngineHandle
@@ -45,4 +47,4 @@ class TrainerHandle(EngineHandle):
         return Manifest(version, shards, adapter)
 
     async def save_hf(self, out_dir: str, adapter: str | None = None) -> None:
-        await self._every("save_hf", out_dir, adapter, kind="checkpoint")
+        await self._every("save_hf", abspath(out_dir), adapter, kind="checkpoint")

@@ -7,21 +7,19 @@ host's memory and temporary files is removed.
 
 import asyncio
 import json
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rl.cluster.hosted_run import HostedRun
+from rl.cluster.link_speed import measure, send_noise
 from rl.cluster.machine import free_memory, machine_name, num_cores, shared_memory, versions
 from rl.cluster.unshared import receive_file
+from rl.command_flags import take_value
 from rl.errors import ConfigError
-from rl.fields import split_at_equals
 from rl.host_protocol import (
     LONGEST_LINE,
     HostUnreachable,
@@ -32,10 +30,10 @@ from rl.host_protocol import (
     line,
     parse_address,
     request_of,
-    unreachable,
     written,
 )
 from rl.host_tls import server_context
+from rl.owned_directory import remove_unowned
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 from rl.waiting import beside, within
 from rl.weight_sync.files import version_of
@@ -47,8 +45,7 @@ _GREETING_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 5.0  # less than who connects waits: it is told
 _JOIN_SECONDS = 3.0
-_CHUNK = 2**20
-_MOST_NOISE = 2**30
+_LOOK_SECONDS = 120.0  # at GPUs, whose driver may have to start
 
 
 class HostAgent:
@@ -84,7 +81,7 @@ class HostAgent:
             if self._answering:
                 await asyncio.wait(self._answering)
             for run in list(self._runs.values()):
-                run.end()
+                await run.end()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._answer(reader, writer))
@@ -95,7 +92,8 @@ class HostAgent:
         nonce, first = greeting()
         try:
             writer.write(first)
-            text = await asyncio.wait_for(reader.readline(), _GREETING_SECONDS)
+            async with within(_GREETING_SECONDS):
+                text = await reader.readline()
             try:
                 request = request_of(text, nonce)
             except PermissionError:
@@ -115,10 +113,10 @@ class HostAgent:
                 self._told[str(request["address"])] = time.monotonic()
                 writer.write(line({}))
             elif do == "noise":
-                await _send_noise(int(request["count"]), writer)
+                await send_noise(int(request["count"]), writer)
             elif do == "measure":
                 asked = request["address"], int(request["count"]), int(request.get("streams", 1))
-                measured = await asyncio.to_thread(_measure, *asked)
+                measured = await asyncio.to_thread(measure, *asked)
                 writer.write(line(measured))
             else:
                 raise Refusal(f"knows no request {do!r}; use the same rl on all hosts")
@@ -181,8 +179,9 @@ class HostAgent:
     async def _lease(
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        await asyncio.to_thread(remove_unowned, Path(request["shared"]).parent.parent)  # other runs go on
         if before := self._runs.get(request["run"]):
-            before.end()
+            await before.end()
         run = self._runs[request["run"]] = HostedRun(request, self._host, self.address)
         try:
             await run.start_worker()
@@ -198,45 +197,9 @@ class HostAgent:
                 if asked.get("do") == "close":
                     break
         finally:
-            run.end()
+            await run.end()
             if self._runs.get(request["run"]) is run:
                 del self._runs[request["run"]]
-
-
-async def _send_noise(count: int, writer: asyncio.StreamWriter) -> None:
-    """So many bytes, at most a GiB."""
-    left = min(count, _MOST_NOISE)
-    writer.write(line({"size": left}))
-    while left > 0:
-        writer.write(bytes(min(left, _CHUNK)))
-        left -= _CHUNK
-        await writer.drain()
-
-
-def _measure(address: str, count: int, streams: int) -> dict[str, Any]:
-    """Seconds in which so many bytes come from another host's worker, over so many connections."""
-    try:
-        with ThreadPoolExecutor(streams) as threads, ExitStack() as opened:
-            asked = {"do": "noise", "count": count // streams}
-            connections = [ask(address, asked, _GREETING_SECONDS)[1] for _ in range(streams)]
-            for connection in connections:
-                opened.enter_context(connection)
-            began = time.perf_counter()
-            sizes = [*threads.map(partial(_drain, count=count // streams), connections)]
-        return {"seconds": time.perf_counter() - began, "size": sum(sizes)}
-    except HostUnreachable as error:
-        return {"unreachable": str(error)}
-    except OSError as error:
-        return {"unreachable": unreachable(address, error)}
-
-
-def _drain(connection: socket.socket, count: int) -> int:
-    received, buffer = 0, bytearray(_CHUNK)
-    while received < count:
-        if not (size := connection.recv_into(buffer)):
-            raise ConnectionError("it closed the connection")
-        received += size
-    return received
 
 
 async def _look_at_gpus() -> list[dict[str, Any]]:
@@ -248,7 +211,14 @@ async def _look_at_gpus() -> list[dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
     )
-    output, _ = await process.communicate()
+    try:
+        async with within(_LOOK_SECONDS):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        raise ConfigError(
+            f"this host's GPUs did not answer within {_LOOK_SECONDS:.0f} s; see whether nvidia-smi does"
+        ) from None
     if process.returncode:
         raise ConfigError("this host's GPUs cannot be looked at; see what is above")
     gpus: list[dict[str, Any]] = json.loads(output)
@@ -279,14 +249,15 @@ def worker(arguments: Sequence[str]) -> int:
 
 def _flags(arguments: Sequence[str]) -> tuple[str, str]:
     """The values of --listen and --join. Raises ConfigError."""
-    words = split_at_equals(arguments, ["--"])
-    values = dict(zip(words[::2], words[1::2], strict=False))
-    if len(words) != 2 * len(values) or "--listen" not in values or values.keys() - {"--listen", "--join"}:
+    words = list(arguments)
+    listen = take_value(words, "--listen", "10.0.0.2:7000")
+    join = take_value(words, "--join", "10.0.0.1:7000")
+    if words or not listen:
         raise ConfigError(
             "write rl worker --listen ADDRESS:PORT, as rl worker --listen 10.0.0.2:7000; with --join "
             "ADDRESS:PORT, of a run's first host, this one joins the run"
         )
-    return values["--listen"], values.get("--join", "")
+    return listen, join
 
 
 async def _serve(agent: HostAgent) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,8 +17,9 @@ from rl.cluster.ends import kill_those_that_log_to
 from rl.cluster.unshared import OwnDirectory
 from rl.errors import ConfigError
 from rl.host_protocol import MARK, OWN_HOST, Refusal
-from rl.owned_directory import owned_directory, remove_unowned, temporary_base
+from rl.owned_directory import is_owned, owned_directory, temporary_base
 from rl.processes import LEASE, kill_tree
+from rl.waiting import within
 from rl.weight_sync.files import release_files
 
 MONARCH = ("-m", "rl.cluster.monarch_worker")
@@ -36,7 +38,7 @@ class HostedRun:
         self._logs = directory / "logs"
         self.worker_address = ""
         self._host, self._lease = host, str(request["lease"])
-        self._kept = ExitStack()
+        self._kept, self._removing = ExitStack(), threading.Lock()
         self._worker: asyncio.subprocess.Process | None = None
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
         mark = directory / MARK
@@ -61,8 +63,7 @@ class HostedRun:
                 f"it as a user with the same number"
             )
         try:
-            remove_unowned(base)  # of a worker that was killed
-            if not self.shared.exists():  # two workers of one host share it
+            if not is_owned(self.shared):  # two workers of one host share it
                 self._kept.enter_context(owned_directory(base, request["run_dir"], self.shared.name))
             temporary = self._kept.enter_context(owned_directory(temporary_base(), "temporary files"))
             self._own = None if self.sees_directory else OwnDirectory(directory, request["run"])
@@ -101,7 +102,8 @@ class HostedRun:
         assert self._worker.stdout is not None
         text = b""
         with suppress(TimeoutError):
-            text = await asyncio.wait_for(self._worker.stdout.readline(), _START_SECONDS)
+            async with within(_START_SECONDS):
+                text = await self._worker.stdout.readline()
         self.worker_address = text.decode().strip()
         if not self.worker_address:
             raise Refusal(f"could not start Monarch; see {log.name}")
@@ -152,10 +154,17 @@ class HostedRun:
             return psutil.Process(self._worker.pid).children(recursive=recursive)
         return ()
 
-    def end(self) -> None:
-        """Kill all that the run has here, and remove its directories. May be called again."""
+    async def end(self) -> None:
+        """Kill all that the run has here, and remove its directories. May be called again.
+
+        In a thread: gigabytes of shared memory take seconds, in which other runs' leases are kept.
+        """
         self._kill()
-        self._kept.close()
+        await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(self._remove)))
+
+    def _remove(self) -> None:
+        with self._removing:
+            self._kept.close()
 
     def _kill(self) -> None:
         if self._worker is not None and self._is_alive:  # else its number may be another's
@@ -176,7 +185,8 @@ def environment_of(host: str) -> dict[str, str]:
     }
     for name in _INTERFACES:
         if environment.get(name) == "lo":
-            environment[name] = interface_of(host)
+            exactly = "=" if name.startswith("NCCL") else ""  # NCCL takes a name for the beginning of several
+            environment[name] = exactly + interface_of(host)
     return environment
 
 

@@ -60,12 +60,14 @@ async def launch(
 ) -> AsyncIterator[Actors]:
     """The running actors. Whatever happens within, no process and no shared memory is left behind.
 
-    models: the directory of each model that the plan names. env: what reward workers score by. launcher:
-    where processes are spawned; None: on the plan's hosts. engines_without: engines as they are without lost
-    hosts, or why they cannot go on; None: they wait for every host.
+    models: directories of the models that the plan names. env: what reward workers score by. launcher: where
+    processes are spawned; None: on the plan's hosts. engines_without: engines as they are without lost hosts,
+    or why they cannot go on; None: they wait for every host.
     """
     import monarch.actor
 
+    run_dir = run_dir.absolute()  # other hosts have other working directories
+    models = {name: directory.absolute() for name, directory in models.items()}
     failures = run_dir / "logs" / "failures.log"
     failures.parent.mkdir(parents=True, exist_ok=True)
     is_over = False  # from then on processes are ended by us
@@ -127,10 +129,8 @@ class _Start:
         self.engines: list[EngineHandle] = []
         self.judge: JudgeServer | None = None
         self.watches: list[Callable[[], Coroutine[Any, Any, None]]] = []  # over what nothing starts again
-        self._plan = plan
-        self._models = models
-        self._run_dir = run_dir
-        self._shared = shared
+        self._plan, self._models = plan, models
+        self._run_dir, self._shared = run_dir, shared
         self._env = env
         self._timeline = timeline
         self._launcher = launcher

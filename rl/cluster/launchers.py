@@ -134,13 +134,14 @@ class Hosts:
         ]
         (run_dir / MARK).write_text(self.run)
         try:
-            await together(lease.connect() for lease in self._leases)
-            self.address = self._leases[0].own_address
-            self._use_network()
-            OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
-            async with beside(*(lease.run() for lease in self._leases), self._joining.run(self._leases)):
-                await together(lease.send_models() for lease in self._leases)
-                yield
+            async with beside(*(lease.run() for lease in self._leases)):  # each from its own start on
+                await together(lease.connect() for lease in self._leases)
+                self.address = self._leases[0].own_address
+                self._use_network()
+                OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
+                async with beside(self._joining.run(self._leases)):
+                    await together(lease.send_models() for lease in self._leases)
+                    yield
         finally:
             OTHER_HOSTS.clear()
             await asyncio.shield(self._close())

@@ -20,6 +20,7 @@ from rl.cluster.unshared import send_files
 from rl.errors import ConfigError
 from rl.host_protocol import (
     LONGEST_LINE,
+    HostDiffers,
     HostRefuses,
     HostUnreachable,
     checked,
@@ -72,6 +73,7 @@ class Lease:
         self._logs, self._models = run_dir / "logs", models
         self._patience, self._may_return, self._check = patience, may_return, check
         self._sees_directory = True
+        self._was_held = False
         self._refused: tuple[float, HostUnreachable] | None = None  # when it last did not answer
         self._id = ""  # of the connection; empty while there is none
         self._reader: asyncio.StreamReader
@@ -104,7 +106,7 @@ class Lease:
                 answer = checked(self.address, await reader.readline())
         except (OSError, ValueError, TimeoutError, KeyError) as error:
             raise HostUnreachable(unreachable(self.address, error)) from error
-        self._reader, self._writer, self._id = reader, writer, lease
+        self._reader, self._writer, self._id, self._was_held = reader, writer, lease, True
         self._worker, self._processes, self._seen = answer["worker"], {}, set()
         self.own_address = writer.get_extra_info("sockname")[0]
         self._sees_directory = answer["sees_directory"]
@@ -162,7 +164,8 @@ class Lease:
     async def worker(self, patience: float | None = None) -> str:
         """Where Monarch starts processes on that host. Waits for a host that is lost; raises ProcessDied.
 
-        patience: seconds to wait for it; None: as long as the lease is told.
+        patience: seconds to wait for it; None: as long as the lease is told. One that was held may refuse for
+        a while after it has booted, as without its file systems.
         """
         patience, began = self._patience if patience is None else patience, time.monotonic()
         while True:
@@ -173,7 +176,8 @@ class Lease:
                     return await self._start_worker()
             except HostUnreachable as error:
                 is_over = time.monotonic() - began > patience or not self._may_return
-                if is_over or isinstance(error, HostRefuses):
+                is_final = isinstance(error, HostDiffers if self._was_held else HostRefuses)
+                if is_over or is_final:
                     raise ProcessDied(str(error)) from error
             await asyncio.sleep(_AGAIN_SECONDS)
 
@@ -195,14 +199,14 @@ class Lease:
         return self._worker
 
     async def _check_return(self) -> None:
-        """A host that was lost may come back with other GPUs, or another rl. Raises HostRefuses."""
+        """A host that was lost may come back with other GPUs, or another rl. Raises HostDiffers."""
         try:
             await asyncio.to_thread(self._check)
         except ConfigError as error:
             self._lose()
             if type(error.__cause__) is HostUnreachable:  # it is gone again
                 raise error.__cause__ from None
-            raise HostRefuses(str(error)) from error
+            raise HostDiffers(str(error)) from error
 
     async def _ask(self, request: dict[str, Any]) -> None:
         """Whoever asks may be cancelled; the answer is read all the same."""
@@ -257,7 +261,9 @@ class Lease:
         await self._tell({"do": "end_log", "log": str(log)})
 
     async def release(self, paths: Iterable[str]) -> None:
-        await self._tell({"do": "release", "paths": list(paths)})
+        """Until it is done there: then files of these names may be made again. A lost host has ended all."""
+        with suppress(HostUnreachable):
+            await self._ask({"do": "release", "paths": list(paths)})
 
     async def _tell(self, request: dict[str, Any]) -> None:
         """What is told in time, or later where the host answers again. A lost host has ended all."""

@@ -4,8 +4,9 @@ Each starts an `rl worker` of its own and tells its address in a store; the firs
 --hosts, the others wait until it has ended.
 """
 
-import os
+import errno
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -40,6 +41,8 @@ class Group:
     port: int
     has_store: bool = False
     """The launcher keeps one there."""
+    name: str = "0"
+    """What others that meet at the same address are not called."""
 
 
 def group_of(environment: Mapping[str, str]) -> Group | None:
@@ -57,7 +60,8 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
             )
         has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        return Group(rank, size, environment["MASTER_ADDR"], port, has_store)
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return Group(rank, size, environment["MASTER_ADDR"], port, has_store, attempt)
     # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
     # In a shell that salloc gives SLURM_NTASKS is the allocation's; SLURM_STEP_NUM_TASKS, 1, is its step's.
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
@@ -68,10 +72,10 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
                 "--ntasks-per-node 1"
             )
         address = environment.get("MASTER_ADDR") or _first_node(environment)
-        port = int(
-            environment.get("MASTER_PORT") or 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000
-        )
-        return Group(int(environment["SLURM_PROCID"]), int(num_tasks), address, port)
+        job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        port = int(environment.get("MASTER_PORT") or 20_000 + (job + 997 * step) % 10_000)
+        rank = int(environment["SLURM_PROCID"])
+        return Group(rank, int(num_tasks), address, port, name=f"{job}.{step}")
     return None
 
 
@@ -117,17 +121,32 @@ def _store(group: Group) -> Any:
 
     is_master = group.rank == 0 and not group.has_store
     try:
+        listener = _listener(group) if is_master else None
         store = TCPStore(
             group.address, group.port, is_master=is_master, wait_for_workers=False,
-            timeout=timedelta(seconds=_START_SECONDS),
+            timeout=timedelta(seconds=_START_SECONDS), master_listen_fd=listener,
         )  # fmt: skip
     except Exception as error:
         raise RunError(
             f"the first host's store at {group.address}:{group.port} is not reached ({error}); open its "
             f"port, or set MASTER_ADDR and MASTER_PORT"
         ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"rl-{attempt}", store)
+    return PrefixStore(f"rl-{group.name}", store)
+
+
+def _listener(group: Group) -> int | None:
+    """Of a socket on the first host's address alone. None: on all of them, as this host does not know which
+    of its addresses that is: its own name is loopback here, or a service's. Raises OSError."""
+    try:
+        address = address_of(group.address)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, group.port), family=family, backlog=128).detach()
+    except ConfigError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None
 
 
 def _addresses(store: Any, group: Group) -> list[str]:
@@ -149,8 +168,10 @@ def _own_worker(host: str) -> Iterator[str]:
     ends."""
     worker, over = _start_worker(written(host, 0)), threading.Event()
     assert worker.stdout is not None
-    address = worker.stdout.readline().strip().rpartition(" ")[2]
+    is_there, _, _ = select.select([worker.stdout], [], [], _START_SECONDS)  # it writes whole lines
+    address = worker.stdout.readline().strip().rpartition(" ")[2] if is_there else ""
     if not address:
+        worker.kill()
         raise RunError("this host's rl worker did not start; see what is above")
 
     def keep() -> None:

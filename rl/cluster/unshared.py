@@ -23,6 +23,7 @@ from rl.host_protocol import (
     unreachable,
 )
 from rl.paths import lock
+from rl.waiting import within
 
 _OWNER = ".sent"
 _MOST_LOG_BYTES = 2**18  # of a file, at a time
@@ -115,7 +116,7 @@ async def receive_file(
         with file:
             writer.write(line({"wanted": True}))
             while size > 0:
-                part = await asyncio.wait_for(reader.read(min(size, _CHUNK)), _SECONDS)
+                part = await _read(reader, size)
                 if not part or not is_leased():
                     raise ConnectionError("it closed the connection")
                 size -= len(part)
@@ -135,8 +136,14 @@ async def receive_file(
 
 async def _drop(reader: asyncio.StreamReader, size: int) -> None:
     """What is still sent of a file."""
-    while size > 0 and (part := await asyncio.wait_for(reader.read(min(size, _CHUNK)), _SECONDS)):
+    while size > 0 and (part := await _read(reader, size)):
         size -= len(part)
+
+
+async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
+    """Some of so many bytes. Raises TimeoutError."""
+    async with within(_SECONDS):
+        return await reader.read(min(size, _CHUNK))
 
 
 @contextmanager

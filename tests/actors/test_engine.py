@@ -8,6 +8,7 @@ import pytest
 
 from rl.actors.engine import EngineHandle
 from rl.actors.remote import EngineDied
+from rl.actors.trainer import TrainerHandle
 from rl.batching import supervised_sample
 from rl.errors import RunError
 from rl.models.engine_config import EngineConfig
@@ -38,6 +39,34 @@ def engine(rank):
         return None, rank
 
     return EngineHandle("trainer", spawn, EngineConfig(), Deadlines(train=0.2), Timeline())
+
+
+def test_paths_are_of_this_process_wherever_ranks_are(monkeypatch, tmp_path):
+    """Those of an rl worker on another host have its working directory."""
+    sent = []
+
+    class Noting(Rank):
+        def __getattr__(self, method):
+            async def call(*args):
+                sent.append([str(arg) for arg in args if "here" in str(arg)])
+                return await super(Noting, self).__getattr__(method).call(*args)
+
+            return SimpleNamespace(call=call)
+
+    async def main():
+        trainer = engine(Noting())
+        await trainer.start()
+        await trainer.save_checkpoint("here/step-1", {}, 0)
+        await trainer.load_checkpoint("here/step-1")
+        await trainer.load_weights("here/hf")
+        await trainer.save_adapter("a", "here/adapter", "base", False)
+        await trainer.load_adapter_state("a", "here/adapter")
+        await TrainerHandle.save_hf(trainer, "here/hf")
+
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(main())
+    names = ("step-1", "step-1", "hf", "adapter", "adapter", "hf")
+    assert [paths for paths in sent if paths] == [[f"{tmp_path}/here/{name}"] for name in names]
 
 
 def test_an_engine_that_hangs_has_died():

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rl.cluster.host_agent import HostAgent
 from rl.cluster.leases import Lease
 from rl.errors import ConfigError, RunError
 from rl.host_protocol import MARK, HostRefuses, HostUnreachable, ask, signed
+from rl.owned_directory import is_owned
 from rl.processes import LEASE, OTHER_HOSTS, ProcessInfo, is_gone, is_stopped, kill_processes
 from rl.weight_sync.remote_files import fetch_file
 
@@ -240,6 +242,104 @@ def test_a_host_that_comes_back_as_another_is_lost(tmp_path, is_gone_again):
             keeping.cancel()
             await lease.close()
             await until(lambda: not all_of_the_run())
+
+    asyncio.run(main())
+
+
+def test_a_host_that_refuses_after_it_came_back_is_waited_for(tmp_path):
+    """As one that has booted, and does not see the run's directory yet; before the first lease it is an error."""
+
+    async def main():
+        async with an_agent() as first:
+            lease = a_lease(first.address, tmp_path, sharer="trainer", patience=20.0)
+            (tmp_path / MARK).rename(tmp_path / "hidden")
+            with pytest.raises(HostRefuses, match="does not see"):
+                await lease.connect()
+            with pytest.raises(ProcessDied, match="does not see"):
+                await lease.worker()
+            (tmp_path / "hidden").rename(tmp_path / MARK)
+            await lease.connect()
+            keeping = asyncio.create_task(lease.run())
+        await until(lambda: not lease.is_held)
+        (tmp_path / MARK).rename(tmp_path / "hidden")
+        async with an_agent(int(first.address.rpartition(":")[2])):
+            waiting = asyncio.create_task(lease.worker())
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            (tmp_path / "hidden").rename(tmp_path / MARK)
+            assert (await waiting).startswith("monarch-")
+            keeping.cancel()
+            await lease.close()
+            await until(lambda: not all_of_the_run())
+
+    asyncio.run(main())
+
+
+def test_a_release_is_over_once_the_host_has_done_it(tmp_path, monkeypatch):
+    """Else a file that is made anew under the same name would be taken for the old one."""
+    monkeypatch.setattr("rl.cluster.leases._TELL_SECONDS", 0.1)
+
+    async def main():
+        async with a_run(tmp_path) as (_, lease):
+            path = shared(tmp_path) / "model-v7-rank0.bin"
+            path.write_bytes(b"old")
+            busy = asyncio.get_running_loop().call_later(0.05, time.sleep, 1.0)  # the worker's loop, and this
+            await asyncio.sleep(0)
+            await lease.release([str(path)])
+            assert not path.exists() and lease.is_held
+            busy.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_run_that_ends_keeps_no_other_waiting(tmp_path, monkeypatch):
+    """Gigabytes of shared memory take seconds to remove."""
+    removing = threading.Event()
+
+    def slowly(self):
+        removing.set()
+        time.sleep(1.0)
+        self._kept.close()
+
+    async def main():
+        async with an_agent() as agent:
+            for name in ("one", "other"):
+                (tmp_path / name).mkdir()
+            lease, other = (a_lease(agent.address, tmp_path / name, name) for name in ("one", "other"))
+            for name in ("one", "other"):
+                (tmp_path / name / MARK).write_text(name)
+            await lease.connect()
+            await other.connect()
+            monkeypatch.setattr(hosted_run.HostedRun, "_remove", slowly)
+            closing = asyncio.create_task(lease.close())
+            while not removing.is_set():
+                await asyncio.sleep(0.01)
+            began = time.monotonic()
+            await other.ping()
+            assert other.is_held and time.monotonic() - began < 0.8  # holds: clock, it is not waited for
+            await closing
+            await other.close()
+            await until(lambda: not all_of_the_run())
+
+    asyncio.run(main())
+
+
+def test_a_directory_whose_owner_is_gone_is_not_shared_but_taken(tmp_path):
+    """Two workers of one host share a run's directory as long as one of them owns it."""
+
+    async def main():
+        shared(tmp_path).mkdir(parents=True)
+        (shared(tmp_path) / "owner").write_text("of a stranger")  # it is not locked, and not ours to remove
+        async with an_agent() as agent:
+            lease = a_lease(agent.address, tmp_path)
+            with pytest.raises(HostRefuses, match="cannot be used"):
+                await lease.connect()
+            (shared(tmp_path) / "owner").unlink()
+            await lease.connect()
+            assert is_owned(shared(tmp_path))
+            await lease.close()
+            await until(lambda: not all_of_the_run())
+        assert not shared(tmp_path).exists()
 
     asyncio.run(main())
 
@@ -504,7 +604,7 @@ def test_nothing_listens_on_every_address_and_bad_words_are_one_line(monkeypatch
         monkeypatch.setattr(host_agent, name, lambda: None)
     for words, message in [
         ([], "write rl worker --listen ADDRESS:PORT"),
-        (["--listen"], "write rl worker --listen"),
+        (["--listen"], "--listen has no value; write --listen 10.0.0.2:7000"),
         (["--listen", "7000"], "is no address; write host:port"),
         (["--listen", "0.0.0.0:0"], "give the address of one network"),
         (["--listen", "[::]:0"], "give the address of one network"),
@@ -540,6 +640,8 @@ def test_processes_find_the_network_of_their_hosts_address(monkeypatch):
     )
     environment = hosted_run.environment_of(address)
     assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    assert hosted_run.environment_of(address)["NCCL_SOCKET_IFNAME"] == "=lo"  # and none that begins so
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environment.keys()
     with pytest.raises(hosted_run.Refusal, match=r"has no network interface with the address 192.0.2.1"):
         hosted_run.environment_of("192.0.2.1")

@@ -178,13 +178,14 @@ def test_the_flags_of_a_worker():
     assert _flags(["--join=a:1", "--listen=b:2"]) == ("b:2", "a:1")
     for wrong in (
         [],
-        ["--listen"],
         ["--join", "a:1"],
-        ["--listen", "a:1", "--listen", "a:1"],
         ["--liste", "a:1"],
+        ["--listen", "a:1", "b:1"],
     ):
         with pytest.raises(ConfigError, match="write rl worker --listen ADDRESS:PORT"):
             _flags(wrong)
+    with pytest.raises(ConfigError, match="--listen is given 2 times"):
+        _flags(["--listen", "a:1", "--listen", "a:1"])
 
 
 @pytest.mark.parametrize("how", ["lost", "refused"])

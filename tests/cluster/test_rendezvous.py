@@ -5,6 +5,7 @@ import multiprocessing.resource_tracker
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,6 +43,22 @@ def test_a_process_that_was_started_alone_is_in_no_group():
         assert group_of(environment) is None
 
 
+def test_an_attempt_of_torchruns_does_not_read_the_one_before():
+    assert group_of(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}).name == "3"
+
+
+def test_the_first_hosts_store_listens_on_its_address_alone():
+    def listens(address):
+        group = Group(0, 2, address, 0)
+        with socket.socket(fileno=rendezvous._listener(group)) as listener:
+            return listener.getsockname()[0]
+
+    assert listens("127.0.0.1") == "127.0.0.1"
+    assert (
+        rendezvous._listener(Group(0, 2, "192.0.2.1", 0)) is None
+    )  # of a service, whose address no host has
+
+
 def test_torchrun_names_the_first_hosts_store():
     assert group_of(TORCHRUN) == Group(1, 2, "10.0.0.1", 29500)
     assert group_of(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
@@ -54,13 +71,17 @@ def test_torchrun_names_the_first_hosts_store():
 def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
     said = {"hostnames": "n0\nn1\n", "node": "NodeName=n0 Arch=x NodeAddr=10.0.0.7 NodeHostName=n0"}
     monkeypatch.setattr(rendezvous, "_output", lambda *words: said[words[2]])
-    assert group_of(SRUN) == Group(1, 2, "10.0.0.7", 20_017)
-    assert group_of(SRUN | {"MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "5"}) == Group(1, 2, "10.9.9.9", 5)
+    assert group_of(SRUN) == Group(1, 2, "10.0.0.7", 20_017, name="17.0")
+    assert group_of(SRUN | {"MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "5"}) == Group(
+        1, 2, "10.9.9.9", 5, name="17.0"
+    )
     with pytest.raises(ConfigError, match="one process on each host.*--ntasks-per-node 1"):
         group_of(SRUN | {"SLURM_NTASKS": "4"})
     # The step's tasks count, and not the allocation's, which a shell of salloc keeps.
     of_step = {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
-    assert group_of(SRUN | of_step) == Group(1, 2, "10.0.0.7", 20_017)
+    assert group_of(SRUN | of_step) == Group(1, 2, "10.0.0.7", 20_017, name="17.0")
+    beside = group_of(SRUN | {"SLURM_STEP_ID": "1"})  # another step, on the same nodes
+    assert (beside.port, beside.name) == (21_014, "17.1")
     assert group_of(SRUN | of_step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
     said["node"] = "nothing"
     with pytest.raises(ConfigError, match=r"'n\[0-1\]' has no address .*; set MASTER_ADDR"):
@@ -268,3 +289,16 @@ def test_a_worker_that_does_not_start_ends_the_run(monkeypatch):
         pass
     failed.wait()
     failed.stdout.close()
+
+
+def test_a_worker_that_hangs_at_its_start_ends_the_run(monkeypatch):
+    hung = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(rendezvous, "_start_worker", lambda address: hung)
+    monkeypatch.setattr(rendezvous, "_START_SECONDS", 0.2)
+    with (
+        pytest.raises(RunError, match="this host's rl worker did not start"),
+        rendezvous._own_worker("127.0.0.1"),
+    ):
+        pass
+    assert hung.wait(10) == -signal.SIGKILL
+    hung.stdout.close()

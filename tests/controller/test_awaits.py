@@ -38,6 +38,7 @@ OTHERS = {
     "cluster/launchers.py": "real processes: tests/hosts",
     "cluster/joining.py": "real connections: tests/cluster/test_joining.py",
     "cluster/unshared.py": "real connections: tests/cluster/test_unshared.py",
+    "cluster/link_speed.py": "real connections: tests/cluster/test_host_agent.py",
     "cluster/leases.py": "real connections: tests/cluster/test_host_agent.py",
     "cluster/spawn.py": "real processes: tests/chaos, tests/integration",
     "cluster/spawner.py": "real processes: tests/chaos, tests/integration",
