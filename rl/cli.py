@@ -38,9 +38,10 @@ _STARTS_NONE = ("--launcher", "--dry_run")
 def main() -> None:
     open_standard_streams()
     prepare_environment()
+    from rl.command_flags import flag_name
     from rl.errors import ConfigError, RunError, exit_code
 
-    flags = {word.partition("=")[0] for word in sys.argv[2:]}
+    flags = {*map(flag_name, sys.argv[2:])}
     starts = bool({*sys.argv[1:2]} & {*_STARTS_PROCESSES}) and not flags & {*_STARTS_NONE}
     try:
         check_surroundings(starts_processes=starts)
@@ -103,10 +104,12 @@ def _dispatch(arguments: list[str]) -> int:
 
         return plan(rest)
     if command == "doctor":
+        from rl.command_flags import take_value
         from rl.doctor import doctor, doctor_of_hosts
 
-        if rest[:1] == ["--hosts"] and len(rest) == 2:
-            return doctor_of_hosts(rest[1])
+        hosts = take_value(rest, "--hosts", "ADDRESS:PORT,ADDRESS:PORT")
+        if hosts and not rest:
+            return doctor_of_hosts(hosts)
         if unknown := [path for path in rest if not os.path.isfile(os.path.join(path, "config.json"))]:
             raise ConfigError(
                 f"rl doctor takes directories of runs, which {unknown[0]!r} is not; leave it out"
@@ -127,9 +130,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
+    from rl.command_flags import take_switch
     from rl.config.flags import override
     from rl.config.recipes import load_recipe, recipe_names, source_of
-    from rl.fields import check_fields
 
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: rl train RECIPE [--section.field value ...]\n\nrecipes:")
@@ -139,19 +142,19 @@ def _train(arguments: list[str]) -> int:
 
     if is_submitted(arguments[1:]):
         return submit(arguments[0], arguments[1:])
-    if "--dry_run" in arguments:
+    name, *flags = arguments
+    if take_switch(flags, "--dry_run"):
         from rl.controller.plan import plan
 
-        return plan([argument for argument in arguments if argument != "--dry_run"])
-    recipe, base = load_recipe(arguments[0])
-    base, known = check_fields(base)
+        return plan([name, *flags])
+    recipe, base = load_recipe(name)
 
     def train(hosts: str = "") -> int:
         more = ["--hosts", hosts] if hosts else []
-        config, misread = override(base, [*arguments[1:], *more], prog=f"rl train {arguments[0]}")
+        config, problems = override(base, [*flags, *more], prog=f"rl train {name}")
         from rl.controller.run import run
 
-        return run(recipe, config, source_of(arguments[0]), known=[*known, *misread])
+        return run(recipe, config, source_of(name, recipe), known=problems)
 
     from rl.cluster.rendezvous import group_of, run_as_group
 
@@ -173,11 +176,11 @@ def _serve(arguments: list[str]) -> int:
         ) from None
     import tyro
 
-    from rl.fields import check_fields, expand_paths, repeated
+    from rl.command_flags import flag_name, repeated
+    from rl.fields import check_fields, expand_paths
     from rl.tinker.serve import ServeConfig, serve
 
-    flags = [word.partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
-    if twice := repeated("--" + flag[2:] for flag in flags):
+    if twice := repeated(filter(None, map(flag_name, arguments))):
         raise ConfigError("\n".join(twice))
     options = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     written = io.StringIO()

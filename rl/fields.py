@@ -5,10 +5,10 @@ import contextvars
 import dataclasses
 import inspect
 import math
+import operator
 import os
 import types
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -113,11 +113,19 @@ def postpone_refusals() -> Iterator[list[tuple[Any, list[str]]]]:
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """The dataclass and all that are nested in its fields."""
+    """The dataclass and all that are nested in its fields, those of tuples among them."""
     if _is_instance(config):
         yield config
         for field in dataclasses.fields(config):
             yield from parts_of(getattr(config, field.name))
+    elif type(config) is tuple:
+        for item in config:
+            yield from parts_of(item)
+
+
+def settable(config: Any) -> list["dataclasses.Field[Any]"]:
+    """The fields that the class's `__init__` takes; the others follow from them."""
+    return [field for field in dataclasses.fields(config) if field.init]
 
 
 def _is_instance(value: Any) -> bool:
@@ -127,7 +135,7 @@ def _is_instance(value: Any) -> bool:
 
 def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str]) -> Any:
     hints, changes = type_hints(type(config)), {}
-    for field in dataclasses.fields(config):
+    for field in settable(config):
         name, value, hint = prefix + field.name, getattr(config, field.name), hints.get(field.name, Any)
         problem = _problem(name, value, hint)
         if problem:
@@ -138,14 +146,22 @@ def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str
                 changes[field.name] = field.default_factory()
             else:
                 hopeless.append(name)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inner = _checked(value, f"{name}.", wrong, hopeless)
-            if inner is not value:
-                changes[field.name] = inner
+        elif (inner := _checked_value(value, name, wrong, hopeless)) is not value:
+            changes[field.name] = inner
     if not changes or hopeless:
         return config
     with postpone_refusals():  # conflicts are reported beside the fields, not in their place
         return dataclasses.replace(config, **changes)
+
+
+def _checked_value(value: Any, name: str, wrong: dict[str, str], hopeless: list[str]) -> Any:
+    """A field's value, with its defaults where a dataclass in it is wrong; itself where none is."""
+    if _is_instance(value):
+        return _checked(value, f"{name}.", wrong, hopeless)
+    if type(value) is not tuple:
+        return value
+    items = tuple(_checked_value(item, f"{name}[{i}]", wrong, hopeless) for i, item in enumerate(value))
+    return value if all(map(operator.is_, items, value)) else items
 
 
 def _problem(name: str, value: Any, hint: Any) -> str | None:
@@ -189,7 +205,7 @@ def _classes(hint: Any) -> tuple[type, ...]:
 def expand_paths(config: T) -> T:
     """With the home directory for `~` in each field that is a FilePath, at any depth."""
     hints, changes = type_hints(type(config)), {}
-    for field in dataclasses.fields(config):
+    for field in settable(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) or isinstance(value, tuple):
             new: Any = _expanded(value)
@@ -205,7 +221,7 @@ def expand_paths(config: T) -> T:
 def _expanded(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_expanded, value))
-    return expand_paths(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    return expand_paths(value) if _is_instance(value) else value
 
 
 def describe_type(hint: Any) -> str:
@@ -239,23 +255,11 @@ def fits(value: Any, hint: Any) -> bool:
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
-def split_at_equals(words: Iterable[str], beginnings: Iterable[str]) -> list[str]:
-    """`--flag=value` as two words, of those that begin like one of these, as `--flag=`."""
-    prefixes = tuple(beginnings)
-    return [part for word in words for part in (word.split("=", 1) if word.startswith(prefixes) else [word])]
-
-
-def repeated(flags: Iterable[str]) -> list[str]:
-    """One line for each flag that a command line has more than once: the last would win in silence."""
-    counts = Counter(flags)
-    return [f"{flag} is given {count} times; give it once" for flag, count in counts.items() if count > 1]
-
-
 def shown(value: Any) -> str:
     """A value in a message: short, and on one line."""
     if isinstance(value, type) or inspect.isroutine(value):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_instance(value):
         changed = any(getattr(value, f.name) != f.default for f in dataclasses.fields(value))
         return f"{type(value).__name__}({'...' if changed else ''})"
     return short(repr(value))

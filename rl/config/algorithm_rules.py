@@ -158,6 +158,7 @@ def without_effect(config: RunConfig) -> list[str]:
             "neither kl.coef nor the loss asking for a reference; set kl.coef",
         ),
         ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
+        ("reference.hosts", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
         ("critic", not config.algorithm.needs_critic, "an estimator that asks for no critic; use GAE"),
         ("shaping", not rollouts, f"data={config.data}"),
         ("advantages", not rollouts or not reads_rewards, "nothing that reads rewards"),

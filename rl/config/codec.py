@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.cluster.jobs import FILES
-from rl.config.names import MOVED, RENAMED, with_new_names
+from rl.config.names import MOVED, with_new_names
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
+from rl.fields import settable
 from rl.paths import LOCK, write_whole
 
 _NAME = "config.json"
@@ -93,7 +94,7 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             _TYPE_FIELD if f.name == "type" else f.name: to_json(getattr(value, f.name))
-            for f in dataclasses.fields(value)
+            for f in settable(value)
         }
         return {"type": _name(type(value))} | fields
     if type(value) is dict:  # its keys may be anything
@@ -153,17 +154,18 @@ def _from_dict(data: dict[str, Any], where: str, fallback: Any) -> Any:
             kind = _find(name, where)
             if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
                 raise ConfigError(f"{where} names {name!r}, which is no dataclass; give a recipe")
-            known = {field.name for field in dataclasses.fields(kind)}
+            known = {field.name: field.init for field in dataclasses.fields(kind)}
             if _TYPE_FIELD in fields:
                 fields["type"] = fields.pop(_TYPE_FIELD)
-            if unknown := sorted(fields.keys() - known):
+            if unknown := sorted(fields.keys() - known.keys()):
                 raise ConfigError(
                     f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
                     f"remove it there, or give a recipe"
                 )
             own = fallback if type(fallback) is kind else None
-            values = {f: from_json(value, where, getattr(own, f, None)) for f, value in fields.items()}
-            values |= {f: RENAMED[f, value] for f, value in fields.items() if (f, str(value)) in RENAMED}
+            values = {
+                f: from_json(value, where, getattr(own, f, None)) for f, value in fields.items() if known[f]
+            }
             try:
                 return kind(**values)
             except (TypeError, ValueError) as error:

@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
+from rl.command_flags import flag_name, repeated
 from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
-from rl.fields import describe_type, expand_paths, postpone_refusals, repeated, short, shown
+from rl.fields import check_fields, describe_type, expand_paths, postpone_refusals, settable, short, shown
 from rl.loss.kl import KL
 from rl.type_hints import type_hints
 
@@ -32,7 +33,7 @@ FOREIGN_VALUES = {
 def setting_names(config: Any, prefix: str = "") -> list[str]:
     """Every leaf of the nested config: "steps", "trainer.lr", ..."""
     names = []
-    for field in dataclasses.fields(config):
+    for field in settable(config):
         value = getattr(config, field.name)
         nested = dataclasses.is_dataclass(value)
         names += setting_names(value, f"{prefix}{field.name}.") if nested else [prefix + field.name]
@@ -40,15 +41,19 @@ def setting_names(config: Any, prefix: str = "") -> list[str]:
 
 
 def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
-    """Apply flags. Returns the changed config, and one line for each flag or value that makes no sense.
+    """Apply flags. Returns the changed config, and one line for each value of it, or of a flag, that is of a
+    wrong type, out of its bounds or no setting's: its default is in its place.
 
-    Values out of bounds are left for `check_fields`, which reports them all. Prints and exits for --help.
+    Prints and exits for --help. Raises ConfigError, with all the lines, where there is no such default.
     """
+    config, wrong = check_fields(config)
     if {"-h", "--help"} & set(arguments):
         _show_help(config, prog)
     with postpone_refusals():  # a flag alone may conflict with one that follows
-        changed, problems = settings_of(config, arguments)
-        return expand_paths(_without_what_was_switched_off(config, changed)), problems
+        changed, misread = settings_of(config, arguments)
+        changed = expand_paths(_without_what_was_switched_off(config, changed))
+    changed, out_of_bounds = check_fields(changed)
+    return changed, [*wrong, *misread, *out_of_bounds]
 
 
 def settings_of(config: T, arguments: Sequence[str]) -> tuple[T, list[str]]:
@@ -76,7 +81,8 @@ def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str =
 
 def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:
     """A value of a type from words, as tyro reads it. name: of the setting, for the error."""
-    holder = dataclasses.make_dataclass("Setting", [("value", kind, dataclasses.field(default=current))])
+    default = dataclasses.field(default_factory=lambda: current)  # it may be a list
+    holder = dataclasses.make_dataclass("Setting", [("value", kind, default)])
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             read: Any = tyro.cli(holder, args=_words("--value", *values), use_underscores=True, config=_TYRO)
@@ -95,8 +101,8 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
     groups: list[list[str]] = []
     for argument in arguments:
         if argument.startswith("--") and argument.partition("=")[0].strip("-"):
-            name, equals, value = argument[2:].partition("=")
-            groups.append(["--" + name.replace("-", "_"), *([value] if equals else [])])
+            _, equals, value = argument.partition("=")
+            groups.append([flag_name(argument), *([value] if equals else [])])
         elif groups:
             groups[-1].append(argument)
         else:
@@ -111,7 +117,7 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
         if callable(value) or (value is None and not _is_plain(config, name)):
             problems.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
             continue
-        several = isinstance(value, tuple)
+        several = isinstance(value, tuple | list | dict | set | frozenset)
         if not values:
             problems.append(f"--{name} has no value; write --{name} VALUE")
             continue

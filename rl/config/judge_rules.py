@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 from rl.config.run import JudgeConfig, RunConfig
 from rl.envs.judge import Judge
+from rl.fields import parts_of
+from rl.plan.demand import ModelFacts
+from rl.plan.shapes import why_not_sampled_by
 
 
 def check_judge(config: RunConfig) -> list[str]:
@@ -45,19 +48,13 @@ def _own_judge(config: RunConfig) -> list[str]:
         return [f"judge.model: {problem}" for problem in problems]
     if why := judge.model.why_no_chat():
         return [f"judge.model's tokenizer {why}; use a model that chats"]
-    heads = judge.model.config().get("num_key_value_heads")
-    if heads and heads % judge.tensor_parallel:
-        return [
-            f"judge.tensor_parallel={judge.tensor_parallel} does not divide the judge's "
-            f"num_key_value_heads={heads}; use a divisor"
-        ]
-    return []
+    why = why_not_sampled_by(judge.tensor_parallel, ModelFacts.of(judge.model.config(), 1).heads)
+    return [f"judge.tensor_parallel={judge.tensor_parallel} {why}"] if why else []
 
 
 def _judges(config: RunConfig) -> Iterator[tuple[str, Judge]]:
-    """Of the environment's settings."""
+    """Of the environment's settings, also of tuples of them."""
     for env in config.env.made_of:
         for field in dataclasses.fields(env):
-            value = getattr(env, field.name)
-            if isinstance(value, Judge):
-                yield f"env.{field.name}", value
+            judges = [part for part in parts_of(getattr(env, field.name)) if isinstance(part, Judge)]
+            yield from ((f"env.{field.name}", judge) for judge in judges)

@@ -10,7 +10,7 @@ RENAMED: dict[tuple[str, Any], str] = {
     ("placement", "separate"): "alone",
     ("placement", "shared"): "side_by_side",
 }
-"""(setting, value of earlier versions) -> what it is called now."""
+"""(setting of a run, value of earlier versions) -> what it is called now."""
 SPLIT = {"trainer.max_tokens": ("max_seq_len", "trainer.micro_batch_tokens")}
 """Setting of earlier versions -> the two that it is now, each with the value that it had."""
 MOVED = {"rl.controller.config": "rl.config"}
@@ -146,7 +146,7 @@ FOREIGN_NAMES = {
 
 def with_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of a config.json, of which earlier versions wrote some under other names."""
-    renewed = dict(data)
+    renewed = {name: RENAMED.get((name, str(value)), value) for name, value in data.items()}
     for old, names in SPLIT.items():
         section, _, name = old.partition(".")
         if isinstance(fields := renewed.get(section), Mapping) and name in fields:

@@ -65,15 +65,23 @@ def _load(name: str) -> tuple[str, RunConfig]:
     return name, recipes[name]()
 
 
-def source_of(name: str) -> str:
-    """What config.json notes, from which `load_recipe` finds the same recipe from anywhere."""
-    return read_config(name)[0] if _is_config(name) else from_anywhere(name)
+def source_of(name: str, recipe: str = "") -> str:
+    """What config.json notes, from which `load_recipe` finds the same recipe from anywhere.
+
+    recipe: its short name. Without it a file need not be told the function.
+    """
+    return read_config(name)[0] if _is_config(name) else from_anywhere(name, recipe)
 
 
-def from_anywhere(name: str) -> str:
-    """A recipe's name, or the absolute path of its file, or of the run whose settings are taken."""
-    is_path = ".py" in name or _is_config(name)
-    return os.path.abspath(os.path.expanduser(name)) if is_path else name
+def from_anywhere(name: str, recipe: str = "") -> str:
+    """A recipe's name, or the absolute path of its file with its function, or of the run whose settings are
+    taken."""
+    if _is_config(name):
+        return os.path.abspath(os.path.expanduser(name))
+    if ".py" not in name:
+        return name
+    path, function = split_name(name)
+    return ":".join(filter(None, (path, function or recipe)))
 
 
 def _is_config(name: str) -> bool:

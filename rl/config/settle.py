@@ -37,10 +37,12 @@ def settle(config: RunConfig, command: Command = "train", cluster: Cluster | Non
     raise ConfigError("\n".join(plan))
 
 
-def why_no_plan(config: RunConfig, cluster: Cluster | None = None, model_known: bool = True) -> list[str]:
-    """One line for each problem of `rl train`. model_known: the model's config.json can be read."""
+def why_no_plan(
+    config: RunConfig, command: Command = "train", cluster: Cluster | None = None, model_known: bool = True
+) -> list[str]:
+    """One line for each problem. model_known: the model's config.json can be read."""
     try:
-        plan = plan_or_problems(config, "train", cluster, model_known)
+        plan = plan_or_problems(config, command, cluster, model_known)
     except ConfigError as error:  # of hosts
         return str(error).splitlines()
     return [] if isinstance(plan, Plan) else plan
@@ -105,12 +107,13 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         dtype=config.dtype,
         sharing=config.placement,
         hosts={role: hosts for role in _ROLES if (hosts := getattr(config, role).hosts)},
-        overlap=config.max_offpolicy_steps > 0 or config.stream_groups > 0,
+        overlap=command == "train" and (config.max_offpolicy_steps > 0 or config.stream_groups > 0),
         transport=config.weight_sync.transport,
         delta=config.weight_sync.delta,
         deadlines=config.deadlines,
         longest_answer=config.env.max_new_tokens,
         reference_is_adapter=config.reference_is_adapter,
+        teacher=config.reference.model is not None,
         seed=config.seed,
         drawn=_drawn(config),
     )
@@ -145,10 +148,10 @@ def facts_of(config: RunConfig, demand: Demand) -> Facts:
 def _facts(model: ModelSource) -> ModelFacts:
     hf = model.config()
     try:
-        layers = frozenset(model.linear_layers())
+        layers, num_elements = frozenset(model.linear_layers()), model.num_elements()
     except ConfigError:  # a model of which only config.json is here
-        layers = frozenset()
-    return ModelFacts.of(hf, max_positions(hf), layers)
+        layers, num_elements = frozenset(), 0
+    return ModelFacts.of(hf, max_positions(hf), layers, num_elements)
 
 
 def longest_sequence(config: RunConfig) -> int:

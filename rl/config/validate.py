@@ -12,7 +12,7 @@ from rl.config.env_rules import check_chat_env, check_env, check_prompts
 from rl.config.judge_rules import check_judge
 from rl.config.replay_rules import check_replay
 from rl.config.run import RunConfig
-from rl.config.settle import demand_of, longest_sequence, why_no_plan
+from rl.config.settle import Command, demand_of, longest_sequence, why_no_plan
 from rl.config.taught_rules import check_taught
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
@@ -30,9 +30,13 @@ _OF_A_CHAT = "a ChatEnv needs one: use another model (a TinyQwen3 has one if its
 
 
 def validate(
-    config: RunConfig, known: Sequence[str] = (), cluster: Cluster | None = None, in_place: bool = False
+    config: RunConfig,
+    known: Sequence[str] = (),
+    cluster: Cluster | None = None,
+    in_place: bool = False,
+    command: Command = "train",
 ) -> list[str]:
-    """Everything that keeps the run from starting, one line each; empty if none. Starts no process.
+    """Everything that keeps the command from starting, one line each; empty if none. Starts no process.
 
     known: problems that were found before, and come first. cluster: where it would run; None: this host.
     in_place: run_dir may hold the run's own earlier steps.
@@ -54,7 +58,7 @@ def validate(
     model_problems = config.model.validate()
     problems += model_problems
     if not model_problems:
-        problems += _models_against_layouts(config)
+        problems += _models_against_layouts(config, command)
         chats = any(env.chat for env in config.env.made_of)
         if chats and (why := config.model.why_no_chat()):
             without = _OF_A_CHAT if isinstance(config.env, ChatEnv) else "set --env.chat False"
@@ -66,7 +70,7 @@ def validate(
             for env in config.env.made_of
             for text in config.model.not_one_token(env.stop)
         ]
-    problems += _engine(config) + why_no_plan(config, cluster, model_known=not model_problems)
+    problems += _engine(config, command) + why_no_plan(config, command, cluster, not model_problems)
     if config.resume:
         problems += check_resume(config)
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
@@ -91,10 +95,10 @@ def _run_dir(config: RunConfig, in_place: bool) -> list[str]:
     return [f"{setting} {why}"] if (why := why_not_made(config.run_dir or "runs/new")) else []
 
 
-def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
-    """Setting -> the layout of each engine that the run starts, and its model."""
+def _layouts(config: RunConfig, command: Command) -> dict[str, tuple[Layout, Any]]:
+    """Setting -> the layout of each engine that the command starts, and its model."""
     layouts = {"trainer.layout": (config.trainer.layout, config.model)}
-    demand = demand_of(config, "train")
+    demand = demand_of(config, command)
     if demand.critic is not None:
         layouts["critic.layout"] = (config.critic.layout, config.model)
     if demand.reference is not None:
@@ -102,9 +106,9 @@ def _layouts(config: RunConfig) -> dict[str, tuple[Layout, Any]]:
     return layouts
 
 
-def _models_against_layouts(config: RunConfig) -> list[str]:
+def _models_against_layouts(config: RunConfig, command: Command) -> list[str]:
     problems = []
-    for name, (_, model) in _layouts(config).items():
+    for name, (_, model) in _layouts(config, command).items():
         if model.validate():  # of a teacher, which are listed already
             continue
         hf = model.config()
@@ -132,7 +136,7 @@ def _models_against_layouts(config: RunConfig) -> list[str]:
     return problems
 
 
-def _engine(config: RunConfig) -> list[str]:
+def _engine(config: RunConfig, command: Command) -> list[str]:
     """What the chosen engine does not have; and settings that would be without effect."""
     trainer, lora, problems = config.trainer, config.trainer.lora, []
     if trainer.engine == "hf":
@@ -143,7 +147,7 @@ def _engine(config: RunConfig) -> list[str]:
         ]
         problems += [
             f"{name}.tensor_parallel and context_parallel need trainer.engine=titan; use {name}.shard"
-            for name, (layout, _) in _layouts(config).items()
+            for name, (layout, _) in _layouts(config, command).items()
             if layout.procs_per_row > 1
         ]
     elif trainer.dropout:

@@ -29,11 +29,10 @@ def check(arguments: Sequence[str]) -> int:
         return 0
     name, *flags = arguments
     recipe, config = load_recipe(name)
-    config, wrong = check_fields(config)
-    config, misread = override(config, flags, prog=f"rl check {name}")
+    config, wrong = override(config, flags, prog=f"rl check {name}")
     with modules_of(source_of(name)):
         missing = _missing_here(config)
-        problems = [line for line in validate(config, [*wrong, *misread]) if line not in missing]
+        problems = [line for line in validate(config, wrong) if line not in missing]
         if problems:
             raise ConfigError("\n".join(problems))
         rehearsal = rehearse(config, _tokenizer(config.model))

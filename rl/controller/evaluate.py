@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.cluster.launch import launch
+from rl.command_flags import take_value, without_effect
 from rl.config.codec import read_config, to_json
 from rl.config.flags import override
 from rl.config.learning import learning_of
@@ -29,7 +30,6 @@ from rl.controller.side_run import own_directory
 from rl.controller.updaters import rollouts
 from rl.envs.base import Env, held_out
 from rl.errors import ConfigError
-from rl.fields import check_fields, split_at_equals
 from rl.models.checkpoint_dir import is_complete, latest
 from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
@@ -39,6 +39,18 @@ from rl.owned_directory import temporary_directory
 from rl.types import Group
 
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
+
+UNREAD = frozenset({
+    "data", "loss", "loss_agg", "advantages", "correction", "kl", "entropy", "reference", "critic",
+    "shaping", "warmup", "tracking", "steps", "prompts_per_step", "group_size", "minibatches", "epochs",
+    "max_offpolicy_steps", "stream_groups", "resampling_rounds", "max_logprob_diff", "eval_every",
+    "save_every", "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches", "resume",
+    "trace", "trainer.lr", "trainer.lr_warmup_steps", "trainer.lr_schedule", "trainer.lr_min_ratio",
+    "trainer.lr_decay_ratio", "trainer.betas", "trainer.eps", "trainer.weight_decay", "trainer.decay_all",
+    "trainer.max_grad_norm", "trainer.share_prefixes", "trainer.dropout", "trainer.min_hosts",
+    "trainer.spare_hosts", "trainer.max_restarts",
+})  # fmt: skip
+"""Settings, and sections of them, that say how a run trains. MODEL names the checkpoint."""
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -126,15 +138,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def _take_samples(rest: list[str]) -> int:
-    rest[:] = split_at_equals(rest, ["--samples="])
-    if "--samples" not in rest:
-        return 0
-    i = rest.index("--samples")
-    value = rest[i + 1] if i + 1 < len(rest) else ""
-    if not value.isdecimal() or not 1 <= int(value) <= 1024:
-        raise ConfigError(f"--samples {value or 'without a value'} must be a number from 1 to 1024; {_USAGE}")
-    del rest[i : i + 2]
-    return int(value)
+    value = take_value(rest, "--samples", "8")
+    if value and not (value.isdecimal() and 1 <= int(value) <= 1024):
+        raise ConfigError(f"--samples {value} must be a number from 1 to 1024; {_USAGE}")
+    return int(value or 0)
 
 
 def _trained_on(model: Path, env: Env) -> int:
@@ -161,10 +168,10 @@ def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
         trainer = replace(learned.trainer, hosts=(), min_hosts=0, spare_hosts=())  # those were that run's
         config = replace(config, model=learned.model, trainer=trainer, dtype=learned.dtype)
         config = replace(config, seed=learned.seed)  # of the weights, where an older version kept none
-    config, misread = override(config, flags, prog="rl eval")
-    config, wrong = check_fields(config)
+    config, problems = override(config, flags, prog="rl eval")
+    problems += without_effect(flags, UNREAD, "rl eval")
     config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
-    if problems := [*misread, *wrong, *validate(config)]:
+    if problems := validate(config, problems, command="eval"):
         raise ConfigError("\n".join(problems))
     if run_dir is not None:
         config = with_drawn_weights(config, run_dir)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.cluster.machine import look_at_host
+from rl.command_flags import flag_name, take_switch, take_value
 from rl.config.flags import override
 from rl.config.recipes import load_recipe
 from rl.config.settle import check_models_read, cluster_of, plan_or_problems
 from rl.errors import ConfigError
-from rl.fields import check_fields, repeated, split_at_equals
 from rl.paths import write_whole
 from rl.plan.cluster import parse_cluster
 from rl.plan.show import differences, plan_json, show
@@ -30,21 +30,16 @@ def plan(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     name, *rest = arguments
-    rest = split_at_equals(rest, ("--cluster=", "--diff=", "--devices="))
-    if "--devices" in rest:
+    if "--devices" in map(flag_name, rest):
         raise ConfigError("--devices is called --cluster now; write --cluster 8xH100-80")
-    if twice := repeated(word for word in rest if word in ("--cluster", "--diff", "--json")):
-        raise ConfigError("\n".join(twice))
-    as_json = "--json" in rest
-    if as_json and "--diff" in rest:
+    as_json, run = take_switch(rest, "--json"), take_value(rest, "--diff", "runs/RUN")
+    cluster = take_value(rest, "--cluster", "8xH100-80")
+    if as_json and run:
         raise ConfigError("--json has no effect with --diff; leave one of them out")
-    rest = [word for word in rest if word != "--json"]
-    cluster, run = _take(rest, "--cluster", "8xH100-80"), _take(rest, "--diff", "runs/RUN")
     recipe, config = load_recipe(name)
-    config, misread = override(config, rest, prog=f"rl plan {name}")
-    config, wrong = check_fields(config)
-    if misread or wrong:
-        raise ConfigError("\n".join([*misread, *wrong]))
+    config, problems = override(config, rest, prog=f"rl plan {name}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     hosts = parse_cluster(cluster, look_at_host()) if cluster else cluster_of(config)
     before = _read(Path(run)) if run else None
     result = plan_or_problems(config, "train", hosts)
@@ -88,17 +83,3 @@ def _read(run: Path) -> dict:
             f"the rl that wrote it"
         )
     return data
-
-
-def _take(rest: list[str], flag: str, example: str) -> str:
-    """The flag's value, which is taken out; empty where it is not there. Raises ConfigError."""
-    if flag not in rest:
-        return ""
-    i = rest.index(flag)
-    if i + 1 == len(rest):
-        raise ConfigError(f"{flag} needs a value; write {flag} {example}")
-    value = rest[i + 1]
-    if not value:
-        raise ConfigError(f"{flag} is empty; write {flag} {example}")
-    del rest[i : i + 2]
-    return value

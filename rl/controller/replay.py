@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.cluster.launch import launch
+from rl.command_flags import take_value, without_effect
 from rl.config.flags import override
 from rl.config.learning import learning_of
 from rl.config.recipes import load_recipe
@@ -25,7 +26,6 @@ from rl.controller.side_run import own_directory
 from rl.controller.update import learn
 from rl.controller.updaters import updaters
 from rl.errors import ConfigError
-from rl.fields import check_fields, split_at_equals
 from rl.loss.entropy import EntropyBonus
 from rl.models.checkpoint_dir import is_complete
 from rl.observability.batches import has_batch, read_batch
@@ -33,6 +33,13 @@ from rl.observability.json_lines import read_records
 from rl.owned_directory import temporary_directory
 
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
+
+UNREAD = frozenset({
+    "generator", "reward", "judge", "warmup", "tracking", "resume", "trace", "joining_hosts", "group_size",
+    "max_offpolicy_steps", "stream_groups", "resampling_rounds", "eval_every", "save_every",
+    "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches",
+})  # fmt: skip
+"""Settings, and sections of them, that say how batches come about, or what is done between steps."""
 
 
 def replay(arguments: Sequence[str]) -> int:
@@ -45,11 +52,11 @@ def replay(arguments: Sequence[str]) -> int:
     if not (run_dir / "config.json").is_file():
         raise ConfigError(f"{run_dir} is not the directory of a run; {_USAGE}")
     recipe, config = load_recipe(str(run_dir / "config.json"))
-    config, misread = override(config, rest, prog="rl replay")
-    config, wrong = check_fields(config)
+    config, problems = override(config, rest, prog="rl replay")
+    problems += without_effect(rest, UNREAD, "rl replay")
     checkpoint = _checkpoint_before(run_dir, step)
     config = replace(config, resume=str(checkpoint))
-    if problems := [*misread, *wrong, *validate(config)]:
+    if problems := validate(config, problems, command="replay"):
         raise ConfigError("\n".join(problems))
     config = with_drawn_weights(config, run_dir)
     recorded = next(
@@ -70,14 +77,11 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _take_step(rest: list[str]) -> int:
-    rest[:] = split_at_equals(rest, ["--step="])
-    if "--step" not in rest:
+    value = take_value(rest, "--step", "20")
+    if not value:
         raise ConfigError(f"--step is missing; {_USAGE}")
-    i = rest.index("--step")
-    value = rest[i + 1] if i + 1 < len(rest) else ""
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"--step {value or 'without a value'} must be a step, at least 1; {_USAGE}")
-    del rest[i : i + 2]
+        raise ConfigError(f"--step {value} must be a step, at least 1; {_USAGE}")
     return int(value)
 
 

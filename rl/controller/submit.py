@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.machine import look_at_host
+from rl.command_flags import flag_name
 from rl.config.flags import override, settings_of
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.run import RunConfig
@@ -24,7 +25,7 @@ _NOT_OF_JOBS = {
 
 def is_submitted(arguments: Sequence[str]) -> bool:
     """Whether the words of `rl train` name a launcher, or settings of one."""
-    return any(word.partition("=")[0] == "--launcher" or word.startswith(_OF_JOBS) for word in arguments)
+    return any(name == "--launcher" or name.startswith(_OF_JOBS) for name in map(flag_name, arguments))
 
 
 def submit(recipe_name: str, arguments: Sequence[str]) -> int:
@@ -35,19 +36,17 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     """
     launcher, of_job, cluster, is_dry, rest = _split(arguments)
     recipe, config = load_recipe(recipe_name)
-    config, problems = check_fields(config)
-    config, misread = override(config, rest, prog=f"rl train {recipe_name}")
+    config, problems = override(config, rest, prog=f"rl train {recipe_name}")
     jobs, wrong = settings_of(JobConfig(), of_job)
     jobs, bounds = check_fields(jobs)
-    problems += [*misread, *check_fields(config)[1], *wrong, *bounds]
+    problems += [*wrong, *bounds]
     for word in of_job:
         if word.startswith("--") and not word.startswith(f"--{launcher}."):
             problems.append(f"{word} has no effect with --launcher {launcher}; leave it out")
-    flags = {word.partition("=")[0]: word for word in rest if word.startswith("--")}
     problems += [
         f"{flag} has no effect here: {why}; leave it out"
         for flag, why in _NOT_OF_JOBS.items()
-        if flag in flags
+        if flag in rest
     ]
     if cluster and not is_dry:
         problems.append("--cluster has no effect without --dry_run; leave it out")
@@ -55,7 +54,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)
     run_dir = job.run_dir(config.run_dir, f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    source = from_anywhere(recipe_name) if job.shares_files else recipe_name
+    source = from_anywhere(recipe_name, recipe) if job.shares_files else recipe_name
     text = job.text(run_dir, job.command(source, _without(rest, "--run_dir"), run_dir))
     place = job.place(run_dir)
     file = place / job.file
@@ -83,8 +82,8 @@ def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[st
     groups: list[list[str]] = []
     for word in arguments:
         if word.startswith("--") or not groups:
-            name, equals, value = word.partition("=")
-            groups.append([name, *([value] if equals else [])])
+            _, equals, value = word.partition("=")
+            groups.append([flag_name(word) or word, *([value] if equals else [])])
         else:
             groups[-1].append(word)
     launchers = [group for group in groups if group[0] == "--launcher"]

@@ -11,7 +11,7 @@ from rl.bounds import NonNegativeFloat
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
-from rl.fields import check_fields, shown
+from rl.fields import shown
 from rl.interfaces import Tokenizer
 from rl.types import Problem, Prompt, Rewards, Rollout, StopReason, Verdict
 
@@ -58,9 +58,8 @@ class Mixture(Env):
                 problems.append(f"env.{field.name} has no effect on a Mixture; set it in each of env.tasks")
         weights = self.weights if len(self.weights) == len(names) else [1.0] * len(names)
         for (name, env), weight in zip(self.tasks, weights, strict=True):
-            _, wrong = check_fields(env)
             own = env.validate() if weight else env.validate_held_out()
-            problems += [f"env.tasks, {name}: {line}" for line in [*wrong, *own]]
+            problems += [f"env.tasks, {name}: {line}" for line in own]
             if env.max_new_tokens > self.max_new_tokens:
                 problems.append(
                     f"env.max_new_tokens={self.max_new_tokens} is less than the {env.max_new_tokens} of the "

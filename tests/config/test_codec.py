@@ -17,7 +17,8 @@ from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, TrainerConfig
 from rl.config.codec import from_json, to_json, write_config
 from rl.config.flags import override
-from rl.config.recipes import load_recipe, recipe_names
+from rl.config.names import with_new_names
+from rl.config.recipes import load_recipe, recipe_names, source_of
 from rl.errors import ConfigError
 from rl.loss.kl import KL
 from rl.models.sources import ModelDir
@@ -124,7 +125,7 @@ def test_what_cannot_be_read_back_is_named():
         from_json(data | {"type": "rl.controller.config:TrainerConfig"}) == TrainerConfig()
     )  # of earlier runs
     for old, new in (("shared", "side_by_side"), ("separate", "alone"), ("auto", "auto")):
-        assert from_json(to_json(quickstart()) | {"placement": old}).placement == new
+        assert from_json(with_new_names(to_json(quickstart()) | {"placement": old})).placement == new
     with pytest.raises(ConfigError, match="names 'rl.nowhere:X', which is not there"):
         from_json({"type": "rl.nowhere:X"})
     with pytest.raises(ConfigError, match="cannot be read back"):
@@ -274,3 +275,46 @@ def test_the_old_flag_is_answered_with_both():
     assert line == (
         "--trainer.max_tokens is two settings now; set --max_seq_len and --trainer.micro_batch_tokens"
     )
+
+
+OWN_FIELDS = """
+from dataclasses import dataclass, field, replace
+from rl.configs.quickstart import quickstart
+from rl.config import RunConfig
+from rl.envs.sort_letters import SortLetters
+from rl.loss.clip import Clip
+
+@dataclass(frozen=True)
+class Mine(SortLetters):
+    placement: str = "shared"
+    length: int = 3
+    twice: int = field(init=False, default=0)
+    def __post_init__(self):
+        object.__setattr__(self, "twice", 2 * self.length)
+
+@dataclass
+class Weighted:
+    names: list[str] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+    def __call__(self, logprobs, inputs):
+        raise NotImplementedError
+
+def mine() -> RunConfig:
+    return replace(quickstart(), env=Mine(length=5), loss=Weighted())
+"""
+
+
+def test_fields_of_ones_own_come_back_and_are_set_as_they_are(tmp_path):
+    """One that has a run's setting's name, one that follows from another, lists and dictionaries."""
+    (tmp_path / "mine.py").write_text(OWN_FIELDS)
+    name, config = load_recipe(str(tmp_path / "mine.py"))
+    source = source_of(str(tmp_path / "mine.py"), name)
+    write_config(tmp_path, source, config)
+    again, copy = load_recipe(str(tmp_path))
+    assert (again, name, source) == ("mine", "mine", f"{tmp_path}/mine.py:mine")
+    assert (copy.env.placement, copy.env.twice) == ("shared", 10) and vars(copy.loss) == vars(config.loss)
+    flags = ["--env.length", "7", "--loss.names", "a", "b", "--loss.weights", "a", "1.5"]
+    changed, problems = override(copy, [*flags, "--env.twice", "3"], "rl")
+    assert len(problems) == 1 and problems[0].startswith("unknown setting --env.twice")
+    assert changed.env.twice == 14
+    assert (changed.loss.names, changed.loss.weights) == (["a", "b"], {"a": 1.5})

@@ -8,8 +8,9 @@ from typing import Literal
 import pytest
 
 from configs.quickstart import quickstart
-from rl.config.flags import override, setting_names
+from rl.config.flags import override, setting_names, settings_of
 from rl.envs.question_file import QuestionFile
+from rl.fields import postpone_refusals
 
 CONFIG = replace(quickstart(), env=QuestionFile(path="questions.jsonl", num_eval=1))
 SETTINGS = {name: attrgetter(name)(CONFIG) for name in setting_names(CONFIG)}
@@ -55,7 +56,8 @@ def test_and_the_first_of_several_values():
 def test_negative_numbers_are_read_as_such():
     """Their bounds are another's to check."""
     numbers = [name for name, value in SETTINGS.items() if type(value) in (int, float)]
-    config, misread = override(CONFIG, [f"--{name}=-3" for name in numbers], "rl")
+    with postpone_refusals():
+        config, misread = settings_of(CONFIG, [f"--{name}=-3" for name in numbers])
     assert misread == [] and {attrgetter(name)(config) for name in numbers} == {-3}
 
 

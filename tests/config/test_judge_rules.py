@@ -20,6 +20,11 @@ class Judged(ChatEnv):
     judge: Judge = Judge()
 
 
+@dataclass(frozen=True)
+class Panel(ChatEnv):
+    judges: tuple[Judge, ...] = (Judge("http://somewhere/v1"), Judge("http://elsewhere/v1", rubric="x"))
+
+
 PATIENT = {"reward": RewardConfig(limit_seconds=60.0)}
 
 CASES = [
@@ -45,6 +50,12 @@ CASES = [
         {"env": Judged(judge=Judge("http://somewhere/v1", seconds=60.0))},
         [],
         ["reward.limit_seconds=60 is not over env.judge.seconds=60"],
+    ),
+    ({"env": Panel()}, [], []),
+    (
+        {"env": Panel(), "reward": RewardConfig(limit_seconds=30.0)},
+        [],
+        ["reward.limit_seconds=30 is not over env.judges.seconds=30"] * 2,
     ),
     ({}, {"model": TinyQwen3("abc")}, ["judge.model has random weights"]),
     ({}, {"model": ModelDir("nowhere")}, ["judge.model: "]),

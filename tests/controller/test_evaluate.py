@@ -16,6 +16,7 @@ import pytest
 from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, TrainerConfig
 from rl.config.codec import write_config
+from rl.config.flags import setting_names
 from rl.config.recipes import load_recipe
 from rl.config.resume import take_over_weights
 from rl.controller import evaluate as evaluation
@@ -49,8 +50,9 @@ def test_measures_of_greedy_answers_and_of_samples():
     ("arguments", "said"),
     [
         (["model"], "no recipe is named"),
-        (["model", "quickstart", "--samples"], "--samples without a value"),
+        (["model", "quickstart", "--samples"], "--samples has no value; write --samples 8"),
         (["model", "quickstart", "--samples", "0"], "from 1 to 1024"),
+        (["model", "quickstart", "--samples=8", "--samples", "9"], "--samples is given 2 times"),
         (["/nothing", "quickstart"], "/nothing has no config.json"),
         (["/nothing", "no_such_recipe"], "no_such_recipe"),
     ],
@@ -135,6 +137,36 @@ def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_
     roles = started(replay, run_dir, "--step", "2", "--seed", "5")
     assert roles["trainer"] == (run_dir / "model", None)
     assert roles["reference"] == (run_dir / "teacher/model", None)
+
+
+@pytest.mark.parametrize("command", [evaluate, replay])
+def test_a_setting_that_a_command_does_not_read_is_refused(a_run, command):
+    run_dir, _ = a_run
+    words = [str(run_dir), "quickstart"] if command is evaluate else [str(run_dir), "--step", "2"]
+    flags = ["--resume", "latest", "--tracking.project=x", "--save-every", "3"]
+    with pytest.raises(ConfigError) as error:
+        command([*words, *flags])
+    name = "rl eval" if command is evaluate else "rl replay"
+    assert str(error.value).splitlines()[:3] == [
+        f"--{setting} has no effect on {name}; leave it out"
+        for setting in ("resume", "tracking.project", "save_every")
+    ]
+
+
+@pytest.mark.parametrize("unread", [evaluation.UNREAD, replaying.UNREAD])
+def test_what_commands_do_not_read_are_settings(unread):
+    known = setting_names(QUICKSTART)
+    assert unread <= {*known, *(name.partition(".")[0] for name in known)}
+
+
+def test_an_evaluation_is_planned_as_one(a_run, monkeypatch):
+    """Without the critic, whose layout does not divide the model; and nothing is packed in it."""
+    run_dir, _ = a_run
+    flags = ["--max_seq_len", "100", "--trainer.micro_batch_tokens", "64"]
+    roles = started(evaluate, run_dir, "ppo", "--run_dir", run_dir / "eval", *flags)
+    assert roles.keys() == {"trainer", "generator"}
+    with pytest.raises(ConfigError, match="micro_batch_tokens=64 holds no sequence of 100 tokens"):
+        replay([str(run_dir), "--step", "2", *flags])
 
 
 OWN_TASK = """

@@ -207,6 +207,14 @@ def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, c
     assert len(json.loads((tmp_path / "run" / "plan.json").read_text())["cluster"]["hosts"]) == 2
 
 
+def test_flags_may_be_written_with_dashes(tmp_path):
+    run_dir = tmp_path / "run"
+    words = ("--launcher=slurm", "--slurm.nodes=2", "--dry-run", f"--run-dir={run_dir}", "--save-every", "3")
+    assert is_submitted(words) and _dispatch(["train", "quickstart", *words]) == 0
+    command = shlex.split(re.search(r"rl train .*", (run_dir / "slurm.sh").read_text())[0])
+    assert command[2:] == ["quickstart", "--save_every", "3", "--run_dir", str(run_dir), "--resume", "latest"]
+
+
 REFUSED = {
     ("--launcher", "pbs"): ["write --launcher slurm or --launcher kubernetes, once"],
     ("--launcher",): ["write --launcher slurm or"],

@@ -133,7 +133,7 @@ class Nothing(Env):
         ({"stop": ("a",)}, "env.stop has no effect on a Mixture"),
         ({"max_new_tokens": 5}, "less than the 8 of the task 'sort'; raise it to that"),
         ({"tasks": (("a", SortLetters(min_letters=9)),)}, "env.tasks, a: env.min_letters=9"),
-        ({"tasks": (("a", Echo(max_new_tokens=0)),)}, "env.tasks, a: max_new_tokens"),
+        ({"tasks": (("a", Echo(max_new_tokens=0)),)}, "env.tasks[0][1].max_new_tokens=0 must be at least 1"),
         ({"tasks": (("a", Echo(stop=("ab",))),)}, "which is not one token"),
         ({"tasks": (("a", SortLetters(chat=True)),)}, "env.chat=True but the model's tokenizer"),
     ],
