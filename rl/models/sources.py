@@ -4,6 +4,7 @@ Both sources end in a Hugging Face directory; the rest of the code knows only th
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ class ModelDir:
         ]
         of_experts = {parts[-2] for parts in matrices if "experts" in parts[:-2]}
         return {parts[-2] for parts in matrices if len(parts) > 1} - _OF_THE_VOCABULARY - of_experts
+
+    def num_elements(self) -> int:
+        """Of the tensors in its files. Raises ConfigError where there are none."""
+        return sum(map(math.prod, hf.tensor_shapes(self.directory).values()))
 
     def config(self) -> dict:
         """Of a public model that is not here and cannot be fetched, its sizes. Raises ConfigError."""
@@ -144,6 +149,10 @@ class TinyQwen3:
 
     def linear_layers(self) -> set[str]:
         return set(LoRA.targets)
+
+    def num_elements(self) -> int:
+        """0: there are no files yet."""
+        return 0
 
     def unknown_characters(self, text: str) -> str:
         """Those that its tokenizer would turn into padding."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from rl.errors import ConfigError
 from rl.models.layout import Layout
-from rl.plan.model_shape import ModelShape
+from rl.plan.model_shape import ModelShape, num_experts
 from rl.plan.sections import GeneratorConfig, Hosts, RewardConfig, TrainerConfig
 from rl.types import LoRA, TransportName
 from rl.waiting import Deadlines
@@ -55,6 +55,8 @@ class Demand:
     """Tokens. No remedy makes sequences shorter than twice as many."""
     reference_is_adapter: bool = False
     """The reference lives in the trainer, beside the adapter that is the policy."""
+    teacher: bool = False
+    """The reference is another model than the policy was."""
     seed: int = 0
     """Of an adapter's first weights."""
     drawn: tuple[RoleName, ...] = ()
@@ -98,14 +100,20 @@ class ModelFacts:
     layers: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(hf: Mapping[str, Any], positions: int, layers: frozenset[str] = frozenset()) -> "ModelFacts":
-        """hf: the contents of config.json."""
+    def of(
+        hf: Mapping[str, Any], positions: int, layers: frozenset[str] = frozenset(), num_elements: int = 0
+    ) -> "ModelFacts":
+        """hf: the contents of config.json. num_elements: of the files' tensors; 0: they are not here.
+
+        Where those are more than such a decoder has, it is another, of which no sizes are known.
+        """
         try:
             shape = ModelShape.of(hf)
         except ConfigError:
             shape = None
-        is_sparse = hf.get("num_experts") or hf.get("num_local_experts")
-        width = hf.get("moe_intermediate_size") if is_sparse else 0
+        if shape is not None and num_elements and not shape.may_have(num_elements):
+            shape = None
+        width = hf.get("moe_intermediate_size") if num_experts(hf) else 0
         heads = {name: hf[name] for name in _HEADS if isinstance(hf.get(name), int) and hf[name] > 0}
         return ModelFacts(shape, positions, width if isinstance(width, int) else 0, heads, layers)
 

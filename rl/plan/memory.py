@@ -6,7 +6,7 @@ All sizes are bytes of one process, at the worst moment of a step.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.models.engine_config import CHUNK_ELEMENTS, EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
@@ -42,6 +42,8 @@ def engine_memory(
     kind: of the engine, "titan" or "hf".
     """
     layout, size = config.layout, BYTES[config.dtype]
+    if config.head == "value" and kind == "titan":
+        shape = replace(shape, tied=True)  # a vector is in the place of the language model's head
     tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
     here = shape.matrices / (fsdp * tp) + shape.vectors / fsdp
     frozen = config.adapters

@@ -11,6 +11,16 @@ from rl.errors import ConfigError
 from rl.types import LoRA
 
 BYTES = {"float32": 4, "bfloat16": 2}
+TIED = frozenset({
+    "bloom", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba",
+    "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo",
+    "granite_swa", "lfm2", "lfm2_moe", "mamba", "minicpm3", "opt", "smollm3", "starcoder2", "vaultgemma",
+    "zamba2",
+})  # fmt: skip
+"""model_type of those whose config.json need not say that embeddings and head are one tensor."""
+UNLIKE = frozenset({"falcon_h1", "gemma4_text", "llama4_text", "olmo_hybrid", "qwen3_5_text"})
+"""model_type of those that have more elements than the same sizes of such a decoder."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -30,14 +40,20 @@ class ModelShape:
     num_experts: int = 0
     top_k: int = 0
     expert_dim: int = 0  # F of an expert
+    shared_dim: int = 0  # F of what each layer of experts has for all tokens
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "ModelShape":
         """hf: the contents of config.json. Raises ConfigError where it names no such decoder."""
         try:
             dim, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
-            experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
-            dense = set(hf.get("mlp_only_layers") or [])
+            experts, model_type = num_experts(hf), str(hf.get("model_type", ""))
+            odd = [key for key in hf if _is_of_another(key, hf[key])]
+            if odd or model_type in UNLIKE:
+                raise TypeError(f"{odd[0] if odd else model_type} is of another decoder")
+            expert_dim = hf.get("moe_intermediate_size") or (hf["intermediate_size"] if experts else 0)
+            num_shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
+            dense = {*(hf.get("mlp_only_layers") or []), *range(hf.get("first_k_dense_replace") or 0)}
             every = hf.get("decoder_sparse_step") or 1
             in_turn = layers // every - sum(i < layers and (i + 1) % every == 0 for i in dense)
             shape = ModelShape(
@@ -48,15 +64,18 @@ class ModelShape:
                 head_dim=hf.get("head_dim") or dim // heads,
                 hidden_dim=hf["intermediate_size"],
                 vocab_size=hf["vocab_size"],
-                tied=bool(hf.get("tie_word_embeddings", False)),
-                qk_norm=str(hf.get("model_type", "")).startswith("qwen3"),
+                tied=bool(hf.get("tie_word_embeddings", model_type in TIED)),
+                qk_norm=model_type.startswith("qwen3"),
                 num_moe_layers=in_turn if experts else 0,
                 num_experts=experts,
                 top_k=hf.get("num_experts_per_tok") or 0,
-                expert_dim=hf.get("moe_intermediate_size") or (hf["intermediate_size"] if experts else 0),
+                expert_dim=expert_dim,
+                shared_dim=hf.get("shared_expert_intermediate_size")
+                or hf.get("shared_intermediate_size")
+                or num_shared * expert_dim,
             )
-            if odd := [value for value in vars(shape).values() if not isinstance(value, int)]:
-                raise TypeError(f"{odd[0]!r} is no whole number")
+            if wrong := [value for value in vars(shape).values() if not isinstance(value, int)]:
+                raise TypeError(f"{wrong[0]!r} is no whole number")
             return shape
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise ConfigError(f"config.json does not give the sizes of a decoder: {error!r}") from error
@@ -64,17 +83,26 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Elements of the matrices of the largest layer."""
-        attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        experts = self.num_experts * (3 * self.dim * self.expert_dim + self.dim)  # with the router
-        return attention + (experts if self.num_moe_layers else 3 * self.dim * self.hidden_dim)
+        dense = 3 * self.dim * self.hidden_dim
+        return self._attention + max(self._experts, dense * (self.num_moe_layers < self.num_layers))
+
+    @property
+    def _attention(self) -> int:
+        return self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def _experts(self) -> int:
+        """Elements of a layer's experts, with their router and what all tokens go through."""
+        if not self.num_moe_layers:
+            return 0
+        return self.num_experts * (3 * self.dim * self.expert_dim + self.dim) + 3 * self.dim * self.shared_dim
 
     @property
     def matrices(self) -> int:
         """Elements of all matrices, the embeddings and the head among them."""
-        attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         dense = 3 * self.dim * self.hidden_dim * (self.num_layers - self.num_moe_layers)
-        experts = self.num_moe_layers * self.num_experts * (3 * self.dim * self.expert_dim + self.dim)
-        return self.num_layers * attention + dense + experts + self.vocabulary
+        experts = self.num_moe_layers * self._experts
+        return self.num_layers * self._attention + dense + experts + self.vocabulary
 
     @property
     def vocabulary(self) -> int:
@@ -90,6 +118,12 @@ class ModelShape:
     def num_parameters(self) -> int:
         return self.matrices + self.vectors
 
+    def may_have(self, num_elements: int) -> bool:
+        """Whether files with so many elements are of this model, to a twentieth, or of a smaller one: tied
+        embeddings may be in them twice, and biases are not counted here."""
+        twice = self.vocab_size * self.dim if self.tied else 0
+        return num_elements <= 1.05 * (self.num_parameters + twice)
+
     def adapter_elements(self, lora: LoRA) -> int:
         """Of a LoRA adapter on dense layers."""
         q, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -101,5 +135,18 @@ class ModelShape:
         return self.num_layers * lora.rank * sum(sum(sides[t]) for t in lora.targets if t in sides)
 
     def kv_bytes(self, dtype: str, tensor_parallel: int = 1) -> float:
-        """Of one token in the key-value cache of a rank."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES[dtype] / tensor_parallel
+        """Of one token in the key-value cache of a rank, which has at least one head."""
+        heads = max(1, self.num_kv_heads / tensor_parallel)
+        return 2 * self.num_layers * heads * self.head_dim * BYTES[dtype]
+
+
+def num_experts(hf: Mapping[str, Any]) -> int:
+    """Of a layer, which others route to; 0 where there are none. hf: the contents of config.json."""
+    return next((hf[name] for name in _EXPERTS if hf.get(name)), 0)
+
+
+def _is_of_another(key: str, value: Any) -> bool:
+    """Whether a key of config.json says that its layers are not those which are counted here."""
+    if key in ("kv_lora_rank", "ffn_config"):  # compressed keys; experts of DBRX
+        return bool(value)
+    return key not in _EXPERTS and key.endswith("num_experts") and bool(value)

@@ -68,7 +68,14 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
     if dtype == "bfloat16" and weakest.capability < _BFLOAT16:
         notes.problem(
             "numerics",
-            f"dtype=bfloat16 needs GPUs of compute capability 8.0 or more ({is_old}); set --dtype float32",
+            f"dtype=bfloat16 needs GPUs of compute capability 8.0 or more ({is_old}); "
+            + ("adapters need it, so use others" if _samples_adapters(demand) else "set --dtype float32"),
+        )
+    if dtype == "float32" and _samples_adapters(demand):
+        notes.problem(
+            "numerics",
+            f"{demand.name('dtype')}=float32 does not go with adapters on a GPU, because vLLM's kernels take "
+            f"16 bits; set it to bfloat16",
         )
     if not demand.trainer.float8:
         return
@@ -83,6 +90,10 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
             "trainer.float8=True without trainer.compile is slower than bfloat16 on a GPU; set "
             "--trainer.compile True",
         )
+
+
+def _samples_adapters(demand: Demand) -> bool:
+    return demand.generator is not None and demand.max_rank > 0
 
 
 def _check_compile(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -> None:

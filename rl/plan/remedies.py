@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rl.models.layout import Layout
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand
+from rl.plan.phases import TAKE_TURNS
 
 _SELECTIVE = "--trainer.activation_checkpointing selective"
 _FULL = "--trainer.activation_checkpointing full"
@@ -26,7 +28,7 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
         generator = replace(demand.generator, kv_cache_gib=gib)
         yield f"set --generator.kv_cache_gib {gib:g}", replace(demand, generator=generator)
     stay = demand.sharing == "side_by_side" or (demand.sharing == "auto" and not cluster.gpus)
-    if demand.command == "train" and stay and not demand.overlap:
+    if demand.command in TAKE_TURNS and stay and not demand.overlap:
         yield "set --placement by_turns", replace(demand, sharing="by_turns")
     if demand.trainer.activation_checkpointing == "none":
         yield f"set {_SELECTIVE}", trainer(activation_checkpointing="selective")
@@ -57,10 +59,24 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
         generator = replace(demand.generator, tensor_parallel=ranks)
         yield f"set --generator.tensor_parallel {ranks}", replace(demand, generator=generator)
         ranks *= 2
-    lora = replace(demand.trainer.lora, rank=16)
-    if not demand.trainer.lora.rank:
-        yield "set --trainer.lora.rank 16", trainer(lora=lora)
-        yield f"set --trainer.lora.rank 16 and {_FULL}", trainer(lora=lora, activation_checkpointing="full")
+    if not demand.trainer.lora.rank and not _is_split(demand):
+        lora = replace(demand.trainer.lora, rank=16)
+        yield "set --trainer.lora.rank 16", _with_adapter(trainer(lora=lora))
+        both = trainer(lora=lora, activation_checkpointing="full")
+        yield f"set --trainer.lora.rank 16 and {_FULL}", _with_adapter(both)
+
+
+def _is_split(demand: Demand) -> bool:
+    """Whether the reference has a place that it would not have as an adapter in the trainer."""
+    own = demand.reference is not None and not demand.teacher
+    return own and (demand.reference != Layout() or "reference" in demand.hosts)
+
+
+def _with_adapter(demand: Demand) -> Demand:
+    """What the policy was is then a second adapter."""
+    if demand.reference is None or demand.teacher:
+        return demand
+    return replace(demand, reference=None, reference_is_adapter=True)
 
 
 def _smaller(gib: float) -> Iterator[float]:

@@ -1,5 +1,7 @@
 """Pass: what a model's shape does not go with."""
 
+from collections.abc import Mapping
+
 from rl.models.layout import why_no_split
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts
@@ -39,7 +41,7 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
 
 def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
     tokens, longest = demand.trainer.micro_batch_tokens, longest_sequence(demand, facts)
-    if tokens < longest:
+    if tokens < longest and demand.command != "eval":  # in which nothing is packed
         notes.problem(
             "shapes",
             f"{demand.name('trainer.micro_batch_tokens')}={tokens} holds no sequence of {longest} tokens; "
@@ -60,13 +62,26 @@ def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:
                     f"{demand.name(f'{role}.layout')}.tensor_parallel={layout.tensor_parallel} does not "
                     f"divide the model's {key}={heads}; use one of {divisors}",
                 )
-    split = demand.generator.tensor_parallel if demand.generator else 1
-    if (heads := facts.models["trainer"].heads.get("num_key_value_heads", 0)) % split:
-        notes.problem(
-            "shapes",
-            f"generator.tensor_parallel={split} does not divide the model's num_key_value_heads={heads}; use "
-            f"a divisor",
+    if demand.generator is not None:
+        why = why_not_sampled_by(demand.generator.tensor_parallel, facts.models["trainer"].heads)
+        if why:
+            notes.problem("shapes", f"generator.tensor_parallel={demand.generator.tensor_parallel} {why}")
+
+
+def why_not_sampled_by(split: int, heads: Mapping[str, int]) -> str:
+    """Why vLLM cannot split the heads over so many ranks; empty if it can.
+
+    Each rank has as many query heads. It has a share of the key heads too, or one, which others have as well.
+    """
+    queries = heads.get("num_attention_heads", 0)
+    keys = heads.get("num_key_value_heads", queries)
+    if queries % split:
+        return f"does not divide the model's num_attention_heads={queries}; use a divisor"
+    if keys % split and split % keys:
+        return (
+            f"neither divides the model's num_key_value_heads={keys} nor is a multiple of it; use a divisor"
         )
+    return ""
 
 
 def _check_adapter(demand: Demand, facts: Facts, notes: Notes) -> None:

@@ -57,6 +57,13 @@ def test_graphs_are_captured_where_they_are_asked_for_and_prompts_are_cut_on_gpu
     assert not given_to_vllm(on_cpu=True, **on)["enable_chunked_prefill"]
 
 
+@pytest.mark.parametrize(("graphs", "expected"), [("on", None), ("off", {"cudagraph_mode": "NONE"})])
+def test_of_a_model_that_is_compiled_vllm_chooses_the_graphs_unless_there_are_to_be_none(graphs, expected):
+    generator = GeneratorConfig(compile=True, cuda_graphs=graphs)
+    arguments = given_to_vllm(on_cpu=False, hosts=cluster("2xH100-80"), generator=generator)
+    assert not arguments["enforce_eager"] and arguments.get("compilation_config") == expected
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_generator_on_a_cpu_compiles_only_where_it_is_asked_to(compiles):
     """Else the first token waits ten seconds for a C++ compiler."""

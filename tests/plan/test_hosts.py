@@ -22,7 +22,7 @@ def config(shard=1, replicas=1, workers=1, tensor_parallel=1, **hosts):
     of = {role: hosts.get(role, ()) for role in ("trainer", "generator", "reward")}
     return replace(
         quickstart(),
-        model=replace(quickstart().model, num_kv_heads=4),
+        model=replace(quickstart().model, num_heads=4, num_kv_heads=4),
         trainer=TrainerConfig(layout=Layout(shard=shard), hosts=of["trainer"]),
         generator=GeneratorConfig(
             num_replicas=replicas, tensor_parallel=tensor_parallel, hosts=of["generator"]

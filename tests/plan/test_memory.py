@@ -3,15 +3,18 @@
 # holds: exact
 
 import dataclasses
+import json
 
 import pytest
 
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import Fill, VLLMConfig
 from rl.models.layout import Layout
+from rl.plan.demand import ModelFacts
 from rl.plan.memory import GIB, engine_memory, generator_memory, longest_sequence_bytes
-from rl.plan.model_shape import ModelShape
+from rl.plan.model_shape import TIED, ModelShape
 from rl.types import LoRA
+from tests.models.architectures import MODEL_TYPES
 
 # Of a layer: attention 8*8 + 8*4 + 8*4 + 8*8 = 192 elements of matrices, feed-forward 3*8*16 = 384; norms 2*8.
 # Embeddings and head: 10*8 each. In all 3*576 + 160 = 1888 of matrices and 3*16 + 8 = 56 of norms.
@@ -66,7 +69,7 @@ CASES = {
             "activations": TOKENS * (2 * 32 + 32 + 16 + 16 + 3 * 32), "head": TOKENS * 10 * (2 + 8),
         },
     ),
-    "a critic": (DENSE, engine(head="value"), LoRA(), True, {"weights": 4 * WHOLE, "head": 0}),
+    "a critic": (DENSE, engine(head="value"), LoRA(), True, {"weights": 4 * (WHOLE - 80), "head": 0}),
     "split four ways": (
         DENSE, engine(layout=SPLIT), LoRA(), True,
         {
@@ -165,7 +168,9 @@ def test_a_sequence_takes_whole_blocks_of_the_cache_and_one_more():
     assert longest_sequence_bytes(DENSE, config) == 3 * 32 * a_token
     assert longest_sequence_bytes(DENSE, dataclasses.replace(config, max_model_len=65)) == 4 * 32 * a_token
     half = dataclasses.replace(config, tensor_parallel=2)
-    assert longest_sequence_bytes(DENSE, half) == 3 * 32 * a_token / 2
+    assert longest_sequence_bytes(DENSE, half) == 3 * 32 * a_token  # each rank has the one head
+    two_heads = dataclasses.replace(DENSE, num_kv_heads=2)
+    assert longest_sequence_bytes(two_heads, half) == 3 * 32 * a_token
 
 
 def test_a_process_without_a_model_takes_about_what_torch_does():
@@ -205,3 +210,62 @@ def test_what_config_json_leaves_out():
     shape = ModelShape.of(CONFIG | {"head_dim": 3, "num_key_value_heads": 1, "model_type": "qwen3_moe"})
     assert (shape.num_kv_heads, shape.head_dim, shape.qk_norm) == (1, 3, True)
     assert shape.vectors == 6 * (2 * 8 + 2 * 3) + 8
+
+
+def test_experts_by_any_name_with_those_of_all_tokens():
+    """GLM-4.5-Air: 106 billion parameters, by its card."""
+    air = {
+        "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552,
+        "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+    }  # fmt: skip
+    shape = ModelShape.of(air)
+    assert (shape.num_moe_layers, shape.num_experts, shape.shared_dim) == (45, 128, 1408)
+    assert shape.num_parameters == pytest.approx(106e9, rel=0.02)
+    assert ModelFacts.of(air, 1000).expert_width == 1408
+
+
+@pytest.mark.parametrize(
+    "extra", [{"kv_lora_rank": 512}, {"moe_num_experts": 8}, {"model_type": "llama4_text"}]
+)
+def test_of_another_decoder_no_sizes_are_known(extra):
+    assert ModelFacts.of(CONFIG | extra, 100).shape is None
+
+
+def test_of_files_with_more_elements_than_such_a_decoder_has_no_sizes_are_known():
+    count = ModelShape.of(CONFIG).num_parameters
+    for num_elements, known in ((0, True), (count // 2, True), (count, True), (2 * count, False)):
+        assert (ModelFacts.of(CONFIG, 100, num_elements=num_elements).shape is not None) == known
+    tied = CONFIG | {"tie_word_embeddings": True}
+    both = ModelShape.of(tied).num_parameters + 10 * 8  # the head is written, too
+    assert ModelFacts.of(tied, 100, num_elements=both).shape is not None
+
+
+def test_which_models_have_tied_embeddings_unless_they_say_otherwise():
+    """As transformers' classes have it."""
+    from transformers import AutoConfig
+
+    tied = {name for name in MODEL_TYPES if getattr(AutoConfig.for_model(name), "tie_word_embeddings", False)}
+    assert tied == TIED
+    assert ModelShape.of(CONFIG | {"model_type": "gemma2"}).tied
+    assert not ModelShape.of(CONFIG | {"model_type": "gemma2", "tie_word_embeddings": False}).tied
+
+
+NO_DEFAULT = ("dbrx", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "nemotron")
+"""Architectures whose default sizes are no whole model's."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NO_DEFAULT])
+def test_no_architecture_has_more_elements_than_are_counted(model_type):
+    """Of its default sizes, as transformers makes it without memory; or nothing is known of it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    shape = ModelFacts.of(json.loads(hf.to_json_string(use_diff=False)), 100).shape
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert shape is None or shape.num_parameters > 0.95 * counted  # holds: exact, biases are not counted

@@ -13,8 +13,8 @@ import pytest
 
 from configs import gpu
 from configs.smollm2 import smollm2
-from rl.config import GeneratorConfig, JudgeConfig, RunConfig, TrainerConfig
-from rl.config.settle import NOT_STARTED, demand_of, facts_of, settle
+from rl.config import CriticConfig, GeneratorConfig, JudgeConfig, ReferenceConfig, RunConfig, TrainerConfig
+from rl.config.settle import NOT_STARTED, demand_of, facts_of, settle, why_no_plan
 from rl.controller import evaluate, replay
 from rl.controller.plan import plan
 from rl.errors import ConfigError, RunError
@@ -26,8 +26,10 @@ from rl.models.sources import ModelDir
 from rl.plan.cluster import GPU, USABLE, Cluster, Host
 from rl.plan.demand import ModelFacts
 from rl.plan.model_shape import ModelShape
+from rl.plan.remedies import changes as changes_of
 from rl.plan.resolve import resolve
 from rl.plan.roles import ENGINE_ROLES
+from rl.plan.shapes import why_not_sampled_by
 from rl.plan.show import show
 from rl.plan.types import Plan
 from rl.types import LoRA
@@ -511,3 +513,54 @@ def test_a_host_has_room_for_what_leaves_its_gpus(model):
     auto = dataclasses.replace(asked, placement="auto")
     (line,) = plan_or_problems(auto, Cluster((Host(16, 6.5, (gpu,)),)))
     assert line.startswith("GPU 0 has 21.7 GiB for processes that need about")
+
+
+def test_a_run_can_be_evaluated_where_it_was_trained(model):
+    """Critic and reference are not started; and roles take turns by themselves, as in training."""
+    config = qwen(model, trainer=FULL, critic=CriticConfig(), advantages=GAE(), kl=KL(coef=0.1))
+    assert any("critic" in line for line in problems(config, "1xL4-24"))
+    assert why_no_plan(config, "train", cluster("1xL4-24"))
+    assert why_no_plan(config, "eval", cluster("1xL4-24")) == []
+    assert settle(config, "eval", cluster("1xL4-24")).takes_turns
+    alone = qwen(model, max_offpolicy_steps=1)
+    (generator,) = settle(alone, "eval", Cluster((Host(8, 64.0),))).of("generator")
+    assert generator.processes[0].threads == 8  # the trainer does not work meanwhile
+
+
+def test_generators_have_query_heads_alike_and_key_heads_alike_or_one_each(model):
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
+    assert [split for split in range(1, 33) if not why_not_sampled_by(split, heads)] == [1, 2, 4, 8, 16, 32]
+    assert [split for split in range(1, 25) if not why_not_sampled_by(split, {"num_attention_heads": 24, "num_key_value_heads": 6})] == [1, 2, 3, 6, 12, 24]  # fmt: skip
+    assert "num_attention_heads=20" in why_not_sampled_by(8, {"num_attention_heads": 20})
+    shape = ModelShape.of(CONFIGS["qwen3-30b-a3b"])
+    assert shape.kv_bytes("bfloat16", 8) == shape.kv_bytes("bfloat16", 4) == shape.kv_bytes("bfloat16") / 4
+    asked = qwen(model, model=model("qwen3-30b-a3b"), generator=GeneratorConfig(tensor_parallel=8))
+    assert not any("heads" in line for line in problems(asked, "16xH100-80"))
+
+
+def test_adapters_on_a_gpu_are_sampled_in_16_bits_alone(model):
+    lora = TrainerConfig(lora=LoRA(rank=8))
+    (line,) = problems(qwen(model, trainer=lora, dtype="float32"), "2xH100-80")
+    assert (
+        line.startswith("dtype=float32 does not go with adapters on a GPU") and "set it to bfloat16" in line
+    )
+    assert problems(qwen(model, trainer=lora), "2xH100-80") == []
+    lines = problems(qwen(model, trainer=lora, dtype="bfloat16"), "2xT4-16")
+    assert not any("set --dtype float32" in line for line in lines) and "compute capability 8.0" in lines[0]
+    assert problems(qwen(model, trainer=lora, dtype="float32"), Cluster((Host(16, 128.0),))) == []
+
+
+def test_an_adapter_as_a_remedy_takes_the_reference_into_the_trainer(model):
+    def remedies(**changes):
+        config = qwen(model, kl=KL(coef=0.1), **changes)
+        made = [
+            made
+            for words, made in changes_of(demand_of(config, "train"), cluster("1xL4-24"))
+            if "lora" in words
+        ]
+        return [(each.reference, each.reference_is_adapter) for each in made]
+
+    assert remedies() == [(None, True)] * 2
+    assert remedies(reference=ReferenceConfig(model=model("qwen3-1.7b"))) == [(Layout(), False)] * 2
+    for own in (ReferenceConfig(layout=Layout(shard=2)), ReferenceConfig(hosts=(0,))):
+        assert remedies(reference=own) == []

@@ -36,8 +36,13 @@ def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
 
 
 def graph_args(config: VLLMConfig) -> dict[str, Any]:
-    """Graphs of whole decoding steps, without compiling the model first, as torchtitan's own RL does."""
-    if config.compile or not config.cuda_graphs:
+    """Graphs of whole decoding steps, without compiling the model first, as torchtitan's own RL does.
+
+    Of a model that is compiled vLLM chooses which, if any.
+    """
+    if config.compile:
+        return {} if config.cuda_graphs else {"compilation_config": {"cudagraph_mode": "NONE"}}
+    if not config.cuda_graphs:
         return {}
     return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
