@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.cluster.machine import look_at_host
+from rl.command_flags import take_value
 from rl.errors import ConfigError
 from rl.gpu_checks import (
+    SECONDS,
     attention,
     compile_,
     context_parallel,
@@ -33,8 +35,6 @@ from rl.models.hf import read_config
 from rl.plan.cluster import Host
 from rl.processes import kill_tree
 
-_SECONDS = 120.0
-
 
 @dataclass(frozen=True)
 class Check:
@@ -46,10 +46,11 @@ class Check:
     needs: int = 0
     num_procs: int = 1  # that need a GPU each, where there is one
     own_model: bool = False  # means something for a model of the user's alone
+    any_model: bool = True  # needs one
 
 
 CHECKS = (
-    Check("imports", "Monarch, torchstore and vLLM beside this torch", imports),
+    Check("imports", "Monarch, torchstore and vLLM beside this torch", imports, any_model=False),
     Check("fp32", "trainer against generator in float32, three versions", stack("float32", 1e-3)),
     Check("bf16", "the same in bfloat16", stack("bfloat16", 0.05)),
     Check(
@@ -73,21 +74,32 @@ def gpu_check(arguments: Sequence[str]) -> int:
     """Print a row for each check. Returns 0 where all that can run here passed."""
     if len(arguments) == 3 and arguments[0] == "--worker":
         return _work(arguments[1], Path(arguments[2]))
-    if arguments and (arguments[0] != "--model" or len(arguments) != 2):
+    rest = list(arguments)
+    model_dir = take_value(rest, "--model", "DIRECTORY")
+    if rest:
         raise ConfigError(f"rl gpu-check takes --model DIRECTORY or nothing, not {' '.join(arguments)!r}")
-    own = Path(arguments[1]).resolve() if arguments else None
+    own = Path(model_dir).resolve() if model_dir else None
     if own:
         read_config(own)
     machine, failed = look_at_host(), []
     print(f"{_describe(machine)}\n")
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
-        model = own or _tiny_model(Path(scratch))
+        model, why_none = own, ""
+        if model is None:
+            try:
+                model = _tiny_model(Path(scratch))
+            except RuntimeError as error:
+                why_none = f"there is no model: {error}"[:300]
+                failed.append("model")
+                print(f"FAIL  {'model':17} TitanEngine's random weights: {why_none}", flush=True)
         for check in CHECKS:
-            if reason := _why_not(check, machine, own):
+            reason = _why_not(check, machine, own)
+            if reason or (why_none and check.any_model):
+                reason = reason or "needs the model"
                 print(f"-     {check.name:17} {check.question}: {reason}", flush=True)
                 continue
             began = time.monotonic()
-            wrong, figures = _run(check, model)
+            wrong, figures = _run(check, model or Path(scratch))
             seconds = f"{time.monotonic() - began:.0f} s"
             print(f"{'FAIL' if wrong else 'ok':5} {check.name:17} {check.question}: ", end="")
             print(f"{wrong or _words(figures)} ({seconds})", flush=True)
@@ -110,11 +122,11 @@ def _run(check: Check, model: Path) -> tuple[str, dict[str, Any]]:
     command = [sys.executable, "-m", "rl.cli", "gpu-check", "--worker", check.name, str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            output, errors = process.communicate(timeout=_SECONDS)
+            output, errors = process.communicate(timeout=SECONDS)
         except BaseException as error:
             kill_tree(process.pid)  # torchrun's ranks have sessions of their own
             if isinstance(error, subprocess.TimeoutExpired):
-                return f"took longer than {_SECONDS:.0f} s", {}
+                return f"took longer than {SECONDS:.0f} s", {}
             raise
     if process.returncode:
         lines = [line for line in errors.splitlines() if line.strip()]

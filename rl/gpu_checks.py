@@ -18,17 +18,22 @@ from typing import Any
 
 from rl.envs.base import RolloutContext
 
+SECONDS = 120.0  # of a check
 _NUM_PROMPTS = 64
 
 
 def with_weights(config_dir: Path, scratch: Path) -> Path:
-    """What is in the directory, with random weights."""
+    """What is in the directory, with random weights. Raises RuntimeError: its last line."""
     code = (
         "import sys; from rl.models.titan import TitanEngine as E; from rl.models.engine_config import "
         "EngineConfig as C; E(sys.argv[1], C(seed=0, max_seq_len=512)).save_hf(sys.argv[2])"
     )
     out = scratch / "weights"
-    subprocess.run([sys.executable, "-c", code, str(config_dir), str(out)], check=True, capture_output=True)
+    command = [sys.executable, "-c", code, str(config_dir), str(out)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.SubprocessError as error:
+        raise RuntimeError(str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]) from error
     return out
 
 

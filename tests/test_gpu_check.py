@@ -1,10 +1,12 @@
 """`rl gpu-check`: its table with checks that are made up, and those that a CPU can run for real."""
 
+import io
 import time
+from contextlib import redirect_stdout
 
 import pytest
 
-from rl import gpu_check
+from rl import gpu_check, gpu_checks
 from rl.errors import ConfigError
 from rl.plan.cluster import GPU, Host
 from rl.processes import ProcessInfo, is_gone, own_host
@@ -54,6 +56,28 @@ def test_a_model_of_one_s_own_has_its_check(table, tmp_path):
     assert "ok    self_check" in out
 
 
+def test_where_no_model_can_be_made_the_cause_is_a_row_and_what_needs_none_runs(table, monkeypatch):
+    def fails(scratch):
+        raise RuntimeError("the NVIDIA driver on your system is too old")
+
+    table(CPU, {})
+    monkeypatch.setattr(gpu_check, "_tiny_model", fails)
+    monkeypatch.setattr(gpu_check, "_run", lambda check, model: ("", {}))
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert gpu_check.gpu_check(()) == 1
+    lines = out.getvalue().splitlines()
+    (row,) = [line for line in lines if line.startswith("FAIL")]
+    assert "model" in row and "driver on your system is too old" in row and lines[-1] == "failed: model"
+    assert any(line.startswith("ok    imports") for line in lines)
+    assert any(line.startswith("-     fp32") and line.endswith("needs the model") for line in lines)
+
+
+def test_a_model_that_is_not_made_says_why_in_one_line(tmp_path):
+    with pytest.raises(RuntimeError, match="nowhere"):
+        gpu_checks.with_weights(tmp_path / "nowhere", tmp_path)
+
+
 def test_what_it_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="takes --model DIRECTORY or nothing"):
         gpu_check.gpu_check(["--devices", "8"])
@@ -61,9 +85,9 @@ def test_what_it_does_not_know_is_refused():
 
 def test_a_check_that_hangs_crashes_or_raises_costs_its_own_row(monkeypatch, tmp_path):
     check = gpu_check.Check("imports", "", lambda model: {})
-    monkeypatch.setattr(gpu_check, "_SECONDS", 0.01)
+    monkeypatch.setattr(gpu_check, "SECONDS", 0.01)
     assert gpu_check._run(check, tmp_path) == ("took longer than 0 s", {})
-    monkeypatch.setattr(gpu_check, "_SECONDS", 60.0)
+    monkeypatch.setattr(gpu_check, "SECONDS", 60.0)
     wrong, figures = gpu_check._run(gpu_check.Check("attention", "", lambda model: {}), tmp_path)
     assert "config.json" in wrong and figures == {}
 
@@ -74,7 +98,7 @@ def test_what_a_check_that_hangs_has_started_ends_with_it(monkeypatch, tmp_path)
     program.write_text(f"#!/bin/sh\nsetsid sleep 600 &\necho $! > {pid}\nwait\n")
     program.chmod(0o755)
     monkeypatch.setattr(gpu_check.sys, "executable", str(program))
-    monkeypatch.setattr(gpu_check, "_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_check, "SECONDS", 1.0)
     assert gpu_check._run(gpu_check.CHECKS[0], tmp_path) == ("took longer than 1 s", {})
     started, until = ProcessInfo(int(pid.read_text()), own_host(), "cpu"), time.monotonic() + 20
     while not is_gone(started):

@@ -65,13 +65,17 @@ class GeneratorPool(Pool[GeneratorReplica]):
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[tuple[PolicyVersion, Sampler]]:
-        """Within the context no generator goes beyond the newest version: all samples are of that one."""
+        """Within the context no generator goes beyond the newest version: all samples are of that one.
+
+        Their prompts are none of a step's.
+        """
         updates, manifest = self._updates, self._updates.newest
         assert manifest is not None  # something is published before anything is evaluated
         async with updates.store.reading(manifest):
             updates.pinned = manifest
             try:
-                yield manifest.version, _Routed(self, lambda replica: replica.version == manifest.version)
+                pinned = _Routed(self, lambda replica: replica.version == manifest.version, counts=False)
+                yield manifest.version, pinned
             finally:
                 updates.pinned = None
                 updates.store.changed.notify()
@@ -85,7 +89,8 @@ class GeneratorPool(Pool[GeneratorReplica]):
         await self._updates.store.forget(self._updates.policy)
 
     def take_counts(self) -> tuple[int, int]:
-        """Prompt tokens of all that was sampled since the last call, and how many of them the cache held."""
+        """Prompt tokens of what was sampled for training since the last call, and how many of them the cache
+        held."""
         counts = self._num_prompt_tokens, self._num_cached_tokens
         self._num_prompt_tokens = self._num_cached_tokens = 0
         return counts
@@ -106,7 +111,9 @@ class GeneratorPool(Pool[GeneratorReplica]):
         n: int,
         params: SamplingParams,
         max_deaths: int | None = None,
+        counts: bool = True,
     ) -> list[Completion]:
+        """counts: in `take_counts`."""
         prefix = tuple(prompt[:_PREFIX_TOKENS])
         homes = [r for r, version in self._homes.get(prefix, {}).items() if r.version == version]
         serving = [r for r in homes if r.state is State.SERVING and takes(r)]
@@ -120,17 +127,19 @@ class GeneratorPool(Pool[GeneratorReplica]):
             return await replica.sample(prompt, n, params)
 
         completions = await self.ask(on, takes, prefer=home, max_deaths=max_deaths)
-        self._num_prompt_tokens += n * len(prompt)
-        self._num_cached_tokens += sum(completion.num_cached_tokens for completion in completions)
+        if counts:
+            self._num_prompt_tokens += n * len(prompt)
+            self._num_cached_tokens += sum(completion.num_cached_tokens for completion in completions)
         return completions
 
 
 class _Routed:
     """A Sampler that only some replicas take part in."""
 
-    def __init__(self, pool: GeneratorPool, takes: Callable[[GeneratorReplica], bool]):
+    def __init__(self, pool: GeneratorPool, takes: Callable[[GeneratorReplica], bool], counts: bool = True):
         self._pool = pool
         self._takes = takes
+        self._counts = counts
 
     async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
-        return await self._pool._sample(self._takes, prompt, n, params)
+        return await self._pool._sample(self._takes, prompt, n, params, counts=self._counts)

@@ -46,14 +46,14 @@ async def train_and_export(
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:
             if num_interrupts():  # a signal to a whole job ends processes, too
-                print(f"interrupted; {death}: the newest checkpoint is what is left", flush=True)
+                recorder.say(f"interrupted; {death}: the newest checkpoint is what is left")
                 raise asyncio.CancelledError from death
             await actors.restart_engines(death)
             remove_unfinished(recorder.run_dir)
         except DamagedCheckpoint as damage:
             if is_named or not is_own(checkpoint, recorder.run_dir):
                 raise
-            print(damage, flush=True)
+            recorder.say(str(damage))
             await _abandon_after(recorder, step_of(checkpoint) - 1)
             if actors.critic and not (origin or newest_good(recorder.run_dir, needs_critic)):
                 # The policy has been loaded before the critic's damage showed.
@@ -65,13 +65,13 @@ async def train_and_export(
         goes_on = newest is not None or goes_on or not checkpoint
         before = step_of(checkpoint)
         await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
-        print(f"going on from {checkpoint or 'the beginning'}", flush=True)
+        recorder.say(f"going on from {checkpoint or 'the beginning'}")
 
 
 async def _abandon_after(recorder: Recorder, step: int) -> None:
     """Where files are written: it copies what was recorded, all of it, which takes long."""
     if left := await recorder.write(lambda: abandon_after(recorder.run_dir, step)):
-        print(left, flush=True)
+        recorder.say(left)
 
 
 def step_of(checkpoint: str) -> int:

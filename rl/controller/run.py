@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -140,9 +140,9 @@ async def run_recipe(
     print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
     timeline = Timeline(config.trace, hosts=plan.hosts)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
-    watches: list[Watch] = [SharingWatch()] if config.trainer.share_prefixes else []
+    watches: list[Callable[[], Watch]] = [SharingWatch] if config.trainer.share_prefixes else []
     if config.data != "rollouts":
-        watches.append(LossWatch("trainer.lr"))
+        watches.append(partial(LossWatch, "trainer.lr"))
     recorder = Recorder(
         run_dir,
         config.steps,

@@ -60,8 +60,7 @@ class RunStages:
         self._save_clock = SaveClock(rhythm.save_every_minutes)
         self._schedule = Schedule(1, learning.pace.num_steps, rhythm.eval_every)
         self._done = 0  # the last step whose update is complete
-        self._taken = False  # prompts of the next one have been taken from the buffer
-        self._updating = False
+        self._updating = self._taken = False  # taken: prompts of the next one, from the buffer
         self._unrecorded: tuple[int, TrainingBatch, Mapping[str, float]] | None = None
         self._refreshed = 0  # the step after which the reference last became the policy
         self._sync_blocking = 0.0  # seconds for which the last publication held up the loop
@@ -88,8 +87,9 @@ class RunStages:
             evaluate_beside=learning.pace.max_offpolicy_steps > 0,
             save_clock=self._save_clock,
         )
-        before = state["step"]
-        if self._goes_on and (before in self._recorder.accuracies or not schedule.evaluates(before)):
+        # One that was interrupted beside later steps is made up for, of the policy as it is now.
+        since = range(schedule.newest_evaluated(state["step"]), state["step"] + 1)
+        if self._goes_on and not self._recorder.accuracies.keys().isdisjoint(since):
             schedule = replace(schedule, evaluate_first=False)
         return schedule
 
@@ -195,8 +195,7 @@ class RunStages:
 
     async def publish(self, step: int) -> None:
         """Blocks until the weights are written; generators fetch them while the next step goes on."""
-        began = time.monotonic()
-        schedule = self._schedule
+        began, schedule = time.monotonic(), self._schedule
         if step == schedule.first - 1:
             self._only_evaluating = schedule.evaluate_first
         else:
@@ -240,7 +239,7 @@ class RunStages:
         if is_complete(path):
             return
         why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end) or repr(end)
-        print(f"{why}: saving a checkpoint of step {self._done}; once more to end without it", flush=True)
+        self._recorder.say(f"{why}: saving a checkpoint of step {self._done}; once more to end without it")
         if self._schedule.refreshes(self._done) and self._refreshed != self._done:
             await self.refresh_reference(self._done)
         await self.save(self._done, taken=self._taken)
@@ -260,6 +259,8 @@ class RunStages:
             check_rewards(groups, step > 0, partial(self._recorder.rollouts, step, "eval"))
         metrics = eval_metrics(groups) | {"eval/version": version}
         since = 0.0 if step < self._schedule.first else began  # before the first step all is a pause
+        if self._only_evaluating:
+            self._save_clock.evaluated(self._recorder.now() - began)
         self._recorder.evaluation(step, metrics, groups, since if self._only_evaluating else None)
         self._only_evaluating = False
         generators.changed.notify()

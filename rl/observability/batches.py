@@ -16,7 +16,10 @@ def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_
     """
     with whole_file(_path(run_dir, step), durable=False) as file:
         cloudpickle.dump((batch, entropy_coef), file)  # a problem's metadata may have classes of the recipe's
-    _path(run_dir, step - keep_last).unlink(missing_ok=True)
+    kept = {_path(run_dir, number).name for number in range(step - keep_last + 1, step + 1)}
+    for path in _path(run_dir, step).parent.glob("step-*.pkl"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
 
 
 def has_batch(run_dir: Path, step: int) -> bool:

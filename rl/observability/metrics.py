@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 from rl.types import Group, StopReason
 
@@ -106,14 +107,14 @@ def offpolicy_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`eval/accuracy`: share of held-out problems that were answered right; failed ones count as wrong.
 
-    `eval/accuracy/TASK`: of a task's, where problems have one; of the task `a/b` also of `a`.
+    `eval/accuracy/TASK`: of a task's, where problems have one; of the task `a/b/c` also of `a` and `a/b`.
     """
     scores = [score for group in groups for score in group.scores]
     accuracy = statistics.fmean(score.correct for score in scores)
     of_tasks: dict[str, list[bool]] = {}
     for group in groups:
         task = group.rollouts[0].problem.task
-        for name in filter(None, dict.fromkeys((task.partition("/")[0], task))):
+        for name in accumulate(task.split("/"), "{}/{}".format) if task else ():
             of_tasks.setdefault(name, []).extend(score.correct for score in group.scores)
     return {f"eval/accuracy/{task}": statistics.fmean(right) for task, right in of_tasks.items()} | {
         "eval/accuracy": accuracy,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from rl.observability.batches import write_batch
+from rl.observability.curve import draw_curve
 from rl.observability.files import Files
 from rl.observability.rollout_log import MAX_FAILED, Trained
 from rl.observability.sinks import Sinks
@@ -38,13 +40,14 @@ class Recorder:
         num_steps: int,
         timeline: Timeline,
         sinks: Sinks,
-        watches: Sequence[Watch] = (),
+        watches: Sequence[Callable[[], Watch]] = (),
         out: TextIO | None = None,
         num_rollouts: int = 4,
         write_seconds: float = Deadlines().checkpoint,
     ):
-        """num_rollouts: how many of a step or an evaluation are recorded, beside those that failed.
+        """watches: made anew where steps happen again.
 
+        num_rollouts: how many of a step or an evaluation are recorded, beside those that failed.
         write_seconds: how long files may take (deadlines.checkpoint).
         """
         self.run_dir = run_dir
@@ -52,10 +55,11 @@ class Recorder:
         self._out = out or sys.stdout
         self._sinks = sinks
         self._files = Files(run_dir, num_rollouts, timeline.trace is not None, write_seconds)
-        self._warning_log = WarningLog(self._files.write_progress)
+        self._warning_log = WarningLog(self._files.write_progress, self._begin_line)
         self._last_kept = self._last_shown = timeline.now()
         self._said_no_signal = False
-        self._watches: tuple[Watch, ...] = (CollapseWatch(), ParityWatch(), *watches)
+        self._make_watches: Sequence[Callable[[], Watch]] = (CollapseWatch, ParityWatch, *watches)
+        self._watches: tuple[Watch, ...] = tuple(make() for make in self._make_watches)
         self._warmup_watch = LossWatch("warmup.lr")
         self._unshown = ""  # the newest line of the warm-up, where it was not printed
         self._timeline = timeline
@@ -103,6 +107,7 @@ class Recorder:
     async def rewind(self, step: int) -> None:
         """Forget what was recorded after `step`, as it happens again; and a line that a crash cut short."""
         self._sinks.rewind(step)
+        self._watches = tuple(make() for make in self._make_watches)
         kept = await self._files.rewind(step)
         self.rewards = {r["step"]: r["reward/mean"] for r in kept if r.get("reward/mean") is not None}
         self.accuracies = {
@@ -139,6 +144,8 @@ class Recorder:
         return self._timeline.now()
 
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
+        if step == 1:  # the first, or again after an engine's death
+            self._warmup_watch = LossWatch("warmup.lr")
         self._tell(step, {"warmup/loss": loss})
         is_due = step in (1, num_steps) or self._timeline.now() - self._last_kept >= _SILENCE_SECONDS
         self._unshown = f"warm-up {step}/{num_steps}  loss {loss:.3f}"
@@ -217,31 +224,8 @@ class Recorder:
             self._timeline.skip(waited_since)
 
     def draw_curve(self, title: str) -> Path:
-        """curve.png: the mean reward of each step and the held-out accuracy with its standard error."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
-        if self.rewards:
-            axes.plot(*zip(*self.rewards.items(), strict=True), color="#9db4c8", label="training reward")
-        if self.accuracies:
-            steps = list(self.accuracies)
-            values, errors = zip(*self.accuracies.values(), strict=True)
-            axes.errorbar(
-                steps, values, errors, color="#c0392b", marker="o", capsize=3, label="held-out accuracy"
-            )
-        axes.set(xlabel="step", ylabel="reward, accuracy", title=title)
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(min(bottom, -0.02), max(top, 1.02))
-        axes.grid(alpha=0.3)
-        axes.legend(loc="best")
-        path = self.run_dir / "curve.png"
-        figure.tight_layout()
-        figure.savefig(path)
-        pyplot.close(figure)
-        return path
+        """curve.png, see curve.py."""
+        return draw_curve(self.run_dir / "curve.png", title, self.rewards, self.accuracies)
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON has neither NaN nor infinity: what could not be measured is null.
@@ -271,9 +255,13 @@ class Recorder:
         if self._timeline.trace is not None:
             self._files.write_trace(self._timeline.trace.take())
 
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._line(text, keep=True)
+
     def _say(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self._line(line, keep=True)
+            self.say(line)
 
     def _line(self, text: str, keep: bool) -> None:
         """On a terminal the next line overwrites one that is not kept; elsewhere only kept ones appear."""
@@ -282,6 +270,14 @@ class Recorder:
         if keep or self._out.isatty():
             self._last_shown = self._timeline.now()
         if self._out.isatty():
-            print(f"\r\x1b[2K{text}", end="\n" if keep else "", file=self._out, flush=True)
+            self._begin_line()
+            if not keep:  # a line that wraps is not overwritten
+                text = text[: shutil.get_terminal_size().columns - 1]
+            print(text, end="\n" if keep else "", file=self._out, flush=True)
         elif keep:
             print(text, file=self._out, flush=True)
+
+    def _begin_line(self) -> None:
+        """In the place of a line that is not kept."""
+        if self._out.isatty():
+            print("\r\x1b[2K", end="", file=self._out, flush=True)

@@ -32,7 +32,8 @@ class TensorBoard:
         self._directory = str(run_dir / "tensorboard")
         self._new_writer = SummaryWriter
         self._writer = SummaryWriter(self._directory)
-        self._warmup: Any = None  # a curve of its own: its steps do not happen again
+        self._warmup: Any = None  # a curve of its own, with steps of its own
+        self._warms_up_again = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -42,12 +43,18 @@ class TensorBoard:
         if not name.startswith("warmup/"):
             return self._writer
         if self._warmup is None:
-            self._warmup = self._new_writer(f"{self._directory}/warmup")
+            again = {"purge_step": 1} if self._warms_up_again else {}
+            self._warmup = self._new_writer(f"{self._directory}/warmup", **again)
         return self._warmup
 
     def rewind(self, step: int) -> None:
         self._writer.close()
         self._writer = self._new_writer(self._directory, purge_step=step + 1)
+        if step <= 0:
+            self._warms_up_again = True
+            if self._warmup is not None:
+                self._warmup.close()
+                self._warmup = None
 
     def close(self, failed: bool) -> None:
         self._writer.close()

@@ -239,6 +239,9 @@ def test_pinned_nobody_goes_beyond_the_version_that_is_measured():
                 await asyncio.sleep(0.01)
                 assert version == 0 and [r.version for r in world.pool.replicas] == [0, 0]
                 assert (await sampler.sample([1], 1, PARAMS))[0].versions == VersionRange(0, 0)
+                assert world.pool.take_counts() == (0, 0)  # none of a step's
+                await world.pool.at_least(0).sample([1, 2], 2, PARAMS)
+                assert world.pool.take_counts()[0] == 4
                 assert world.store.versions[MODEL] == [0, 2]
             await world.until(lambda: all(r.version == 2 for r in world.pool.replicas))
             assert world.process(0).loaded == [(MODEL, 0), (MODEL, 2)]

@@ -278,6 +278,9 @@ class QuietRecorder(SimpleNamespace):
     def begin_steps(self):
         self.num_pauses += 1
 
+    def say(self, text):
+        print(text)
+
     def rollouts(self, step, split, groups):
         self.failed[step, split] = groups
 

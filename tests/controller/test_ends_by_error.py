@@ -94,7 +94,7 @@ def test_the_first_step_of_a_run_that_goes_on_begins_after_its_start(tmp_path):
     settings = config(steps=6, resume=str(latest(tmp_path / "checkpoints")))
     actors, _ = fake_actors(settings, tmp_path)
     recorder = QuietRecorder(tmp_path)
-    recorder.accuracies = {}
+    recorder.accuracies = first.evaluations
     tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
     asyncio.run(
         RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder, goes_on=True).run()

@@ -221,3 +221,27 @@ def test_a_second_interrupt_ends_the_run_without_a_checkpoint_where_the_first_on
 
     assert isinstance(end(world, interrupt), asyncio.CancelledError)
     assert len(times) == 2 and not checkpoints(world)
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "evaluated", "expected"),
+    [
+        (True, [0], True),
+        (True, [0, 2], False),
+        (True, [0, 3], False),
+        (True, [], True),
+        (False, [0, 2], True),
+    ],
+)
+def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, goes_on, evaluated, expected):
+    """Of step 2, beside step 3, of which the checkpoint is."""
+    settings = config(steps=3, max_offpolicy_steps=1)
+    run_fakes(settings, tmp_path)
+    checkpoint = str(tmp_path / "checkpoints" / "step-3")
+    recorder = QuietRecorder(tmp_path)
+    recorder.accuracies = dict.fromkeys(evaluated, (0.5, 0.1))
+    actors, _ = fake_actors(settings, tmp_path)
+    tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
+    learning = learning_of(replace(settings, steps=9))
+    schedule = asyncio.run(RunStages(learning, checkpoint, actors, tokenizer, recorder, goes_on).start())
+    assert (schedule.first, schedule.evaluate_first) == (4, expected)

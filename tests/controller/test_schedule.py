@@ -74,6 +74,34 @@ def test_an_evaluation_is_no_step():
     assert saved_after([10] * 100, save_every=20, evaluation=400) == [200, 800, 1400, 2000]
 
 
+def test_what_waits_for_an_evaluation_is_saved_before_it():
+    """Steps of 270 s, and after each an evaluation of 480 s: with the next step 12.5 minutes."""
+    now = 0.0
+    clock = SaveClock(10.0, now=lambda: now)
+    schedule = Schedule(1, 100, 1, save_clock=clock)
+    lost = []
+    for step in range(1, 6):
+        clock.begin()
+        now += 270
+        if schedule.saves(step):
+            clock.saved()
+        lost.append(now - clock._saved)
+        now += 480
+        clock.evaluated(480)
+    assert lost == [270, 0, 0, 0, 0]
+    beside = replace(schedule, evaluate_beside=True)
+    clock.saved()
+    clock.begin()
+    now += 270
+    assert schedule.saves(7) and not beside.saves(7)
+
+
+def test_the_newest_step_that_an_evaluation_is_of():
+    schedule = Schedule(1, 47, 20)
+    steps = (0, 1, 19, 20, 21, 39, 40, 46, 47)
+    assert [schedule.newest_evaluated(step) for step in steps] == [0, 0, 0, 20, 20, 20, 40, 40, 47]
+
+
 @pytest.mark.parametrize("seconds", [1, 7, 61, 200, 299, 300, 301, 599, 600, 601, 5000])
 @pytest.mark.parametrize("save_every", [0, 3, 20])
 def test_at_most_ten_minutes_are_lost_but_for_a_longer_step_and_no_save_comes_too_early(seconds, save_every):

@@ -15,3 +15,12 @@ def test_classes_and_functions_of_a_recipe_are_read_back_anywhere(tmp_path):
     assert (batch["metadata"].value, batch["function"]().value, coef) == (3, 4, 0.5)
     write_batch(tmp_path, 2, None, 0.0, 1)
     assert has_batch(tmp_path, 2) and not has_batch(tmp_path, 1)
+
+
+def test_a_run_that_goes_on_with_fewer_keeps_no_more(tmp_path):
+    for step in range(1, 10):
+        write_batch(tmp_path, step, None, 0.0, 5)
+    (tmp_path / "batches" / "mine").touch()
+    for step in (10, 11):
+        write_batch(tmp_path, step, None, 0.0, 2)
+    assert {path.name for path in (tmp_path / "batches").iterdir()} == {"step-10.pkl", "step-11.pkl", "mine"}

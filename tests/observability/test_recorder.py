@@ -3,9 +3,12 @@
 import asyncio
 import io
 import json
+import logging
 import math
+import re
 import threading
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -16,6 +19,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.rollout_log import MAX_FAILED, RolloutLog
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
+from rl.observability.watches import LossWatch
 from rl.types import Score
 from tests.controller.test_training_batch import group
 from tests.observability.test_sinks import Hanging, Keeping
@@ -319,3 +323,67 @@ def test_a_run_that_is_started_again_has_a_trace_of_each_start(tmp_path):
         events = json.loads((tmp_path / name).read_text())
         assert [event["name"] for event in events if event["ph"] == "X"] == [verb, "save_hf"]
     assert len(list(tmp_path.glob("trace*"))) == 2
+
+
+def test_watches_begin_anew_with_steps_that_happen_again(tmp_path):
+    """A loss that falls twice is none that rises."""
+    out = io.StringIO()
+
+    async def main():
+        watches = [partial(LossWatch, "trainer.lr")]
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({}), watches, out=out) as recorder:
+            for life in range(2):
+                for number in range(1, 7):
+                    recorder.warmup(number, 6, 4.0 / number)
+                for number in range(1, 7):
+                    recorder.step(number, {**METRICS, "loss": 4.0 / number}, [])
+                if life == 0:
+                    await recorder.rewind(0)
+            recorder.step(7, {**METRICS, "loss": 9.0}, [])
+
+    asyncio.run(main())
+    assert [line for line in out.getvalue().splitlines() if "loss rises" in line] == [
+        "step 7: the loss rises: 3.49 over the last 3 steps, after 0.82 at best; lower trainer.lr"
+    ]
+
+
+class Terminal(io.StringIO):
+    """Rows of so many columns, as a user sees them."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self._columns = columns
+
+    def isatty(self):
+        return True
+
+    def rows(self):
+        rows, at = [""], 0
+        for part in re.split(r"(\r|\n|\x1b\[2K)", self.getvalue()):
+            if part == "\n":
+                rows.append("")
+            elif part == "\x1b[2K":
+                rows[-1] = ""
+            elif part != "\r":
+                for at in range(0, len(part), self._columns):
+                    rows[-1] += part[at : at + self._columns]
+                    if at + self._columns < len(part):
+                        rows.append("")
+        return [row for row in rows if row]
+
+
+def test_on_a_narrow_terminal_each_line_overwrites_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = Terminal(40)
+
+    async def main():
+        async with Recorder(tmp_path, 1000, Timeline(), Sinks({}), out=out) as recorder:
+            for number in range(2, 9):
+                step(recorder, number, group(1))
+            recorder.say("going on from the beginning")
+            step(recorder, 9, group(1))
+            logging.getLogger("rl.x").warning("generator-0 died")
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(out)])
+    asyncio.run(main())
+    assert out.rows() == ["going on from the beginning", "generator-0 died"]

@@ -224,6 +224,26 @@ def test_tensorboard_keeps_the_warm_up_where_steps_happen_again(tmp_path):
     assert [event.step for event in runs.Scalars(".", "loss")] == [*range(1, 7)]
 
 
+@pytest.mark.parametrize("in_a_new_process", [False, True])
+def test_a_warm_up_that_happens_again_is_in_tensorboard_once(tmp_path, in_a_new_process):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    board = TensorBoard(tmp_path)
+    for step in range(1, 6):
+        board.log(step, {"warmup/loss": 1.0})
+    if in_a_new_process:
+        board.close(failed=True)
+    time.sleep(1.1)  # as above
+    board = TensorBoard(tmp_path) if in_a_new_process else board
+    board.rewind(-1 if in_a_new_process else 0)
+    for step in range(1, 4):
+        board.log(step, {"warmup/loss": 2.0})
+    board.close(failed=False)
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard")).Reload()
+    seen = [(event.step, event.value) for event in runs.Scalars("warmup", "warmup/loss")]
+    assert seen == [(1, 2.0), (2, 2.0), (3, 2.0)]
+
+
 def test_mlflow_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
