@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl.interfaces import Tokenizer
@@ -34,19 +34,39 @@ def chat_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text = tokenizer.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    data = tokenizer.token_bytes(token)
+    return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
+
+
+def _text(data: bytes) -> str:
+    """A token's; of a part of a character its bytes, as OpenAI's API writes them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def text_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any]:
     """As `chat_logprobs`, in the form of text completions."""
+
+    def text(token: int) -> str:
+        return _text(tokenizer.token_bytes(token))
+
     return {
-        "tokens": [tokenizer.decode([token]) for token in completion.tokens.tolist()],
+        "tokens": [text(token) for token in completion.tokens.tolist()],
         "token_logprobs": completion.logprobs.tolist(),
         "top_logprobs": [
-            {tokenizer.decode([token]): logprob for token, logprob in place} for place in completion.likeliest
+            _of_likelier((text(token), logprob) for token, logprob in place) for place in completion.likeliest
         ],
     }
+
+
+def _of_likelier(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Where tokens have one text, the logprob of the likeliest, which comes first."""
+    merged: dict[str, float] = {}
+    for text, logprob in pairs:
+        merged.setdefault(text, logprob)
+    return merged
 
 
 def head(kind: str, model: str) -> dict[str, Any]:

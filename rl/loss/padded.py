@@ -14,6 +14,7 @@ from rl.loss.advantages.base import Trajectory, estimate
 from rl.loss.aggregate import LossAgg, denominator, token_divisor
 from rl.loss.base import TokenInputs
 from rl.loss.dpo import DPO
+from rl.loss.objective import Objective
 
 _LOSS_INPUTS = ("ref_logprobs", "old_logprobs", "values", "returns")
 
@@ -47,7 +48,7 @@ def padded_loss(
 
     What has fewer bits is computed in fp32: sums over long sequences need them.
 
-    Raises RunError where a shape is another, and for a name that no loss of rl.loss reads.
+    Raises RunError where a shape is another, and for what would not be read.
     """
     of_pairs = isinstance(getattr(loss, "loss", loss), DPO)
     if of_pairs and loss_agg != "token_mean":
@@ -59,6 +60,8 @@ def padded_loss(
     unknown = sorted(loss_inputs.keys() - {*_LOSS_INPUTS})
     if unknown and type(getattr(loss, "loss", loss)).__module__.startswith("rl.loss."):
         raise RunError(f"no loss of rl.loss reads {', '.join(unknown)}; use {', '.join(_LOSS_INPUTS)}")
+    if why := _why_unread(loss, sampling_logprobs is not None and "old_logprobs" in loss_inputs):
+        raise RunError(why)
     if sampling_logprobs is None:
         sampling_logprobs = loss_inputs.get("old_logprobs")
     keep = mask.bool()
@@ -95,6 +98,20 @@ def padded_loss(
         values[name] = float(value) / (count if reduction == "sum" else 1)
     values.pop("dpo/pairs", None)  # of each pair one
     return PaddedLoss(total / divisor, values)
+
+
+def _why_unread(loss: Loss, has_both: bool) -> str:
+    """What an Objective would leave out. has_both: sampling_logprobs and old_logprobs are there."""
+    if not isinstance(loss, Objective):
+        return ""
+    if loss.kl.coef and not loss.kl.in_loss:
+        return "KL(into='reward') is no part of a loss; take it off the rewards, or set into='loss'"
+    if has_both and not loss.correction.reads_the_trainers and not loss.correction.tis_clip:
+        return (
+            "Correction(old_logprobs='generator') takes ratios against sampling_logprobs, and nothing reads "
+            "old_logprobs; set Correction(old_logprobs='trainer'), or leave one of them out"
+        )
+    return ""
 
 
 def padded_advantages(

@@ -137,6 +137,7 @@ class Checkpoints:
         The random state is restored where as many processes saved it. Raises RunError where there is no
         complete checkpoint.
         """
+        self.wait()  # it may be the one that is being written, and the group is the writer's
         with agreed(group=self._group):
             check_content(path, dist.get_rank(), dist.get_world_size())
         record = read_record(path)
@@ -153,7 +154,6 @@ class Checkpoints:
 
     def _read(self, path: Path, tensors: dict[str, Any]) -> None:
         """In place."""
-        self.wait()
         try:
             dcp.load(tensors, storage_reader=CheckpointReader(path), process_group=self._group)
         except CheckpointException as error:

@@ -1,6 +1,7 @@
 """The tokenizer of a Hugging Face directory."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from rl.errors import ConfigError, one_line
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BYTE, _SPACE = re.compile("<0x([0-9A-Fa-f]{2})>"), "\u2581"  # as SentencePiece writes them
 
 
 class HFTokenizer:
@@ -103,6 +105,30 @@ class HFTokenizer:
 
     def decode_with_special(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token stands for, which may be a part of a character; empty where it is none."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if token in self._tokenizer.added_tokens_decoder:
+            return piece.encode()
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None and "ByteLevel" in repr(backend.decoder):
+            return bytes(_BYTES[char] for char in piece if char in _BYTES)
+        return piece.replace(_SPACE, " ").encode()
+
+
+def _byte_level() -> dict[str, int]:
+    """Character -> byte, as byte-level vocabularies write them (Radford et al. 2019, GPT-2's encoder.py)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in visible)
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_level()
 
 
 def tokenizer_of(model_dir: str | Path) -> HFTokenizer:

@@ -157,8 +157,23 @@ def test_ratios_are_against_the_old_logprobs_that_are_passed(wrap):
     assert against_old.metrics["clip_fraction"] == sampled.metrics["clip_fraction"] > 0
 
 
+def test_both_old_logprobs_and_the_samplers_are_read_or_refused():
+    (logprobs, old, sampled), mask = rows(0, [5, 3], 6)
+    both = {"old_logprobs": old, "sampling_logprobs": sampled}
+    bare = padded_loss(Clip(), logprobs, mask, torch.ones(2), **both)
+    objective = Objective(Clip(), Correction(old_logprobs="trainer"))
+    assert padded_loss(objective, logprobs, mask, torch.ones(2), **both).loss == bare.loss
+    with pytest.raises(RunError, match="nothing reads old_logprobs; set .*old_logprobs='trainer'"):
+        padded_loss(Objective(Clip()), logprobs, mask, torch.ones(2), **both)
+    weighed = Objective(Clip(), Correction(old_logprobs="trainer", tis_clip=2.0))
+    assert "tis/weight" in padded_loss(weighed, logprobs, mask, torch.ones(2), **both).metrics
+
+
 def test_what_would_be_ignored_is_refused():
     (logprobs, old, _), mask = rows(0, [5, 3], 6)
+    with pytest.raises(RunError, match=r"KL\(into='reward'\) is no part of a loss; take it off the rewards"):
+        of_rewards = Objective(Clip(), kl=KL(coef=1.0, into="reward"))
+        padded_loss(of_rewards, logprobs, mask, torch.ones(2), ref_logprobs=old)
     with pytest.raises(
         RunError, match="no loss of rl.loss reads old_per_token_logps; use ref_logprobs, old_"
     ):

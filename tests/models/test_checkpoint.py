@@ -141,6 +141,13 @@ def test_saving_again_under_the_same_name_replaces(model_dir, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["latest-0"]
 
 
+def test_a_checkpoint_that_is_being_written_can_be_loaded(model_dir, tmp_path):
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    for step in range(5):
+        engine.save(tmp_path / f"step-{step}", {"step": step}, wait=False)
+        assert engine.load(tmp_path / f"step-{step}") == {"step": step}
+
+
 def test_a_byte_that_was_flipped_is_found_in_any_file_and_another_checkpoint_named(model_dir, tmp_path):
     engine = TitanEngine(model_dir, EngineConfig(seed=1))
     for step in (1, 2, 3):
