@@ -69,7 +69,7 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
         notes.problem(
             "numerics",
             f"dtype=bfloat16 needs GPUs of compute capability 8.0 or more ({is_old}); "
-            + ("adapters need it, so use others" if _samples_adapters(demand) else "set --dtype float32"),
+            + ("adapters need it: use newer GPUs" if _samples_adapters(demand) else "set --dtype float32"),
         )
     if dtype == "float32" and _samples_adapters(demand):
         notes.problem(
