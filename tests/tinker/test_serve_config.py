@@ -262,8 +262,8 @@ def test_a_model_of_unknown_sizes_is_served_on_a_cpu(tmp_path):
 
 def test_a_server_with_a_gpu_for_each_process_fits_them_or_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    two = (GPU("T4", 5.0, (7, 5)),) * 2
-    config = ServeConfig(str(tmp_path), dtype="float32")
+    two = (GPU("L4", 5.0, (8, 9)),) * 2
+    config = ServeConfig(str(tmp_path))
     with pytest.raises(
         ConfigError, match=r"GPU \d has 4.6 GiB for processes that need about .* GiB short; use a"
     ):
@@ -272,6 +272,8 @@ def test_a_server_with_a_gpu_for_each_process_fits_them_or_is_refused(tmp_path):
     assert isinstance(
         spec(plan_of(config, tmp_path, 2048, Host(8, 64.0, large)), "generator").config.kv_cache_gib, Fill
     )
+    with pytest.raises(ConfigError, match="^dtype=float32 does not go with adapters on a GPU, .* 16 bits"):
+        plan_of(replace(config, dtype="float32"), tmp_path, 2048, Host(8, 64.0, large))
 
 
 @pytest.mark.parametrize("name", setting_names(ServeConfig("x")))
