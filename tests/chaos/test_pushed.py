@@ -41,7 +41,11 @@ def test_a_transport_that_pushes_gives_the_same_run_through_a_death(tmp_path, wh
     victim.wait_for_step(3)
     assert victim.kill(names, signal.SIGKILL)
     is_the_same_run(victim, whole)
-    counts = victim.counts("generator-1")
-    lives = [each for each in counts if sum(each) == 2]  # the first fetch of each: of two ranks' parts
-    assert lives == [(0, 2)] * (1 if names == ("trainer-0",) else 2)
-    assert counts[-1][0] > counts[-1][1]  # most came before they were asked for
+    counts = [victim.counts(f"generator-{number}") for number in range(2)]
+    lives = [
+        each for of_one in counts for each in of_one if sum(each) == 2
+    ]  # their first, of two ranks' parts
+    assert {*lives} == {(0, 2)}
+    # The run may end before the second that was killed is there again.
+    assert len(lives) in ((2,) if names == ("trainer-0",) else (3, 4))
+    assert max(counts, key=len)[-1][0] > 2  # most came before they were asked for
