@@ -63,10 +63,10 @@ def written(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(address: str, backlog: int = 128) -> socket.socket:
-    """On a free port of this address alone."""
+def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """On this address alone. port: 0 is a free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
+    return socket.create_server((address, port), family=family, backlog=backlog)
 
 
 def address_of(host: str) -> str:

@@ -139,13 +139,9 @@ def remove_unowned(base: Path) -> None:
     for path in paths:
         with suppress(OSError):  # it is not empty, or no directory
             path.rmdir()
-        with suppress(OSError):  # gone in the meantime, or no directory of a run
-            owner = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if _is_ours(path, owner) and lock(owner):
-                    _remove(path)
-            finally:
-                os.close(owner)
+        with suppress(OSError), _owner_file(path) as owner:  # gone in the meantime, or no directory of a run
+            if _is_ours(path, owner) and lock(owner):
+                _remove(path)
 
 
 def _is_ours(path: Path, owner: int) -> bool:
@@ -219,13 +215,19 @@ def _or_elsewhere(base: Path) -> str:
 
 def is_owned(path: Path) -> bool:
     """Whether it is a directory whose owner lives."""
-    with suppress(OSError):
-        owner = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return not lock(owner)
-        finally:
-            os.close(owner)
+    with suppress(OSError), _owner_file(path) as owner:
+        return not lock(owner)
     return False
+
+
+@contextmanager
+def _owner_file(path: Path) -> Iterator[int]:
+    """Its descriptor. Raises OSError."""
+    owner = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield owner
+    finally:
+        os.close(owner)
 
 
 def _remove(path: Path) -> None:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from rl.errors import ConfigError, RunError, exit_code
-from rl.host_protocol import address_of, written
+from rl.host_protocol import address_of, listen, written
 from rl.processes import INTERRUPTS, end_with_parent
 
 _START_SECONDS = 300.0
@@ -42,7 +42,7 @@ class Group:
     has_store: bool = False
     """The launcher keeps one there."""
     name: str = "0"
-    """What others that meet at the same address are not called."""
+    """Tells it from others that meet at the same address."""
 
 
 def group_of(environment: Mapping[str, str]) -> Group | None:
@@ -138,9 +138,7 @@ def _listener(group: Group) -> int | None:
     """Of a socket on the first host's address alone. None: on all of them, as this host does not know which
     of its addresses that is: its own name is loopback here, or a service's. Raises OSError."""
     try:
-        address = address_of(group.address)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, group.port), family=family, backlog=128).detach()
+        return listen(address_of(group.address), group.port).detach()
     except ConfigError:
         return None
     except OSError as error:

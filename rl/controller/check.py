@@ -14,7 +14,6 @@ from rl.config.settle import why_no_plan
 from rl.config.validate import validate
 from rl.envs.base import held_out
 from rl.errors import ConfigError
-from rl.fields import check_fields
 from rl.interfaces import Tokenizer
 from rl.models.sources import ModelSource, TinyQwen3
 
@@ -49,10 +48,6 @@ def check(arguments: Sequence[str]) -> int:
 
 def _missing_here(config: RunConfig) -> list[str]:
     """What `validate` says of this machine, and of the files of models, which another machine may have."""
-    try:
-        config, _ = check_fields(config)
-    except ConfigError:
-        return []
     models = {"": config.model, "judge.model: ": config.judge.model}
     lines = [f"{name}{line}" for name, model in models.items() if model for line in _absent(model)]
     lines += _absent(config.reference.model) if config.reference.model else []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.machine import look_at_host
-from rl.command_flags import flag_name
+from rl.command_flags import flag_name, take_switch, take_value
 from rl.config.flags import override, settings_of
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.run import RunConfig
@@ -79,26 +79,21 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
 
 def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[str]]:
     """(launcher, words of the job, --cluster, --dry_run, the others). Raises ConfigError."""
+    words = list(arguments)
+    launcher = take_value(words, "--launcher", " or --launcher ".join(LAUNCHERS))
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"write --launcher {' or --launcher '.join(LAUNCHERS)}, once")
+    cluster, is_dry = take_value(words, "--cluster", "'2 x 8xH100-80'"), take_switch(words, "--dry_run")
     groups: list[list[str]] = []
-    for word in arguments:
+    for word in words:
         if word.startswith("--") or not groups:
             _, equals, value = word.partition("=")
             groups.append([flag_name(word) or word, *([value] if equals else [])])
         else:
             groups[-1].append(word)
-    launchers = [group for group in groups if group[0] == "--launcher"]
-    if len(launchers) != 1 or launchers[0][1:] not in [[name] for name in LAUNCHERS]:
-        raise ConfigError(f"write --launcher {' or --launcher '.join(LAUNCHERS)}, once")
-    clusters = [group for group in groups if group[0] == "--cluster"]
-    if clusters and (len(clusters) > 1 or len(clusters[0]) != 2):
-        raise ConfigError("write --cluster once, with a value, as --cluster '2 x 8xH100-80'")
-    dry = [group for group in groups if group[0] == "--dry_run"]
-    taken = [*launchers, *clusters, *dry]
     of_job = [word for group in groups if group[0].startswith(_OF_JOBS) for word in group]
-    rest = [
-        word for group in groups if group not in taken and not group[0].startswith(_OF_JOBS) for word in group
-    ]
-    return launchers[0][1], of_job, clusters[0][1] if clusters else "", bool(dry), rest
+    rest = [word for group in groups if not group[0].startswith(_OF_JOBS) for word in group]
+    return launcher, of_job, cluster, is_dry, rest
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:

@@ -8,6 +8,7 @@ from torch import nn
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 from rl.models.attention import PackedAttention
 from rl.models.decoder import Experts, Llama3Policy, Llama3RoPE, LogprobHead, Qwen3Policy, ValueHead
+from rl.models.experts import num_experts
 from rl.models.gpu_attention import VarlenOrFlex
 from rl.models.hf import rope_parameters
 from rl.models.hf_checks import check_supported
@@ -105,9 +106,9 @@ def _norm(hf: dict[str, Any], size: int) -> RMSNorm.Config:
 def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
     """A dense or a sparse feed-forward part, by the rules of Qwen3-MoE's config.json."""
     dim, normal = hf["hidden_size"], _normal(hf)
-    num_experts = hf.get("num_experts") or hf.get("num_local_experts")  # transformers 5 writes the latter
+    count = num_experts(hf)
     in_turn = (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
-    sparse = num_experts and layer not in hf.get("mlp_only_layers", []) and in_turn
+    sparse = count and layer not in hf.get("mlp_only_layers", []) and in_turn
     if not sparse:
         sizes = {"dim": dim, "hidden_dim": hf["intermediate_size"]}
         return {"feed_forward": make_ffn_config(**sizes, w1_param_init=normal, w2w3_param_init=normal)}
@@ -115,10 +116,10 @@ def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
     experts = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), normal["weight"])
     return {
         "moe": make_moe_config(
-            num_experts=num_experts,
+            num_experts=count,
             router=make_router_config(
                 dim=dim,
-                num_experts=num_experts,
+                num_experts=count,
                 gate_param_init=normal,
                 top_k=top_k,
                 score_func="softmax",
@@ -126,10 +127,10 @@ def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
             ),
             routed_experts=RoutedExperts.Config(
                 inner_experts=Experts.Config(
-                    dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, param_init=experts
+                    dim=dim, hidden_dim=hidden_dim, num_experts=count, param_init=experts
                 ),
                 token_dispatcher=make_token_dispatcher_config(
-                    num_experts=num_experts, top_k=top_k, comm_backend="standard"
+                    num_experts=count, top_k=top_k, comm_backend="standard"
                 ),
             ),
             load_balance_coeff=None,

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,15 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def tensor_shapes(model_dir: str | Path) -> dict[str, list[int]]:
-    files = map(_open, weight_files(model_dir))
-    return {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
+    """Read again where a file has changed: a start asks several times."""
+    files = [(path, path.stat()) for path in weight_files(model_dir)]
+    return _shapes(tuple((path, status.st_mtime_ns, status.st_size) for path, status in files))
+
+
+@lru_cache(maxsize=4)
+def _shapes(files: tuple[tuple[Path, int, int], ...]) -> dict[str, list[int]]:
+    opened = (_open(path) for path, _, _ in files)
+    return {name: file.get_slice(name).get_shape() for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 def tensor_names(model_dir: str | Path) -> set[str]:

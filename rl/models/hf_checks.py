@@ -7,6 +7,7 @@ from typing import Any
 
 from rl.bounds import MOST
 from rl.errors import ConfigError
+from rl.models.experts import expert_width
 from rl.models.hf import rope_parameters
 from rl.models.layout import why_no_split
 
@@ -107,9 +108,7 @@ def check_supported(config: dict[str, Any]) -> None:
 
 def check_expert_width(config: dict[str, Any], dtype: str, tensor_parallel: int) -> None:
     """Raises ConfigError where torch's grouped product does not take a rank's part of the experts."""
-    is_sparse = config.get("num_experts") or config.get("num_local_experts")
-    width = config.get("moe_intermediate_size") if is_sparse else 0
-    if why := why_no_split(width or 0, dtype, tensor_parallel):
+    if why := why_no_split(expert_width(config), dtype, tensor_parallel):
         raise ConfigError(why)
 
 

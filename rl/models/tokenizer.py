@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,24 @@ class HFTokenizer:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
-        if token in self._tokenizer.added_tokens_decoder:
+        if token in self._added:
             return piece.encode()
         if match := _BYTE.fullmatch(piece):
             return bytes([int(match[1], 16)])
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None and "ByteLevel" in repr(backend.decoder):
+        if self._is_byte_level:
             return bytes(_BYTES[char] for char in piece if char in _BYTES)
         return piece.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Special tokens, and those that a vocabulary was extended by. transformers makes the table anew each
+        time it is asked."""
+        return frozenset(self._tokenizer.added_tokens_decoder)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend is not None and "ByteLevel" in repr(backend.decoder)
 
 
 def _byte_level() -> dict[str, int]:

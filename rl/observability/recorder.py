@@ -267,15 +267,13 @@ class Recorder:
         """On a terminal the next line overwrites one that is not kept; elsewhere only kept ones appear."""
         if keep:
             self._last_kept = self._timeline.now()
-        if keep or self._out.isatty():
-            self._last_shown = self._timeline.now()
-        if self._out.isatty():
-            self._begin_line()
-            if not keep:  # a line that wraps is not overwritten
-                text = text[: shutil.get_terminal_size().columns - 1]
-            print(text, end="\n" if keep else "", file=self._out, flush=True)
-        elif keep:
-            print(text, file=self._out, flush=True)
+        if not (keep or self._out.isatty()):
+            return
+        self._last_shown = self._timeline.now()
+        self._begin_line()
+        if not keep:  # a line that wraps is not overwritten
+            text = text[: shutil.get_terminal_size().columns - 1]
+        print(text, end="\n" if keep else "", file=self._out, flush=True)
 
     def _begin_line(self) -> None:
         """In the place of a line that is not kept."""

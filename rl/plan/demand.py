@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.errors import ConfigError
+from rl.models.experts import expert_width
 from rl.models.layout import Layout
-from rl.plan.model_shape import ModelShape, num_experts
+from rl.plan.model_shape import ModelShape
 from rl.plan.sections import GeneratorConfig, Hosts, RewardConfig, TrainerConfig
 from rl.types import LoRA, TransportName
 from rl.waiting import Deadlines
@@ -113,9 +114,8 @@ class ModelFacts:
             shape = None
         if shape is not None and num_elements and not shape.may_have(num_elements):
             shape = None
-        width = hf.get("moe_intermediate_size") if num_experts(hf) else 0
         heads = {name: hf[name] for name in _HEADS if isinstance(hf.get(name), int) and hf[name] > 0}
-        return ModelFacts(shape, positions, width if isinstance(width, int) else 0, heads, layers)
+        return ModelFacts(shape, positions, expert_width(hf), heads, layers)
 
 
 @dataclass(frozen=True)

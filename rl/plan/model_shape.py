@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import ConfigError
+from rl.models.experts import COUNTS, num_experts
 from rl.types import LoRA
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -20,7 +21,6 @@ TIED = frozenset({
 """model_type of those whose config.json need not say that embeddings and head are one tensor."""
 UNLIKE = frozenset({"falcon_h1", "gemma4_text", "llama4_text", "olmo_hybrid", "qwen3_5_text"})
 """model_type of those that have more elements than the same sizes of such a decoder."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,8 @@ class ModelShape:
         return 2 * self.num_layers * heads * self.head_dim * BYTES[dtype]
 
 
-def num_experts(hf: Mapping[str, Any]) -> int:
-    """Of a layer, which others route to; 0 where there are none. hf: the contents of config.json."""
-    return next((hf[name] for name in _EXPERTS if hf.get(name)), 0)
-
-
 def _is_of_another(key: str, value: Any) -> bool:
     """Whether a key of config.json says that its layers are not those which are counted here."""
     if key in ("kv_lora_rank", "ffn_config"):  # compressed keys; experts of DBRX
         return bool(value)
-    return key not in _EXPERTS and key.endswith("num_experts") and bool(value)
+    return key not in COUNTS and key.endswith("num_experts") and bool(value)

@@ -35,6 +35,7 @@ print("monarch-" + str(os.getpid()), flush=True)
 time.sleep(600)
 """
 MESH = "7-mesh"
+LOOK_AT_GPUS = host_agent._look_at_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -676,3 +677,14 @@ def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsy
     problems = [line for line in lines if line.startswith("problem: ")]
     assert sum("host 127.0.0.1:1 does not answer" in line for line in problems) == len(problems) == 1
     look_at_hosts.cache_clear()
+
+
+def test_gpus_that_do_not_answer_end_the_worker(monkeypatch, tmp_path):
+    """Whose start others wait for."""
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(host_agent.sys, "executable", str(hangs))
+    monkeypatch.setattr(host_agent, "_LOOK_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"GPUs did not answer within 0 s; see whether nvidia-smi does"):
+        asyncio.run(LOOK_AT_GPUS())

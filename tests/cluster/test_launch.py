@@ -3,8 +3,10 @@
 import asyncio
 import os
 import resource
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,13 +15,17 @@ import pytest
 from torch.distributed.rendezvous import rendezvous
 
 from configs.quickstart import quickstart
-from rl.cluster.launch import _Start
-from rl.cluster.launchers import ThisHost
+from rl.cluster.host_agent import SILENCE_SECONDS
+from rl.cluster.launch import _Start, launch
+from rl.cluster.launchers import Hosts, ThisHost
+from rl.cluster.leases import Lease
 from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, _prepare_process, join_group
 from rl.config.settle import settle
 from rl.observability.timeline import Timeline
+from rl.plan.cluster import Cluster, Host
 from rl.processes import PARENT, allow_many_files
 from tests.plans import AMPLE
+from tests.virtual_time import run_virtually
 
 
 @pytest.fixture
@@ -94,3 +100,59 @@ def test_the_processes_of_a_mesh_meet_on_the_loopback_interface(monkeypatch, wor
     del ranks
     stores.clear()
     assert listening() == before
+
+
+class HeldLease(Lease):
+    """Of a host whose Monarch takes so many seconds to start; it ends what is silent for longer than 45 s."""
+
+    slow = "10.0.0.2:7000"
+
+    async def connect(self):
+        await asyncio.sleep(60.0 if self.address == self.slow else 5.0)
+        self._id, self.own_address, self.heard = "a lease", "10.0.0.9", asyncio.get_running_loop().time()
+
+    async def ping(self):
+        if self.is_held:
+            now = asyncio.get_running_loop().time()
+            assert now - self.heard < SILENCE_SECONDS
+            self.heard = now
+
+    async def send_models(self):
+        await self.ping()
+
+    async def close(self):
+        self._id = ""
+
+
+def test_a_host_that_is_ready_first_is_kept_until_the_slowest_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.cluster.launchers.Lease", HeldLease)
+    monkeypatch.setattr(Hosts, "_use_network", lambda self: None)
+    hosts = Cluster(tuple(Host(4, 64.0, address=f"10.0.0.{number}:7000") for number in (1, 2)))
+    plan = settle(quickstart(), cluster=hosts)
+
+    async def main():
+        launcher = Hosts(plan)
+        async with launcher.open(tmp_path, tmp_path, {"model": tmp_path}):
+            assert all(lease.is_held for lease in launcher._leases) and launcher.address == "10.0.0.9"
+
+    run_virtually(main())
+
+
+def test_directories_are_absolute_wherever_processes_are_started(tmp_path, monkeypatch):
+    class Noting(ThisHost):
+        @asynccontextmanager
+        async def open(self, run_dir, shared, models):
+            raise RuntimeError(f"{run_dir} {models['model']}")
+            yield
+
+    monkeypatch.chdir(tmp_path)
+    plan = settle(quickstart(), cluster=AMPLE)
+
+    async def main():
+        async with launch(plan, {"model": Path("a/model")}, Path("a/run"), launcher=Noting(plan.cluster)):
+            pass
+
+    monkeypatch.setattr("rl.cluster.launch.adopt_orphans", lambda: None)
+    monkeypatch.setattr("rl.cluster.launch.allow_many_files", lambda: None)
+    with pytest.raises(RuntimeError, match=f"{tmp_path}/a/run {tmp_path}/a/model"):
+        asyncio.run(main())

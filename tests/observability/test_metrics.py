@@ -140,6 +140,14 @@ def test_a_held_out_problem_is_right_only_with_the_whole_reward():
         "eval/accuracy": 0.5, "eval/accuracy/sums": 0.5, "eval/accuracy/words": 0.0, "eval/errors": 1,
         "eval/standard_error": 0.25, "eval/reward": 0.75,
     }  # fmt: skip
+    nested = [
+        of_task(f"maths/{name}", Score(float(right))) for name, right in (("a/x", 1), ("a/y", 0), ("b", 1))
+    ]
+    of_levels = {name: value for name, value in eval_metrics(nested).items() if "accuracy/" in name}
+    assert of_levels == {
+        "eval/accuracy/maths": pytest.approx(2 / 3), "eval/accuracy/maths/a": 0.5, "eval/accuracy/maths/a/x": 1.0,
+        "eval/accuracy/maths/a/y": 0.0, "eval/accuracy/maths/b": 1.0,
+    }  # fmt: skip
 
 
 def test_what_a_loss_measures_of_its_own_is_recorded_whatever_it_is_called():
