@@ -3,7 +3,7 @@
 import asyncio
 import os
 import resource
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -152,7 +152,8 @@ def test_directories_are_absolute_wherever_processes_are_started(tmp_path, monke
         async with launch(plan, {"model": Path("a/model")}, Path("a/run"), launcher=Noting(plan.cluster)):
             pass
 
-    monkeypatch.setattr("rl.cluster.launch.adopt_orphans", lambda: None)
-    monkeypatch.setattr("rl.cluster.launch.allow_many_files", lambda: None)
+    for name in ("adopt_orphans", "allow_many_files"):  # of this process, for ever
+        monkeypatch.setattr(f"rl.cluster.launch.{name}", lambda: None)
+    monkeypatch.setattr("rl.cluster.launch.temporary_files", nullcontext)  # as the janitor of its directory
     with pytest.raises(RuntimeError, match=f"{tmp_path}/a/run {tmp_path}/a/model"):
         asyncio.run(main())
