@@ -1,4 +1,4 @@
-"""`rl gpu-check`: the stack on a GPU, in one table, for its first hour. A check ends after two minutes.
+"""`rl gpu-check`: the stack on a GPU, in one table, for its first hour. A check ends after five minutes.
 
 Each check is a process of its own, so that what fails, hangs or crashes costs one row. On a CPU those run
 that can, and the others say what they need.
@@ -24,13 +24,13 @@ from rl.gpu_checks import (
     compile_,
     context_parallel,
     imports,
-    moe,
     self_check,
-    stack,
     suspend,
     trees,
     with_weights,
 )
+from rl.gpu_memory_check import memory
+from rl.gpu_stack_checks import moe, stack
 from rl.models.hf import read_config
 from rl.plan.cluster import Host
 from rl.processes import kill_tree
@@ -63,6 +63,7 @@ CHECKS = (
         "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
     ),
     Check("suspend", "Engine.suspend() and resume()", suspend, needs=1),
+    Check("memory", "what a step of Qwen3-0.6B's shape takes, against rl plan", memory, needs=1),
     Check(
         "context_parallel", "two processes that share each row, against one", context_parallel, num_procs=2
     ),
@@ -156,7 +157,7 @@ def _describe(machine: Host) -> str:
 
 
 def _tiny_model(scratch: Path) -> Path:
-    """A Qwen3 of random weights, in 64-wide heads as flash attention knows them."""
+    """A Qwen3 of random weights."""
     from rl.envs.sort_letters import ALPHABET
     from rl.models.sources import TinyQwen3
 

@@ -13,13 +13,13 @@ import torch
 NUM_GPUS = torch.cuda.device_count()
 MASK = os.environ.get("CUDA_VISIBLE_DEVICES")  # as the tests were started with
 
-# What is compared: (on CPUs, on GPUs; the latter are not measured yet)
+# What is compared: (on CPUs, on GPUs). On one H200: 0.043 in bf16, 1e-6 in fp32.
 _LIMITS = {
     "generator against trainer": (
         1e-3,
         0.2,
     ),  # nats, the mean and the worst token of a run in its default dtype
-    "generator in fp32": (1e-4, 2e-3),  # nats, the worst token
+    "generator in fp32": (1e-4, 1e-4),  # nats, the worst token
 }
 
 

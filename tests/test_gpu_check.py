@@ -1,15 +1,23 @@
 """`rl gpu-check`: its table with checks that are made up, and those that a CPU can run for real."""
 
+# holds: exact
+
 import io
+import json
 import time
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 
-from rl import gpu_check, gpu_checks
+from rl import gpu_check, gpu_checks, gpu_memory_check
 from rl.errors import ConfigError
+from rl.models.engine_config import EngineConfig
 from rl.plan.cluster import GPU, Host
+from rl.plan.memory import engine_memory
+from rl.plan.model_shape import ModelShape
 from rl.processes import ProcessInfo, is_gone, own_host
+from rl.types import LoRA
 from tests.tiny import write_config
 
 CPU, ONE = Host(2, 8.0), Host(16, 64.0, (GPU("H100", 78.8, (9, 0)),))
@@ -104,6 +112,35 @@ def test_what_a_check_that_hangs_has_started_ends_with_it(monkeypatch, tmp_path)
     while not is_gone(started):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("share, context, fits", [(1.0, 0, True), (0.8, 0, False), (1.1, 0.1, False)])
+def test_the_memory_of_a_step_is_held_against_the_plan(monkeypatch, tmp_path, share, context, fits):
+    """share, context: of the planned bytes, what torch's allocator takes, and what CUDA does beside it."""
+    write_config(tmp_path)
+    shape, config = {"max_position_embeddings": 512}, EngineConfig(dtype="bfloat16", max_seq_len=512)
+    hf = json.loads((tmp_path / "config.json").read_text()) | shape
+    planned = engine_memory(ModelShape.of(hf), config, LoRA(rank=16), learns=True, on_cpu=False).total
+    taken, total = share * planned, 2 * planned
+    monkeypatch.setattr(gpu_memory_check, "_QWEN3_0_6B", shape)
+    monkeypatch.setattr(gpu_memory_check, "_WAYS", {"plain": {}})
+    monkeypatch.setattr(gpu_memory_check.os, "environ", {})
+    for name, value in {
+        "mem_get_info": (total - taken - context * planned, total),
+        "memory_reserved": taken,
+        "max_memory_reserved": taken,
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    if fits:
+        figures = gpu_memory_check.memory(tmp_path)
+        assert figures["plain, of the plan"] == pytest.approx(1.0) and figures["plain, TFLOP/s"] > 0
+        assert figures["plain, GiB"] == pytest.approx(planned / 2**30)
+    else:
+        with pytest.raises(RuntimeError, match=f"plain: {share + context:.2f} of what is planned"):
+            gpu_memory_check.memory(tmp_path)
 
 
 @pytest.mark.slow

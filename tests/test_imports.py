@@ -46,6 +46,8 @@ LAYERS = [
         "rl.fetch",
         "rl.gpu_check",
         "rl.gpu_checks",
+        "rl.gpu_memory_check",
+        "rl.gpu_stack_checks",
         "configs",
         "rl.configs",
     },
@@ -115,7 +117,7 @@ def test_the_loop_can_be_imported_without_torch_or_monarch():
 
 COMMANDS = {"rl.controller.check", "rl.controller.evaluate", "rl.controller.replay", "rl.controller.run"}
 COMMANDS |= {"rl.controller.submit"}
-COMMANDS |= {"rl.gpu_checks"}
+COMMANDS |= {"rl.gpu_stack_checks"}
 
 
 def test_only_the_settings_own_package_and_the_commands_name_a_config():

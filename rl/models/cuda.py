@@ -1,6 +1,6 @@
 """What NVIDIA GPUs need that a CPU does not: all code that asks which kind of GPU it is on.
 
-Decided by reading torch 2.13.0 and torchtitan 0.3.0. `rl gpu-check` shows what a GPU makes of it.
+Decided by reading torch 2.13.0 and torchtitan 0.3.0, and tried on an H200 (docs/gpu.md).
 """
 
 import torch

@@ -47,7 +47,7 @@ OTHERS = {
     "config/rehearsal.py": "before a run: tests/controller/test_check.py",
     "controller/run.py": "tests/test_processes.py, tests/controller/test_bad_days.py",
     "gpu_check.py": "is no run",
-    "gpu_checks.py": "is no run",
+    "gpu_stack_checks.py": "is no run",
     "http_server.py": "the Tinker server's and the endpoint's",
     "observability/files.py": "tests/observability",
     "observability/recorder.py": "tests/observability",

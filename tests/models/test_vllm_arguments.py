@@ -69,3 +69,8 @@ def test_a_generator_on_a_cpu_compiles_only_where_it_is_asked_to(compiles):
     """Else the first token waits ten seconds for a C++ compiler."""
     environment = generator_environment(1, compile=compiles)
     assert environment["TORCH_COMPILE_DISABLE"] == ("0" if compiles else "1")
+
+
+def test_a_generator_does_without_the_sampler_that_takes_no_seeds():
+    """vLLM would load it, and compile it with nvcc, where every request here has a seed."""
+    assert generator_environment(1)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
