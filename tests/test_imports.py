@@ -115,6 +115,14 @@ def test_the_loop_can_be_imported_without_torch_or_monarch():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_recipe_can_be_composed_without_torch():
+    """Each reward process imports its recipe: torch is a second and 180 MiB."""
+    modules = sorted(f"configs.{path.stem}" for path in (ROOT / "configs").glob("[a-z]*.py"))
+    check = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT)
+    assert len(modules) > 8 and done.stdout.strip() == "False", done.stderr
+
+
 COMMANDS = {"rl.controller.check", "rl.controller.evaluate", "rl.controller.replay", "rl.controller.run"}
 COMMANDS |= {"rl.controller.submit"}
 COMMANDS |= {"rl.gpu_stack_checks"}

@@ -5,13 +5,16 @@ micro-batch, S sequences. All per-token tensors are [M]; `logprobs` and `entropy
 A sequence is never split over micro-batches.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_LOG_RATIO = 20.0
 """Nats at which log-ratios are cut, as verl's of tokens are: e^20 and its gradient are finite in fp32."""
@@ -80,6 +83,6 @@ def sequence_means(
 ) -> torch.Tensor:
     """[M] -> [M]: each token gets the mean of its sequence, over the tokens where mask [M] is 1; else 0."""
     num, index = per_sequence(sample_ids)
-    mask = torch.ones_like(values) if mask is None else mask
+    mask = values.new_ones(values.shape) if mask is None else mask
     means = sequence_sums(values * mask, num, index) / sequence_sums(mask, num, index).clamp(min=1.0)
     return means[index]

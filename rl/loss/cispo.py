@@ -1,13 +1,16 @@
 """CISPO: clipped importance weights, gradients for every token."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rl.bounds import NonNegativeFloat, Share
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """Clip: the surrogate of PPO, GRPO and DAPO, with dual clip."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rl.bounds import NonNegativeFloat, Share, ZeroOrOverOne
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class Clip:
         ratio, advantages = log_ratio(logprobs, inputs.old_logprobs).exp(), inputs.advantages
         unclipped = ratio * advantages
         clipped = inputs.clip(ratio, 1 - self.low, 1 + self.high) * advantages
-        terms = torch.minimum(unclipped, clipped)
+        terms = unclipped.minimum(clipped)
         metrics = {"clip_fraction:sum": (clipped < unclipped).sum()}
         if self.dual:
-            bounded = torch.where(advantages < 0, torch.maximum(terms, self.dual * advantages), terms)
+            bounded = terms.maximum(self.dual * advantages).where(advantages < 0, terms)
             metrics["dual_clip_fraction:sum"] = (bounded > terms).sum()
             terms = bounded
         return LossOutput(-(terms * inputs.weights).sum(), metrics)

@@ -1,14 +1,17 @@
 """Correction: what is done about the gap between the generator that sampled and the trainer that learns."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from rl.bounds import NonNegativeFloat
 from rl.fields import refuse
 from rl.loss.base import TokenInputs, log_ratio, per_sequence, sequence_sums
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -99,4 +102,4 @@ class Correction:
         if self.level == "sequence":
             num, index = per_sequence(inputs.sample_ids)
             apart = sequence_sums(apart, num, index)[index]
-        return log_ratio(apart, torch.zeros_like(apart)).exp()
+        return log_ratio(apart, apart.new_zeros(())).exp()

@@ -1,10 +1,14 @@
 """CrossEntropy: supervised learning."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl.loss.base import LossOutput, TokenInputs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Distillation: the student's own samples, graded token by token by a teacher."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

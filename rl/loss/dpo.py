@@ -1,15 +1,17 @@
 """DPO: preferences between two responses, without rollouts."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rl.bounds import HalfShare, NonNegativeFloat
 from rl.errors import RunError
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,21 @@ class DPO:
         refuse(self)
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+        from torch.nn.functional import logsigmoid
+
         num, index = per_sequence(inputs.sample_ids)
         ids = inputs.sample_ids.unique()
-        if num % 2 or not torch.equal(ids[::2] + 1, ids[1::2]) or (ids[::2] % 2).any():
+        if num % 2 or not (ids[::2] + 1).equal(ids[1::2]) or (ids[::2] % 2).any():
             raise RunError("DPO needs chosen and rejected side by side; pack pairs with samples_per_unit=2")
         apart = (logprobs - inputs.loss_input("ref_logprobs")) * inputs.weights
         rewards = self.beta * sequence_sums(apart, num, index)
         margin = rewards[::2] - rewards[1::2]
-        right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
+        right, wrong = logsigmoid(margin), logsigmoid(-margin)
         loss = -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
         if self.nll_coef:
-            means = sequence_sums(logprobs, num, index) / sequence_sums(torch.ones_like(logprobs), num, index)
+            means = sequence_sums(logprobs, num, index) / sequence_sums(
+                logprobs.new_ones(logprobs.shape), num, index
+            )
             loss = loss - self.nll_coef * means[::2].sum()
         metrics: dict[str, torch.Tensor | float] = {
             "dpo/pairs:sum": len(margin),

@@ -1,12 +1,16 @@
 """DRO: off-policy learning without ratios."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl.bounds import NonNegativeFloat
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

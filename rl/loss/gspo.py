@@ -1,13 +1,16 @@
 """GSPO: ratios of whole sequences."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rl.bounds import NonNegativeFloat, Share
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio, sequence_means
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ class GSPO:
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
         mask = inputs.loss_inputs.get("sequence_ratio_mask")
         means = sequence_means(logprobs - inputs.old_logprobs, inputs.sample_ids, mask)
-        ratio = log_ratio(means, torch.zeros_like(means)).exp()
+        ratio = log_ratio(means, means.new_zeros(())).exp()
         if self.level == "token":
             ratio = ratio.detach() * (logprobs - logprobs.detach()).exp()
         unclipped = ratio * inputs.advantages
         clipped = inputs.clip(ratio, 1 - self.low, 1 + self.high) * inputs.advantages
-        loss = -(torch.minimum(unclipped, clipped) * inputs.weights).sum()
+        loss = -(unclipped.minimum(clipped) * inputs.weights).sum()
         return LossOutput(loss, {"clip_fraction:sum": (clipped < unclipped).sum()})

@@ -1,11 +1,14 @@
 """ImportanceSampling: REINFORCE, corrected for the policy that sampled."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """KL: the penalty for leaving the reference policy, and its three estimators."""
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from rl.bounds import NonNegativeFloat
 from rl.fields import refuse
 from rl.loss.base import log_ratio
+
+if TYPE_CHECKING:
+    import torch
 
 Estimator = Literal["k1", "k2", "k3"]
 

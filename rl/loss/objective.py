@@ -1,8 +1,9 @@
 """Objective: what the trainer is given in each step: loss, correction, KL penalty and entropy bonus."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl.bounds import NonNegativeFloat
 from rl.errors import RunError
@@ -11,6 +12,9 @@ from rl.interfaces import Loss
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.correction import Correction
 from rl.loss.kl import KL, estimate
+
+if TYPE_CHECKING:
+    import torch
 
 _RESERVED = {
     *("loss", "tokens", "computed", "unshared", "cuts", "entropy", "kl"),

@@ -3,10 +3,11 @@
 B sequences of up to T tokens. Nothing of a run is needed: `from rl.loss import Clip, GroupMean, padded_loss`.
 """
 
-from typing import NamedTuple, get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
-import torch
 
 from rl.errors import RunError
 from rl.interfaces import AdvantageEstimator, Loss
@@ -15,6 +16,9 @@ from rl.loss.aggregate import LossAgg, denominator, token_divisor
 from rl.loss.base import TokenInputs
 from rl.loss.dpo import DPO
 from rl.loss.objective import Objective
+
+if TYPE_CHECKING:
+    import torch
 
 _LOSS_INPUTS = ("ref_logprobs", "old_logprobs", "values", "returns")
 
@@ -50,6 +54,8 @@ def padded_loss(
 
     Raises RunError where a shape is another, and for what would not be read.
     """
+    import torch
+
     of_pairs = isinstance(getattr(loss, "loss", loss), DPO)
     if of_pairs and loss_agg != "token_mean":
         raise RunError(f"loss_agg={loss_agg!r} has no effect on DPO, the mean over pairs; leave it out")
@@ -124,6 +130,8 @@ def padded_advantages(
     to the last sampled token before it, else to the first. Raises RunError where a reward is not finite, and
     for an estimator that needs a critic's values.
     """
+    import torch
+
     if getattr(estimator, "needs_critic", False):
         raise RunError(
             f"{type(estimator).__name__} needs a critic's values; use an estimator without a critic"

@@ -1,18 +1,21 @@
 """Hugging Face directories: what is in them, and their weights, read and written as safetensors."""
 
+from __future__ import annotations
+
 import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm",
@@ -186,7 +189,7 @@ class HFWeights:
 def check_tied(model_dir: str | Path, embeddings: torch.Tensor) -> None:
     """For tied embeddings. Raises ConfigError where the directory holds a head that is not equal to them."""
     head = HFWeights(model_dir)(HEAD)
-    if not torch.equal(head.to(embeddings.dtype), embeddings):
+    if not head.to(embeddings.dtype).equal(embeddings):
         raise ConfigError(
             f"{model_dir} has a {HEAD} of its own, but its config.json has tie_word_embeddings=true; set it "
             f"to false there, or remove the tensor"
@@ -215,6 +218,8 @@ def save_model(
 
     In the place of what an earlier export wrote there.
     """
+    from safetensors.torch import save_file
+
     out_dir.mkdir(parents=True, exist_ok=True)
     shards, total = [], 0
     for shard in _shards(tensors):
