@@ -1,4 +1,4 @@
-"""Recipes for GPUs of 80 GB: GRPO on GSM8K. Planned by `rl plan`. Qwen3-0.6B's shape was tried on an H200 (docs/gpu.md).
+"""Recipes for GPUs of 80 GB: GRPO on GSM8K. Planned by `rl plan`; one's shape ran on an H200 (docs/gpu.md).
 
 Model and data come from the Hugging Face Hub; --model.path and --env.path take local ones.
 """

@@ -61,7 +61,7 @@ def smollm2() -> RunConfig:
         max_seq_len=2048,
         entropy=EntropyBonus(coef=0.05, target=0.3, adapt=0.01),
         generator=GeneratorConfig(kv_cache_gib=1.0, max_num_seqs=128),
-        dtype="bfloat16",
+        dtype="fastest",
         steps=32,
         prompts_per_step=32,
         group_size=8,

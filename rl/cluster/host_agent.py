@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.cluster.hosted_run import HostedRun
 from rl.cluster.link_speed import measure, send_noise
-from rl.cluster.machine import free_memory, machine_name, num_cores, shared_memory, versions
+from rl.cluster.machine import free_memory, has_bfloat16, machine_name, num_cores, shared_memory, versions
 from rl.cluster.unshared import receive_file
 from rl.command_flags import take_value
 from rl.errors import ConfigError
@@ -159,6 +159,7 @@ class HostAgent:
             "num_cores": num_cores(),
             "free_gib": free_memory() / 2**30,
             "shared_gib": shared_memory() / 2**30,
+            "bfloat16": has_bfloat16(),
             "gpus": self._gpus,
             "versions": versions(),
             "time": time.time(),

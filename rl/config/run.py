@@ -16,7 +16,7 @@ from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
 from rl.models.sources import ModelSource
 from rl.observability.sinks import TrackingConfig
-from rl.plan.demand import Sharing
+from rl.plan.demand import DType, Sharing
 from rl.plan.sections import GeneratorConfig as GeneratorConfig
 from rl.plan.sections import Hosts
 from rl.plan.sections import RewardConfig as RewardConfig
@@ -137,9 +137,10 @@ class RunConfig:
     resampling_rounds: NonNegativeInt = 0
     """Dynamic sampling (DAPO): groups whose rewards are all the same make way for new prompts, at most so
     many times prompts_per_step of them in a step."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """In which trainer and generator compute. auto: float32 on a CPU, bfloat16 on GPUs. Master weights,
-    gradient reduction and optimizer state are always fp32."""
+    dtype: DType = "auto"
+    """In which trainer and generator compute. auto: float32 on a CPU, bfloat16 on GPUs. fastest: bfloat16 on
+    CPUs with instructions for it too. Master weights, gradient reduction and optimizer state are always
+    fp32."""
     max_logprob_diff: NonNegativeFloat = 0.0
     """Most nats by which generator and trainer may differ, on average over the tokens of a step that the
     learning policy sampled. Over it at the first step, or for ten steps in a row, the run ends. 0: 3e-3 in

@@ -37,8 +37,8 @@ class Host:
 
     address: host:port at which its `rl worker` listens; empty: the host of the controller. may_join: it is
     not there when the run starts; its address is known once it is. gb_per_s: from the first host to this one.
-    shared_gib: what its /dev/shm holds in all. None: not known. machine: the same for hosts that share its
-    memory; empty: not known.
+    shared_gib: what its /dev/shm holds in all. machine: the same for hosts that share its memory; empty: not
+    known. bfloat16: whether its CPU has the instructions with which torch multiplies it. None: not known.
     """
 
     num_cores: int
@@ -49,6 +49,7 @@ class Host:
     gb_per_s: float | None = None
     shared_gib: float | None = None
     machine: str = ""
+    bfloat16: bool | None = None
 
     def __str__(self) -> str:
         later = " that may join" if self.may_join else ""
@@ -94,7 +95,7 @@ def parse_cluster(text: str, here: Host) -> Cluster:
     Raises ConfigError.
     """
     if text == "cpu":
-        return Cluster((Host(here.num_cores, here.free_gib),))
+        return Cluster((Host(here.num_cores, here.free_gib, bfloat16=here.bfloat16),))
     match = re.fullmatch(r"(?:(\d{1,4}) x )?(?:(\d{1,4})x)?([A-Za-z]\w*)-(\d{1,4})", text)
     if (
         match is None

@@ -14,6 +14,9 @@ from rl.waiting import Deadlines
 
 RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
 _HEADS = ("num_attention_heads", "num_key_value_heads")
+DType = Literal["auto", "float32", "bfloat16", "fastest"]
+"""auto: bfloat16 on GPUs, float32 on CPUs. fastest: bfloat16 where the devices have instructions for it, else
+float32."""
 Sharing = Literal["auto", "alone", "side_by_side", "by_turns"]
 """Of GPUs. alone: each process has its own. side_by_side: they are dealt out in turn, and all processes stay.
 by_turns: who does not work in a phase leaves its GPU. auto: alone, side by side where there are too few, by
@@ -43,7 +46,7 @@ class Demand:
     reward: RewardConfig | None = None
     max_seq_len: int = 8192
     """Tokens of a sequence; fewer where the model has fewer positions."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DType = "auto"
     sharing: Sharing = "auto"
     hosts: Mapping[RoleName, Hosts] = field(default_factory=dict)
     """Role -> numbers of the hosts that its processes are spread over, where some are asked for."""

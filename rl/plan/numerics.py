@@ -10,6 +10,7 @@ from rl.plan.types import Notes
 
 _BFLOAT16 = (8, 0)  # compute capabilities from which on GPUs have it
 _FLOAT8 = (8, 9)
+_WIDE = 256  # of a model's hidden states
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Numerics:
 
 
 def settle_numerics(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Numerics:
-    numerics = Numerics(_dtype(demand, cluster, notes), _cuda_graphs(demand, cluster, notes))
+    numerics = Numerics(_dtype(demand, facts, cluster, notes), _cuda_graphs(demand, cluster, notes))
     if cluster.gpus:
         _check_capability(demand, numerics.dtype, cluster, notes)
     _check_compile(demand, numerics.dtype, cluster, notes)
@@ -35,17 +36,40 @@ def _may_have_float8(cluster: Cluster) -> bool:
     return all(gpu.capability >= _FLOAT8 for gpu in cluster.gpus)
 
 
-def _dtype(demand: Demand, cluster: Cluster, notes: Notes) -> Literal["float32", "bfloat16"]:
-    if demand.dtype != "auto":
-        notes.settle("dtype", demand.dtype, demand.dtype, "asked for")
-        return demand.dtype
-    if cluster.gpus:
-        notes.settle(
-            "dtype", "auto", "bfloat16", "GPUs multiply 16 bits many times faster; what learns is fp32"
-        )
-        return "bfloat16"
-    notes.settle("dtype", "auto", "float32", "a CPU multiplies 32 bits as fast")
-    return "float32"
+def _dtype(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Literal["float32", "bfloat16"]:
+    value: Literal["float32", "bfloat16"]
+    match demand.dtype:
+        case "float32" | "bfloat16" as asked:
+            value, why = asked, "asked for"
+            if asked == "bfloat16" and (host := _host_without_bfloat16(cluster)) and _is_wide(facts):
+                notes.problem(
+                    "numerics",
+                    f"{demand.name('dtype')}=bfloat16 takes a hundred times as long as float32 on {host}, "
+                    f"whose CPU has no instructions for it (AVX-512); set it to fastest or auto",
+                )
+        case "auto" if not cluster.gpus:
+            value, why = "float32", "a CPU multiplies 32 bits as fast"
+        case "fastest" if _host_without_bfloat16(cluster):
+            value, why = "float32", "this CPU has no instructions for bfloat16 (AVX-512)"
+        case "fastest" if not cluster.gpus:
+            value, why = "bfloat16", "with AVX-512 a CPU multiplies 16 bits faster; what learns is fp32"
+        case "fastest" if min(gpu.capability for gpu in cluster.gpus) < _BFLOAT16:
+            value, why = "float32", "these GPUs have no bfloat16"
+        case _:
+            value, why = "bfloat16", "GPUs multiply 16 bits many times faster; what learns is fp32"
+    notes.settle("dtype", demand.dtype, value, why)
+    return value
+
+
+def _host_without_bfloat16(cluster: Cluster) -> str:
+    """Where it computes on CPUs: the first that is known to have no instructions for it."""
+    lacking = (host for host in cluster.hosts if not cluster.gpus and host.bfloat16 is False)
+    return next((f"host {host.address}" if host.address else "this host" for host in lacking), "")
+
+
+def _is_wide(facts: Facts) -> bool:
+    """Has matrices with which a CPU is busy for long. Of a few rows it multiplies bfloat16 well enough."""
+    return any(model.shape is not None and model.shape.dim >= _WIDE for model in facts.models.values())
 
 
 def _cuda_graphs(demand: Demand, cluster: Cluster, notes: Notes) -> bool:

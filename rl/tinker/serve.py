@@ -25,7 +25,7 @@ from rl.models.sources import ModelDir
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.timeline import Timeline
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts, ModelFacts
+from rl.plan.demand import Demand, DType, Facts, ModelFacts
 from rl.plan.resolve import resolve
 from rl.plan.sections import GeneratorConfig, Hosts, TrainerConfig
 from rl.plan.types import GeneratorSpec, Plan
@@ -92,8 +92,9 @@ class ServeConfig:
     engine: EngineName = "titan"
     """TitanEngine, or HFEngine for architectures that only transformers has."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """In which trainer and generators compute; auto: bfloat16 on GPUs, else float32."""
+    dtype: DType = "auto"
+    """In which trainer and generators compute. auto: bfloat16 on GPUs, else float32. fastest: bfloat16 on
+    CPUs with instructions for it too."""
 
     layout: Layout = Layout()
     """How the training engine is spread over processes."""

@@ -18,7 +18,7 @@ from rl.plan.cluster import Host
 from rl.weight_sync.remote_files import STREAMS
 
 GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
-GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": []}
+GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": [], "bfloat16": True}
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
 
 

@@ -7,11 +7,13 @@ import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from configs import gpu
+from configs.quickstart import quickstart
 from configs.smollm2 import smollm2
 from rl.config import CriticConfig, GeneratorConfig, JudgeConfig, ReferenceConfig, RunConfig, TrainerConfig
 from rl.config.settle import NOT_STARTED, demand_of, facts_of, settle, why_no_plan
@@ -288,6 +290,43 @@ def test_each_default_by_device_holds_and_has_a_reason(model, hosts, setting, va
     assert (
         line.value == value and line.asked in ("auto", "0") and line.why not in ("", "asked for", "default")
     )
+
+
+def cpus(*bfloat16):
+    return Cluster(
+        tuple(
+            Host(16, 128.0, address=f"10.0.0.{i}:7000" if i else "", bfloat16=b)
+            for i, b in enumerate(bfloat16)
+        )
+    )
+
+
+FASTEST = [
+    (cpus(True), "bfloat16"), (cpus(False), "float32"), (cpus(None), "bfloat16"), (cpus(True, False), "float32"),
+    (Cluster((Host(16, 128.0, (GPU("V100", 79.0, (7, 0)),)),)), "float32"), (cluster("1xH100-80"), "bfloat16"),
+    (Cluster(tuple(replace(host, bfloat16=False) for host in cluster("1xH100-80").hosts)), "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hosts", "dtype"), FASTEST)
+def test_the_fastest_numbers_are_those_that_every_device_has_instructions_for(model, hosts, dtype):
+    trainer = TrainerConfig(micro_batch_tokens=256)
+    made = settle(qwen(model, dtype="fastest", trainer=trainer, max_seq_len=256), cluster=hosts)
+    (line,) = [line for line in made.settled if line.setting == "dtype"]
+    assert (line.value, line.asked) == (dtype, "fastest") and line.why != "asked for"
+    assert made.of("trainer")[0].spec.config.dtype == made.of("generator")[0].spec.config.dtype == dtype
+
+
+def test_bfloat16_is_refused_where_a_cpu_would_emulate_it_and_the_model_is_no_tiny_one(model):
+    config = qwen(model, dtype="bfloat16")
+    (line,) = problems(config, cpus(False))
+    assert line.startswith("dtype=bfloat16 takes a hundred times as long") and "this host" in line
+    assert "set it to fastest or auto" in line
+    assert "on host 10.0.0.1:7000, whose" in problems(config, cpus(True, False))[0]
+    assert not any(
+        "hundred" in line for hosts in (cpus(True), cpus(None)) for line in problems(config, hosts)
+    )
+    assert problems(replace(quickstart(), dtype="bfloat16"), cpus(False)) == []  # 64 wide
 
 
 def test_a_default_gives_way_to_a_setting(model):
