@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.cluster.machine import free_memory, num_cores, total_memory
+from rl.cluster.machine import free_memory, has_bfloat16, num_cores, total_memory
 from rl.envs.sandbox import why_no_sandbox
 
 _REQUIRED = (
@@ -102,7 +102,8 @@ def _package(name: str, problems: list[str]) -> None:
 
 def _machine(problems: list[str]) -> None:
     free_gib = free_memory() / 2**30
-    print(f"cores          {num_cores()}")
+    slow = " (without AVX-512: slow in bfloat16)" if has_bfloat16() is False else ""
+    print(f"cores          {num_cores()}{slow}")
     print(f"memory         {total_memory() / 2**30:.1f} GiB, {free_gib:.1f} GiB free")
     if free_gib < _MIN_MEMORY_GIB:
         problems.append(
