@@ -102,7 +102,7 @@ def _package(name: str, problems: list[str]) -> None:
 
 def _machine(problems: list[str]) -> None:
     free_gib = free_memory() / 2**30
-    slow = " (without AVX-512: slow in bfloat16)" if has_bfloat16() is False else ""
+    slow = " (no instructions for bfloat16)" if has_bfloat16() is False else ""
     print(f"cores          {num_cores()}{slow}")
     print(f"memory         {total_memory() / 2**30:.1f} GiB, {free_gib:.1f} GiB free")
     if free_gib < _MIN_MEMORY_GIB:

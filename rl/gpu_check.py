@@ -29,7 +29,7 @@ from rl.gpu_checks import (
     trees,
     with_weights,
 )
-from rl.gpu_memory_check import memory
+from rl.gpu_memory_check import LEAST_GIB, memory
 from rl.gpu_stack_checks import moe, stack
 from rl.models.hf import read_config
 from rl.plan.cluster import Host
@@ -44,6 +44,7 @@ class Check:
     question: str
     run: Callable[[Path], dict[str, Any]]
     needs: int = 0
+    gib: float = 0.0  # of each GPU, at least
     num_procs: int = 1  # that need a GPU each, where there is one
     own_model: bool = False  # means something for a model of the user's alone
     any_model: bool = True  # needs one
@@ -63,7 +64,14 @@ CHECKS = (
         "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
     ),
     Check("suspend", "Engine.suspend() and resume()", suspend, needs=1),
-    Check("memory", "what a step of Qwen3-0.6B's shape takes, against rl plan", memory, needs=1),
+    Check(
+        "memory",
+        "what a step of Qwen3-0.6B's shape takes, against rl plan",
+        memory,
+        needs=1,
+        gib=LEAST_GIB,
+        any_model=False,
+    ),
     Check(
         "context_parallel", "two processes that share each row, against one", context_parallel, num_procs=2
     ),
@@ -115,6 +123,8 @@ def _why_not(check: Check, machine: Host, own: Path | None) -> str:
     needs = max(check.needs, check.num_procs) if machine.gpus else check.needs
     if len(machine.gpus) < needs:
         return f"needs {needs} GPU{'s' * (needs > 1)}"
+    if any(gpu.gib < check.gib for gpu in machine.gpus):
+        return f"needs a GPU of {check.gib:g} GiB"
     return "needs --model DIRECTORY" if check.own_model and own is None else ""
 
 

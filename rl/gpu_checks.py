@@ -206,15 +206,3 @@ def context_parallel(model: Path) -> dict[str, Any]:
 def hold(value: float, limit: float) -> None:
     if not value < limit:
         raise RuntimeError(f"{value:.3g} is not under {limit:g}")
-
-
-def of_shape(model: Path, scratch: Path, shape: dict[str, Any]) -> Path:
-    """The model's tokenizer, and its config.json with other sizes."""
-    directory = scratch / "shape"
-    directory.mkdir()
-    for file in model.iterdir():
-        if file.suffix == ".json" and "safetensors" not in file.name:
-            (directory / file.name).write_bytes(file.read_bytes())
-    hf = json.loads((directory / "config.json").read_text()) | shape
-    (directory / "config.json").write_text(json.dumps(hf))
-    return directory

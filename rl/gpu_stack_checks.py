@@ -4,6 +4,7 @@ Imports are inside, as in gpu_checks.py.
 """
 
 import asyncio
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.envs.base import RolloutContext
-from rl.gpu_checks import hold, of_shape, with_weights
+from rl.gpu_checks import hold, with_weights
 
 _NUM_PROMPTS = 64
 _SMALL_MOE = {
@@ -92,5 +93,17 @@ async def _served(pool: Any, version: int) -> None:
 def moe(model: Path) -> dict[str, Any]:
     """A small Qwen3-MoE in place of the model, its weights published twice."""
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
-        directory = of_shape(model, Path(scratch), _SMALL_MOE)
+        directory = _of_shape(model, Path(scratch), _SMALL_MOE)
         return stack("bfloat16", 0.05)(with_weights(directory, Path(scratch)))
+
+
+def _of_shape(model: Path, scratch: Path, shape: dict[str, Any]) -> Path:
+    """The model's tokenizer, and its config.json with other sizes."""
+    directory = scratch / "shape"
+    directory.mkdir()
+    for file in model.iterdir():
+        if file.suffix == ".json" and "safetensors" not in file.name:
+            (directory / file.name).write_bytes(file.read_bytes())
+    hf = json.loads((directory / "config.json").read_text()) | shape
+    (directory / "config.json").write_text(json.dumps(hf))
+    return directory

@@ -13,11 +13,11 @@ def test_the_machine_that_runs_the_tests_is_well(capsys):
         assert word in out
 
 
-def test_a_cpu_that_emulates_bfloat16_is_called_slow_at_it(capsys, monkeypatch):
+def test_a_cpu_without_instructions_for_bfloat16_is_named(capsys, monkeypatch):
     for has, slow in ((True, False), (None, False), (False, True)):
         monkeypatch.setattr(doctor, "has_bfloat16", lambda has=has: has)
         doctor.doctor()
-        assert ("(without AVX-512: slow in bfloat16)" in capsys.readouterr().out) is slow
+        assert ("(no instructions for bfloat16)" in capsys.readouterr().out) is slow
 
 
 def test_what_is_missing_is_named_with_its_remedy(capsys, monkeypatch):

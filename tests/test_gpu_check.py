@@ -118,11 +118,11 @@ def test_what_a_check_that_hangs_has_started_ends_with_it(monkeypatch, tmp_path)
 def test_the_memory_of_a_step_is_held_against_the_plan(monkeypatch, tmp_path, share, context, fits):
     """share, context: of the planned bytes, what torch's allocator takes, and what CUDA does beside it."""
     write_config(tmp_path)
-    shape, config = {"max_position_embeddings": 512}, EngineConfig(dtype="bfloat16", max_seq_len=512)
-    hf = json.loads((tmp_path / "config.json").read_text()) | shape
+    config = EngineConfig(dtype="bfloat16", max_seq_len=512)
+    hf = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 512}
     planned = engine_memory(ModelShape.of(hf), config, LoRA(rank=16), learns=True, on_cpu=False).total
     taken, total = share * planned, 2 * planned
-    monkeypatch.setattr(gpu_memory_check, "_QWEN3_0_6B", shape)
+    monkeypatch.setattr(gpu_memory_check, "_QWEN3_0_6B", hf)
     monkeypatch.setattr(gpu_memory_check, "_WAYS", {"plain": {}})
     monkeypatch.setattr(gpu_memory_check.os, "environ", {})
     for name, value in {
@@ -141,6 +141,14 @@ def test_the_memory_of_a_step_is_held_against_the_plan(monkeypatch, tmp_path, sh
     else:
         with pytest.raises(RuntimeError, match=f"plain: {share + context:.2f} of what is planned"):
             gpu_memory_check.memory(tmp_path)
+
+
+def test_a_gpu_that_is_too_small_for_a_check_is_not_called_broken(table):
+    small = Host(16, 64.0, (GPU("RTX4090", 23.6, (8, 9)),))
+    _, out = table(small, {})
+    (row,) = [line for line in out.splitlines() if " memory " in line]
+    assert row.startswith("-") and row.endswith("needs a GPU of 32 GiB")
+    assert "ok    memory" in table(ONE, {})[1]
 
 
 @pytest.mark.slow

@@ -94,6 +94,8 @@ def look_at(address: str) -> Host:
         shared_gib, machine = float(answer["shared_gib"]), str(answer["machine"])
         num_cores, free_gib = answer["num_cores"], answer["free_gib"]
         bfloat16 = answer["bfloat16"]
+        if not isinstance(bfloat16, bool | None):
+            raise TypeError(f"bfloat16={bfloat16!r}")
         return Host(
             num_cores, free_gib, gpus, address, shared_gib=shared_gib, machine=machine, bfloat16=bfloat16
         )
@@ -123,11 +125,13 @@ def check_as_planned(host: Host, planned: Host, needed_gib: float = 0.0) -> None
         gpu.capability == wanted.capability and gpu.gib > _AS_LARGE * wanted.gib for gpu, wanted in pairs
     )
     shared, of_plan = host.shared_gib or 0.0, planned.shared_gib or 0.0
+    lacks_bfloat16 = bool(planned.bfloat16) and host.bfloat16 is False and not planned.gpus
     differences = [
         (host.num_cores < planned.num_cores, f"{host.num_cores} cores", f"{planned.num_cores}"),
         (not are_like, f"{len(host.gpus)} GPUs ({host})", f"{planned}"),
         (host.free_gib < needed_gib, f"{host.free_gib:.1f} GiB free", f"{needed_gib:.1f}"),
         (shared < _AS_LARGE * of_plan, f"{shared:.1f} GiB of shared memory", f"{of_plan:.1f}"),
+        (lacks_bfloat16, "a CPU without instructions for bfloat16", "one with them"),
     ]
     for is_short, there, wanted in differences:
         if is_short:

@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,8 +119,8 @@ class Hosts:
 
     def __init__(self, plan: Plan):
         self.address, self.run = "", uuid.uuid4().hex
-        self._plan, self._hosts, self._patience = plan, plan.cluster.hosts, plan.deadlines.start
-        slots = {number: _slot(number, plan) for number, host in enumerate(self._hosts) if host.may_join}
+        self._plan, self._hosts, self._patience = plan, _as_needed(plan), plan.deadlines.start
+        slots = {n: _slot(n, host, plan) for n, host in enumerate(self._hosts) if host.may_join}
         always_there = [host for host in self._hosts if not host.may_join]
         self._joining = Joining(slots, always_there, self._lease)
         self._sharers = sharers(plan)
@@ -240,8 +241,13 @@ def models_on(host: int, plan: Plan) -> list[str]:
     return sorted({spec.model for spec in there if not isinstance(spec, WorkerSpec)})
 
 
-def _slot(number: int, plan: Plan) -> Slot:
+def _as_needed(plan: Plan) -> list[Host]:
+    """The plan's hosts. Instructions for bfloat16 are needed where that is what it computes in."""
+    needed = plan.value_of("dtype") == "bfloat16"
+    return [host if needed else replace(host, bfloat16=None) for host in plan.cluster.hosts]
+
+
+def _slot(number: int, host: Host, plan: Plan) -> Slot:
     there = [replica for replica in plan.replicas if replica.processes[0].host == number]
-    host = plan.cluster.hosts[number]
     needed = sum(process.peak for replica in there for process in replica.processes) / 2**30
     return Slot(host, 0.0 if host.gpus else needed, ", ".join(replica.name for replica in there))

@@ -106,8 +106,11 @@ class Learning:
         return self.pace.groups_per_step // self.groups_per_part
 
 
-def learning_of(config: RunConfig) -> Learning:
-    """Of a config that has no problems. Before anything is scored: the env's code is read as it is now."""
+def learning_of(config: RunConfig, dtype: str = "") -> Learning:
+    """Of a config that has no problems. Before anything is scored: the env's code is read as it is now.
+
+    dtype: what the Plan made of config.dtype; empty: that.
+    """
     trainer, steps = config.trainer, config.steps
     optim = OptimParams(
         trainer.lr,
@@ -152,7 +155,7 @@ def learning_of(config: RunConfig) -> Learning:
         reference_kind=config.reference_kind,
         max_logprob_diff=config.max_logprob_diff,
         checkpoint_notes=checkpoint_notes(config),
-        scored_by=fingerprint(config),
+        scored_by=fingerprint(config, dtype),
     )
 
 

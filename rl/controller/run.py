@@ -130,7 +130,8 @@ async def run_recipe(
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
     """
     give_way_often()
-    plan, learning = settle(config), learning_of(config)
+    plan = settle(config)
+    learning = learning_of(config, plan.value_of("dtype"))
     write_plan(run_dir, plan)
     with break_silence("preparing the model's files"):
         take_over_weights(config, run_dir)

@@ -38,21 +38,22 @@ def _may_have_float8(cluster: Cluster) -> bool:
 
 def _dtype(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Literal["float32", "bfloat16"]:
     value: Literal["float32", "bfloat16"]
+    slow = _without_bfloat16(demand, cluster)
     match demand.dtype:
         case "float32" | "bfloat16" as asked:
             value, why = asked, "asked for"
-            if asked == "bfloat16" and (host := _host_without_bfloat16(cluster)) and _is_wide(facts):
+            if asked == "bfloat16" and slow and _is_wide(facts):
                 notes.problem(
                     "numerics",
-                    f"{demand.name('dtype')}=bfloat16 takes a hundred times as long as float32 on {host}, "
-                    f"whose CPU has no instructions for it (AVX-512); set it to fastest or auto",
+                    f"{demand.name('dtype')}=bfloat16 takes many times as long as float32 on {slow}, whose "
+                    f"CPU has no instructions for it; set it to fastest or auto",
                 )
         case "auto" if not cluster.gpus:
             value, why = "float32", "a CPU multiplies 32 bits as fast"
-        case "fastest" if _host_without_bfloat16(cluster):
-            value, why = "float32", "this CPU has no instructions for bfloat16 (AVX-512)"
+        case "fastest" if slow:
+            value, why = "float32", f"the CPU of {slow} has no instructions for bfloat16"
         case "fastest" if not cluster.gpus:
-            value, why = "bfloat16", "with AVX-512 a CPU multiplies 16 bits faster; what learns is fp32"
+            value, why = "bfloat16", "with instructions for it a CPU is faster; what learns is fp32"
         case "fastest" if min(gpu.capability for gpu in cluster.gpus) < _BFLOAT16:
             value, why = "float32", "these GPUs have no bfloat16"
         case _:
@@ -61,15 +62,20 @@ def _dtype(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Lite
     return value
 
 
-def _host_without_bfloat16(cluster: Cluster) -> str:
-    """Where it computes on CPUs: the first that is known to have no instructions for it."""
-    lacking = (host for host in cluster.hosts if not cluster.gpus and host.bfloat16 is False)
+def _without_bfloat16(demand: Demand, cluster: Cluster) -> str:
+    """Where models run on CPUs: the first host that is known to have no instructions for it."""
+    if cluster.gpus:
+        return ""
+    everywhere = range(len(cluster.hosts))
+    roles = [role for role in ROLES if ROLES[role].kind != "worker" and ROLES[role].size(demand)]
+    numbers = sorted({number for role in roles for number in demand.hosts.get(role) or everywhere})
+    lacking = [cluster.hosts[n] for n in numbers if n in everywhere and cluster.hosts[n].bfloat16 is False]
     return next((f"host {host.address}" if host.address else "this host" for host in lacking), "")
 
 
 def _is_wide(facts: Facts) -> bool:
-    """Has matrices with which a CPU is busy for long. Of a few rows it multiplies bfloat16 well enough."""
-    return any(model.shape is not None and model.shape.dim >= _WIDE for model in facts.models.values())
+    """Has matrices with which a CPU is busy for long, or may have. Small ones it multiplies well enough."""
+    return any(model.shape is None or model.shape.dim >= _WIDE for model in facts.models.values())
 
 
 def _cuda_graphs(demand: Demand, cluster: Cluster, notes: Notes) -> bool:
@@ -96,10 +102,11 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
             + ("adapters need it: use newer GPUs" if _samples_adapters(demand) else "set --dtype float32"),
         )
     if dtype == "float32" and _samples_adapters(demand):
+        remedy = "set it to bfloat16" if weakest.capability >= _BFLOAT16 else f"use newer GPUs ({is_old})"
         notes.problem(
             "numerics",
             f"{demand.name('dtype')}=float32 does not go with adapters on a GPU, because vLLM's kernels take "
-            f"16 bits; set it to bfloat16",
+            f"16 bits; {remedy}",
         )
     if not demand.trainer.float8:
         return

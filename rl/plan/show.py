@@ -19,7 +19,7 @@ _PARTS = (
 
 def show(title: str, plan: Plan) -> list[str]:
     """One line for each role, device, link, and settled value."""
-    dtype = next((s.value for s in plan.settled if s.setting == "dtype"), "")
+    dtype = plan.value_of("dtype")
     lines = [f"{title} on {plan.cluster}, {dtype}, GiB of each process:", "", *_table(plan), ""]
     lines += _idle(plan)
     if not any(process.memory for replica in plan.replicas for process in replica.processes):

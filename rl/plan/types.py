@@ -147,6 +147,10 @@ class Plan:
     def of(self, role: RoleName) -> tuple[Replica, ...]:
         return tuple(replica for replica in self.replicas if replica.role == role)
 
+    def value_of(self, setting: str) -> str:
+        """What it was settled to; empty where it was not among what is settled."""
+        return next((one.value for one in self.settled if one.setting == setting), "")
+
     @property
     def takes_turns(self) -> bool:
         """Whether somebody leaves its device in some phase."""

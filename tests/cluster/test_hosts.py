@@ -9,12 +9,13 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.cluster import hosts as module
+from rl.cluster import launchers
 from rl.cluster.hosts import check_as_planned, look_at_hosts
 from rl.cluster.machine import PACKAGES, versions
 from rl.config.settle import cluster_of, settle
 from rl.errors import ConfigError
 from rl.host_protocol import HostRefuses, HostUnreachable
-from rl.plan.cluster import Host
+from rl.plan.cluster import Cluster, Host
 from rl.weight_sync.remote_files import STREAMS
 
 GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
@@ -82,6 +83,23 @@ def test_a_gpu_that_is_larger_or_hardly_smaller_than_planned_may_join():
             check_as_planned(host, replace(host, gpus=(wanted,)), 1.0)
 
 
+def test_a_host_without_instructions_for_bfloat16_is_no_host_with_them():
+    has, lacks, unknown = (Host(8, 64.0, (), B, shared_gib=30.0, bfloat16=b) for b in (True, False, None))
+    for host, planned in ((has, has), (has, lacks), (lacks, lacks), (unknown, has), (lacks, unknown)):
+        check_as_planned(host, planned)
+    with pytest.raises(ConfigError, match=f"host {B} .*a CPU without instructions for bfloat16"):
+        check_as_planned(lacks, has)
+    gpus = (module.GPU("H100", 79.2, (9, 0)),)
+    check_as_planned(replace(lacks, gpus=gpus), replace(has, gpus=gpus))
+
+
+@pytest.mark.parametrize(("dtype", "needed"), [("bfloat16", True), ("fastest", True), ("float32", None)])
+def test_instructions_for_bfloat16_are_needed_where_a_plan_computes_in_it(dtype, needed):
+    config = replace(quickstart(), dtype=dtype)
+    plan = settle(config, cluster=Cluster((Host(8, 64.0, bfloat16=True),)))
+    assert [host.bfloat16 for host in launchers._as_needed(plan)] == [needed]
+
+
 def test_gpus_are_called_what_their_host_calls_them(answers):
     answers |= {A: {"gpus": [GPU]}, B: {"gpus": [{**GPU, "visible": "1"}]}}
     cluster = look_at_hosts(f"{A},{B}")
@@ -101,6 +119,7 @@ WRONG = {
     "package missing": ({"versions": {k: v for k, v in versions().items() if k != "torch"}}, "has torch none, and this one .*; install the same on all hosts"),
     "clock ahead": ({"time": time.time() + 5000}, r"clock is \d+ s ahead of this one's; set it \(ntp\)"),
     "clock behind": ({"time": time.time() - 5000}, r"clock is \d+ s behind this one's; set it \(ntp\)"),
+    "no bfloat16": ({"bfloat16": "no"}, "answers as another rl does .*bfloat16='no'.*; install the same on all hosts"),
     "no shared memory": ({"shared_gib": 0.0}, "has 0.00 GiB of shared memory; mount a larger /dev/shm"),
 }  # fmt: skip
 

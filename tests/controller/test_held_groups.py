@@ -95,6 +95,13 @@ def test_files_go_with_their_checkpoints(checkpoint):
     assert left == ["step-2.pkl", "step-3.pkl", "step-4.pkl"]
 
 
+def test_groups_are_of_the_numbers_that_they_were_sampled_in_whatever_was_asked_for():
+    """A run with dtype=fastest goes on on a machine of another kind."""
+    fastest, bfloat16 = (replace(quickstart(), dtype=dtype) for dtype in ("fastest", "bfloat16"))
+    here, there = (learning_of(fastest, dtype).scored_by for dtype in ("bfloat16", "float32"))
+    assert here != there and here == learning_of(bfloat16, "bfloat16").scored_by
+
+
 OTHER_SCORES = {
     "env.num_eval": 7,  # any field of the env: what it means is the env's own
     "env.max_new_tokens": 3,

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from configs.smollm2 import smollm2
-from rl.cluster.machine import num_cores
+from rl.cluster.machine import has_bfloat16, num_cores
 from rl.config.settle import settle
 from rl.plan.cluster import Cluster, Host
 from tests.devices import NUM_GPUS
@@ -36,7 +36,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peaks(tmp_path):
             peaks[log] = max(peaks.get(log, 0), int(line.split()[1]) << 10)
         time.sleep(0.3)
     assert process.wait() == 0, process.stdout.read()
-    plan = settle(smollm2(), cluster=Cluster((Host(num_cores(), 64.0),)))
+    plan = settle(smollm2(), cluster=Cluster((Host(num_cores(), 64.0, bfloat16=has_bfloat16()),)))
     for role, log in (("trainer", "trainer.log"), ("generator", "generator-0.log")):
         measured = peaks[log] / GIB
         assert plan.of(role)[0].processes[0].peak / GIB == pytest.approx(measured, rel=0.15), (role, measured)

@@ -15,7 +15,15 @@ import pytest
 from configs import gpu
 from configs.quickstart import quickstart
 from configs.smollm2 import smollm2
-from rl.config import CriticConfig, GeneratorConfig, JudgeConfig, ReferenceConfig, RunConfig, TrainerConfig
+from rl.config import (
+    CriticConfig,
+    GeneratorConfig,
+    JudgeConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rl.config.settle import NOT_STARTED, demand_of, facts_of, settle, why_no_plan
 from rl.controller import evaluate, replay
 from rl.controller.plan import plan
@@ -320,13 +328,28 @@ def test_the_fastest_numbers_are_those_that_every_device_has_instructions_for(mo
 def test_bfloat16_is_refused_where_a_cpu_would_emulate_it_and_the_model_is_no_tiny_one(model):
     config = qwen(model, dtype="bfloat16")
     (line,) = problems(config, cpus(False))
-    assert line.startswith("dtype=bfloat16 takes a hundred times as long") and "this host" in line
+    assert line.startswith("dtype=bfloat16 takes many times as long") and "this host" in line
     assert "set it to fastest or auto" in line
     assert "on host 10.0.0.1:7000, whose" in problems(config, cpus(True, False))[0]
     assert not any(
-        "hundred" in line for hosts in (cpus(True), cpus(None)) for line in problems(config, hosts)
+        "many times" in line for hosts in (cpus(True), cpus(None)) for line in problems(config, hosts)
     )
     assert problems(replace(quickstart(), dtype="bfloat16"), cpus(False)) == []  # 64 wide
+
+
+def test_a_host_on_which_no_model_runs_needs_no_instructions_for_bfloat16(model):
+    apart = {"trainer": TrainerConfig(hosts=(0,)), "generator": GeneratorConfig(hosts=(0,))}
+    config = qwen(model, dtype="bfloat16", reward=RewardConfig(hosts=(1,)), **apart)
+    assert not any("many times" in line for line in problems(config, cpus(True, False)))
+    assert any("many times" in line for line in problems(config, cpus(False, True)))
+
+
+def test_old_gpus_that_adapters_cannot_use_are_told_no_setting(model):
+    lora = TrainerConfig(lora=LoRA(rank=8))
+    for dtype in ("fastest", "float32"):
+        lines = problems(qwen(model, trainer=lora, dtype=dtype), "2xT4-16")
+        (line,) = [line for line in lines if "adapters on a GPU" in line]
+        assert line.endswith("use newer GPUs (this is a T4, 7.5)")
 
 
 def test_a_default_gives_way_to_a_setting(model):
