@@ -32,8 +32,10 @@ from rl.gpu_checks import (
 from rl.gpu_memory_check import LEAST_GIB, memory
 from rl.gpu_stack_checks import moe, stack
 from rl.models.hf import read_config
+from rl.models.layout import Layout
 from rl.plan.cluster import Host
 from rl.processes import kill_tree
+from rl.types import LoRA
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,20 @@ CHECKS = (
         "bf16_no_graphs", "the same without CUDA graphs", stack("bfloat16", 0.05, cuda_graphs="off"), needs=1
     ),
     Check("moe", "the same with experts", moe),
+    Check("lora", "the same with an adapter that learns", stack("bfloat16", 0.05, {"lora": LoRA(rank=8)})),
+    Check("turns", "the same by turns", stack("bfloat16", 0.05, placement="by_turns")),
+    Check(
+        "fsdp",
+        "the same, a trainer of two processes",
+        stack("bfloat16", 0.05, {"layout": Layout(shard=2)}),
+        num_procs=2,
+    ),
+    Check(
+        "tp",
+        "the same, a generator of two processes",
+        stack("bfloat16", 0.05, tensor_parallel=2),
+        num_procs=2,
+    ),
     Check("attention", "TitanEngine's attention against HFEngine's in bfloat16", attention),
     Check("trees", "prefixes that are computed once, against each sequence for itself", trees),
     Check(

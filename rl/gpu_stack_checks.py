@@ -7,7 +7,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,28 @@ _SMALL_MOE = {
 }  # fmt: skip
 
 
-def stack(dtype: str, limit: float, **generator: Any) -> Callable[[Path], dict[str, Any]]:
-    """Trainer, weight sync and generator together, over three published versions."""
+def stack(
+    dtype: str,
+    limit: float,
+    trainer: Mapping[str, Any] | None = None,
+    placement: str = "auto",
+    **generator: Any,
+) -> Callable[[Path], dict[str, Any]]:
+    """Trainer, weight sync and generator together, over three published versions.
+
+    limit: nats, of the mean gap between them. trainer, generator: settings of their sections.
+    """
+    settings = {"dtype": dtype, "placement": placement, "trainer": trainer or {}, "generator": generator}
 
     def run(model: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as run_dir:
-            return asyncio.run(_parity(model, Path(run_dir), dtype, limit, generator))
+            return asyncio.run(_parity(model, Path(run_dir), limit, **settings))
 
     return run
 
 
 async def _parity(
-    model: Path, run_dir: Path, dtype: str, limit: float, generator: dict[str, Any]
+    model: Path, run_dir: Path, limit: float, trainer: Any, generator: Any, **settings: Any
 ) -> dict[str, Any]:
     from rl.batching import to_sample
     from rl.cluster.launch import launch
@@ -49,32 +59,37 @@ async def _parity(
     config = RunConfig(
         model=ModelDir(str(model)),
         env=SortLetters(max_new_tokens=64),
-        trainer=TrainerConfig(micro_batch_tokens=512),
+        trainer=TrainerConfig(micro_batch_tokens=512, **trainer),
         max_seq_len=512,
         generator=GeneratorConfig(kv_cache_gib=0.5, **generator),
-        dtype=dtype,  # type: ignore[arg-type]
+        **settings,
     )
     tokenizer, gaps, seconds, sync, tokens = HFTokenizer(model), [], 0.0, 0.0, 0
     plan = settle(config)
     async with launch(plan, model_dirs(config, plan, run_dir), run_dir, config.env) as actors:
         prompts = [config.env.encode(config.env.train_problem(i), tokenizer) for i in range(_NUM_PROMPTS)]
         for version in range(3):
+            await actors.enter("sync")
             began = time.monotonic()
             await actors.publish(version)
+            await actors.enter("generate")
             await _served(actors.generators, version)
             sync, began = time.monotonic() - began, time.monotonic()
-            params = SamplingParams(64, 1.0, version, (tokenizer.eos_id,))
+            params = SamplingParams(64, 1.0, version, (tokenizer.eos_id,), actors.adapter)
             context = RolloutContext(actors.generators, tokenizer, params, config.max_seq_len)
             groups = await asyncio.gather(*(config.env.drive(prompt, 4, context) for prompt in prompts))
             seconds = time.monotonic() - began
             rollouts = [rollout for group in groups for rollout in group]
             tokens = sum(sum(rollout.turn_lengths) for rollout in rollouts)
             samples = [to_sample(r, 1.0 - 2 * (i % 2)) for i, r in enumerate(rollouts)]
+            await actors.enter("train")
             batch = await actors.trainer.pack(samples)
-            metrics = await actors.trainer.forward_backward(batch, Clip())
+            metrics = await actors.trainer.forward_backward(batch, Clip(), actors.adapter)
             gaps.append((metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]))
-            await actors.trainer.optim_step(OptimParams(lr=1e-4, grad_scale=1 / metrics["tokens:sum"]))
-        num_bytes = (await actors.trainer.publish_weights(3)).num_bytes
+            optim = OptimParams(lr=1e-4, grad_scale=1 / metrics["tokens:sum"])
+            await actors.trainer.optim_step(optim, actors.adapter)
+        await actors.enter("sync")
+        num_bytes = (await actors.trainer.publish_weights(3, actors.policy)).num_bytes
     for mean, _ in gaps:
         hold(mean, limit)
     return {

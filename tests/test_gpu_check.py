@@ -46,7 +46,18 @@ def test_a_cpu_runs_what_it_can_and_says_what_the_others_need(table):
     for name in ("compile", "suspend", "bf16_no_graphs"):
         assert rows[name].startswith("-") and rows[name].endswith("needs 1 GPU")
     assert rows["self_check"].endswith("needs --model DIRECTORY")
-    for name in ("imports", "fp32", "bf16", "moe", "attention", "context_parallel"):
+    for name in (
+        "imports",
+        "fp32",
+        "bf16",
+        "moe",
+        "lora",
+        "turns",
+        "fsdp",
+        "tp",
+        "attention",
+        "context_parallel",
+    ):
         assert rows[name].startswith("ok") and "gap max 0.00123" in rows[name]
 
 
@@ -155,4 +166,4 @@ def test_a_gpu_that_is_too_small_for_a_check_is_not_called_broken(table):
 def test_a_cpu_passes_what_it_can_run(capsys):
     assert gpu_check.gpu_check([]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert out.count("\nok ") == 7 and "tokens/s" in out and "sync GB/s" in out
+    assert out.count("\nok ") == 11 and "tokens/s" in out and "sync GB/s" in out

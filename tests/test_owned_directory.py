@@ -44,7 +44,12 @@ def end(process):
 
 
 def tree(base):
-    return {str(path.relative_to(base)) for path in base.rglob("*")}
+    """Also while a janitor removes some of it. pathlib's rglob raises then."""
+    return {
+        str(Path(root, name).relative_to(base))
+        for root, directories, files in os.walk(base)
+        for name in (*directories, *files)
+    }
 
 
 def wait_for(state):

@@ -109,7 +109,7 @@ class Learning:
 def learning_of(config: RunConfig, dtype: str = "") -> Learning:
     """Of a config that has no problems. Before anything is scored: the env's code is read as it is now.
 
-    dtype: what the Plan made of config.dtype; empty: that.
+    dtype: what the Plan settled config.dtype to; empty: config.dtype.
     """
     trainer, steps = config.trainer, config.steps
     optim = OptimParams(

@@ -16,7 +16,7 @@ from rl.envs.base import Env
 def fingerprint(config: RunConfig, dtype: str = "") -> str:
     """Of the env with its code, the time and the judge that rewards have, and how samples are drawn.
 
-    Of the code as it is now, also where it changes later. dtype: what the Plan made of config.dtype.
+    Of the code as it is now, also where it changes later. dtype: what the Plan settled config.dtype to.
     """
     judge = (config.judge.model, config.judge.max_tokens)
     sampling = (config.group_size, config.seed, dtype or config.dtype, config.max_seq_len)

@@ -116,7 +116,8 @@ def exercise(model_dir: str, kinds: list[str]) -> None:
         stack.enter_context(
             mock.patch.object(torch.optim, "AdamW", lambda groups, fused: adamw(groups, foreach=False))
         )
-        stack.enter_context(mock.patch.object(torch, "equal", lambda a, b: a.device == b.device))
+        for owner in (torch, torch.Tensor):
+            stack.enter_context(mock.patch.object(owner, "equal", lambda a, b: a.device == b.device))
         stack.enter_context(mock.patch.object(engine_module, "init_process_group", init_process_group))
         stack.enter_context(mock.patch.object(engine_module, "Checkpoints", mock.Mock()))
         stack.enter_context(mock.patch("rl.models.agreement.fail_together", fail))
