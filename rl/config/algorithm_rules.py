@@ -151,6 +151,7 @@ def without_effect(config: RunConfig) -> list[str]:
     unread_sections = [
         ("kl", not config.kl.coef, "kl.coef=0; set kl.coef"),
         ("kl", not rollouts, f"data={config.data}"),
+        ("warmup", not config.warmup.steps, "warmup.steps=0; set warmup.steps"),
         ("kl", config.kl.into == "reward" and not reads_rewards, "nothing that reads rewards"),
         (
             "reference",

@@ -16,7 +16,6 @@ from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError
 from rl.fields import check_fields, describe_type, expand_paths, postpone_refusals, settable, short, shown
-from rl.loss.kl import KL
 from rl.type_hints import type_hints
 
 T = TypeVar("T")
@@ -154,17 +153,26 @@ def _words(flag: str, *values: str) -> list[str]:
 
 
 def _without_what_was_switched_off(recipe: RunConfig, changed: RunConfig) -> RunConfig:
-    """`--kl.coef 0` also takes away the recipe's other settings of the penalty, but not those given with it.
-
-    Without a penalty those settings would have no effect.
+    """`--kl.coef 0` also takes away the recipe's other settings of the penalty, but not those given with it:
+    without a penalty they would have no effect. `--warmup.steps 0` and `--trainer.lora.rank 0` do the same.
     """
-    if not recipe.kl.coef or changed.kl.coef:
-        return changed
-    if dataclasses.replace(changed.kl, coef=recipe.kl.coef) == recipe.kl:
-        changed = dataclasses.replace(changed, kl=KL())
-    if changed.reference == recipe.reference and not changed.algorithm.needs_reference:
+    lora = _without(recipe.trainer.lora, changed.trainer.lora, "rank")
+    kl, warmup = _without(recipe.kl, changed.kl, "coef"), _without(recipe.warmup, changed.warmup, "steps")
+    was_penalized = recipe.kl.coef and not changed.kl.coef
+    changed = dataclasses.replace(
+        changed, kl=kl, warmup=warmup, trainer=dataclasses.replace(changed.trainer, lora=lora)
+    )
+    if was_penalized and changed.reference == recipe.reference and not changed.algorithm.needs_reference:
         changed = dataclasses.replace(changed, reference=ReferenceConfig())
     return changed
+
+
+def _without(recipe: Any, changed: Any, switch: str) -> Any:
+    """The section's defaults where its switch alone was changed, to 0."""
+    if not getattr(recipe, switch) or getattr(changed, switch):
+        return changed
+    on_again = dataclasses.replace(changed, **{switch: getattr(recipe, switch)})
+    return type(changed)() if on_again == recipe else changed
 
 
 def _unknown(config: Any, name: str, known: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
 from rl.config.resume import with_drawn_weights
-from rl.config.run import RunConfig
+from rl.config.run import RunConfig, WarmupConfig
 from rl.config.settle import model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.rollouts import check_rewards
@@ -170,7 +170,7 @@ def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:
         config = replace(config, seed=learned.seed)  # of the weights, where an older version kept none
     config, problems = override(config, flags, prog="rl eval")
     problems += without_effect(flags, UNREAD, "rl eval")
-    config = replace(config, resume="", warmup=replace(config.warmup, steps=0))
+    config = replace(config, resume="", warmup=WarmupConfig())
     if problems := validate(config, problems, command="eval"):
         raise ConfigError("\n".join(problems))
     if run_dir is not None:

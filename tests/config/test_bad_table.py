@@ -913,6 +913,7 @@ ALGORITHMS = [
     quick("dual clip under 1", "--loss.dual 0.5", "loss.dual=0.5 must be over 1, or 0 for none"),
     quick("an eps of nothing", "--advantages.adv_norm none --advantages.eps 1", "has no effect with advantages.adv_norm=none"),
     quick("checkpoints of none", "--save_every 0 --save_every_minutes 0 --keep_checkpoints 3", "keep_checkpoints=3 has no effect with save_every=0 and save_every_minutes=0", "set save_every"),
+    quick("a warm-up's rate without steps", "--warmup.steps 0 --warmup.lr 0.1", "warmup.lr=0.1 has no effect with warmup.steps=0; set warmup.steps"),
     quick("an adapter's scale without a rank", "--trainer.lora.alpha 8", "no effect with trainer.lora.rank=0; set a rank"),
     quick("a silent adapter", "--trainer.lora.rank 8 --trainer.lora.alpha 0", "trainer.lora.alpha=0 silences the adapter; use more"),
     quick("an adapter that is too large", "--trainer.lora.rank 513", "trainer.lora.rank=513 is over 512, the most that vLLM serves; use less"),

@@ -559,6 +559,18 @@ def test_the_penalty_of_a_recipe_can_be_switched_off_but_not_half():
     assert override(recipe, ["--kl.coef", "0.2"], "rl")[0].kl == KL(0.2, "k1", "reward")
 
 
+def test_a_warm_up_or_an_adapter_of_a_recipe_can_be_switched_off_but_not_half():
+    recipe = replace(quickstart(), trainer=TrainerConfig(lora=LoRA(rank=4, alpha=8)))
+    off, _ = override(recipe, ["--warmup.steps", "0", "--trainer.lora.rank", "0"], "rl")
+    assert off == replace(quickstart(), warmup=WarmupConfig(), trainer=TrainerConfig())
+    assert validate(off) == []
+    fewer, _ = override(recipe, ["--warmup.steps", "7", "--trainer.lora.rank", "2"], "rl")
+    assert (fewer.warmup, fewer.trainer.lora) == (replace(recipe.warmup, steps=7), LoRA(rank=2, alpha=8))
+    half, _ = override(recipe, ["--warmup.steps", "0", "--warmup.lr", "0.1"], "rl")
+    assert "warmup.lr=0.1 has no effect with warmup.steps=0; set warmup.steps" in validate(half)
+    assert any("warmup.batch_size" in line for line in validate(small(warmup=WarmupConfig(batch_size=8))))
+
+
 @pytest.mark.parametrize("loss", [Distillation(), Clip()])
 def test_truncated_rollouts_are_dropped_from_any_loss(loss):
     config = small(

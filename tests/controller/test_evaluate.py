@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.quickstart import quickstart
-from rl.config import ReferenceConfig, TrainerConfig
+from rl.config import ReferenceConfig, TrainerConfig, WarmupConfig
 from rl.config.codec import write_config
 from rl.config.flags import setting_names
 from rl.config.recipes import load_recipe
@@ -86,7 +86,7 @@ def a_run(tmp_path, monkeypatch):
         QUICKSTART, seed=5, steps=2, save_every=1, record_batches=2, trainer=TrainerConfig(lora=LoRA(4)), kl=KL(coef=0.1),
         reference=ReferenceConfig(model=QUICKSTART.model), prompts_per_step=2, group_size=2,
     )  # fmt: skip
-    config = replace(base, warmup=replace(base.warmup, steps=0))
+    config = replace(base, warmup=WarmupConfig())
     run_dir.mkdir()
     run_fakes(config, run_dir)
     write_config(run_dir, "quickstart", config)

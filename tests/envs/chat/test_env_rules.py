@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from configs.calculator import calculator
+from rl.config import WarmupConfig
 from rl.config.env_rules import check_chat_env, check_env
 from rl.config.validate import validate
 from rl.envs.calculator import Calculator
@@ -176,4 +177,4 @@ def test_what_a_warm_up_would_teach_is_looked_at_before(mistake, words):
     assert problems(Teaches(), warmup=warmup) == []
     (line,) = problems(Teaches(mistake=mistake), warmup=warmup)
     assert re.search(words, line), line
-    assert problems(Teaches(mistake=mistake), warmup=replace(warmup, steps=0)) == []
+    assert problems(Teaches(mistake=mistake), warmup=WarmupConfig()) == []
