@@ -74,7 +74,7 @@ class Grading(Env):
 class Writing(ChatEnv):
     """Write about something; the judge grades it."""
 
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: PositiveInt = 24
     num_eval: PositiveInt = 32
     judge: Judge = JUDGE
 
@@ -84,6 +84,8 @@ class Writing(ChatEnv):
         return Problem(str(seed), question_of(f"{first} and {second}"))
 
     def reward_episode(self, episode: Episode) -> float:
+        if not episode.response.strip():  # the shortest of all, which a policy soon finds
+            return 0.0
         verdict = self.judge.grade(episode.problem.question, episode.response)
         episode.notes["judge"] = verdict.answer
         return verdict.grade
@@ -112,12 +114,12 @@ def writer() -> RunConfig:
         env=Writing(),
         judge=JudgeConfig(model=ModelDir("runs/grader/hf"), kv_cache_gib=0.25),
         reward=RewardConfig(limit_seconds=60.0),
-        trainer=TrainerConfig(lr=1e-5, micro_batch_tokens=2048),
+        trainer=TrainerConfig(lr=3e-5, micro_batch_tokens=2048),
         generator=GeneratorConfig(max_num_seqs=64),
         max_seq_len=512,
         dtype="fastest",
-        prompts_per_step=8,
+        prompts_per_step=4,
         group_size=8,
-        steps=30,
+        steps=20,
         eval_every=10,
     )

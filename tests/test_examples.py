@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,3 +73,10 @@ def test_the_grader_of_the_example_is_taught_what_it_will_be_asked_and_may_reply
         grades.add(grade_of(answer))
     assert len(grades) > 8 and not env.reward(problem, "a fine answer", StopReason.STOP).correct
     assert writer().env.judge == JUDGE
+
+
+def test_the_writer_of_the_example_is_not_paid_for_silence(monkeypatch):
+    from examples.own_judge import Judge, writer
+
+    monkeypatch.setattr(Judge, "grade", lambda *_: pytest.fail("the judge was asked"))
+    assert writer().env.reward_episode(SimpleNamespace(response=" \n")) == 0

@@ -76,7 +76,9 @@ ROLES: Mapping[RoleName, Role] = {
         lambda d: (d.judge.num_replicas, d.judge.tensor_parallel) if d.judge else None,
         setting="num_replicas",
         works=None,
-        beside=("judge",),
+        beside=(
+            "judge",
+        ),  # and not the generator, which waits meanwhile: half of the cores for each were slower
         max_restarts=_of_generators,
     ),
     "reward": Role(
