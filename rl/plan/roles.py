@@ -76,9 +76,7 @@ ROLES: Mapping[RoleName, Role] = {
         lambda d: (d.judge.num_replicas, d.judge.tensor_parallel) if d.judge else None,
         setting="num_replicas",
         works=None,
-        beside=(
-            "judge",
-        ),  # and not the generator, which waits meanwhile: half of the cores for each were slower
+        beside=("judge",),  # not the generator: with half of the cores for each, steps were slower
         max_restarts=_of_generators,
     ),
     "reward": Role(
