@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from rl.batching import pack, supervised_sample
-from rl.bins import fewest_bins, fill, fill_rounds
+from rl.bins import fewest_bins, fill, fill_padded, fill_rounds
 
 
 def try_every_bin(lengths, costs, num_bins, max_tokens):
@@ -75,6 +75,42 @@ def test_no_fill_has_fewer_bins_than_the_bound(units):
     assert bound >= sum(2 * n > max_tokens for n in lengths) and bound * max_tokens >= sum(lengths)
     if bound:
         assert try_every_bin(lengths, costs, bound - 1, max_tokens) is None
+
+
+@st.composite
+def rectangles(draw):
+    """Sequences of each unit, tokens of its longest, tokens of a bin."""
+    max_tokens = draw(st.integers(1, 60))
+    widths = draw(st.lists(st.integers(1, max_tokens), max_size=12))
+    return [draw(st.integers(1, max_tokens // width)) for width in widths], widths, max_tokens
+
+
+def least_largest_area(counts, widths, num_bins):
+    """Of neighbours in the order of their widths, cut into at most so many bins: every cut tried."""
+    order = sorted(range(len(widths)), key=lambda i: -widths[i])
+    best = [0] + [math.inf] * len(order)  # of the first so many units
+    for _ in range(num_bins):
+        best = [
+            min(
+                (max(best[cut], widths[order[cut]] * sum(counts[i] for i in order[cut:end])) for cut in range(end)),
+                default=0,
+            )
+            for end in range(len(order) + 1)
+        ]  # fmt: skip
+    return best[-1]
+
+
+@given(rectangles(), st.integers(1, 4))
+def test_padded_bins_are_as_few_rounds_as_fit_and_as_even_as_any_cut_of_those(rectangles, num_ranks):
+    counts, widths, max_tokens = rectangles
+    bins = fill_padded(counts, widths, num_ranks, max_tokens)
+    assert [i for units in bins for i in units] == sorted(range(len(widths)), key=lambda i: -widths[i])
+    rounds = 1
+    while least_largest_area(counts, widths, rounds * num_ranks) > max_tokens:
+        rounds += 1
+    assert len(bins) == rounds * num_ranks
+    areas = [widths[units[0]] * sum(counts[i] for i in units) for units in bins if units]
+    assert max(areas, default=0) == least_largest_area(counts, widths, len(bins))
 
 
 class TooMuchWork(Exception):
