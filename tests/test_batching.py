@@ -1,3 +1,4 @@
+import contextlib
 import pickle
 import pickletools
 from dataclasses import fields
@@ -5,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from rl.batching import _cost, pack, supervised_sample, to_sample
+from rl.batching import _cost, check_batch, pack, supervised_sample, to_sample
 from rl.errors import RunError
 from rl.prefixes import Prefixes, families
 from rl.types import Problem, Rollout, Sample, Segment, StopReason, VersionRange
@@ -71,6 +72,30 @@ def test_a_rank_without_a_sequence_gets_filler_that_is_never_a_target():
     batch = pack([sample(4)], num_ranks=3, multiple_of=2)
     assert [len(rank[0].targets) for rank in batch.ranks] == [3, 0, 0]
     assert all(len(rank[0].tokens) >= 2 for rank in batch.ranks)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_batch_of_no_samples_is_filler_for_every_rank(pads):
+    batch = pack([], num_ranks=2, pads=pads)
+    assert [[row.targets.size for row in rank] for rank in batch.ranks] == [[0], [0]]
+    assert batch.longest == batch.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (dict(num_ranks=2, max_seq_len=6, shares_prefixes=True), ""),
+        (dict(num_ranks=2, max_seq_len=6, shares_prefixes=False), "sequences share tokens"),
+        (dict(num_ranks=3, max_seq_len=6, shares_prefixes=True), "packed for 2 data-parallel ranks, of which there are 3"),
+        (dict(num_ranks=2, max_seq_len=5, shares_prefixes=True), "a sequence of 6 tokens exceeds the 5 positions"),
+    ],
+)  # fmt: skip
+def test_an_engine_refuses_a_batch_that_was_packed_for_another(engine, words):
+    shared = [supervised_sample([1, 2, 3, 4], [5, last]) for last in range(4)]
+    batch = pack(shared, num_ranks=2, share_prefixes=True)
+    assert batch.num_tokens < batch.num_unshared_tokens
+    with pytest.raises(RunError, match=words) if words else contextlib.nullcontext():
+        check_batch(batch, **engine)
 
 
 def test_a_first_token_is_not_a_target_because_nothing_predicts_it():

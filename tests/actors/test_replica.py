@@ -357,6 +357,31 @@ def test_an_error_of_our_own_on_a_host_that_joins_ends_its_visit_alone(part, mon
     asyncio.run(main())
 
 
+def test_what_one_holds_whose_visit_an_error_ends_is_done_by_another(monkeypatch):
+    async def main():
+        guest, fails_now = Guest(), asyncio.Event()
+        world = World(2, visitor=guest)
+        visiting = world.pool.replicas[1]
+
+        async def serve(member):
+            visiting._enter(State.SERVING)
+            await fails_now.wait()
+            raise RunError("no room in shared memory")
+
+        monkeypatch.setattr(visiting, "serve", serve)
+        async with beside(world.pool.run()):
+            guest.come()
+            await world.serving(2)
+            held = [world.ask(wait=True) for _ in range(2)]
+            await until(lambda: all(r.load == 1 for r in world.pool.replicas))
+            guest.go()
+            fails_now.set()
+            world.processes[0].release.set()
+            assert await asyncio.wait_for(asyncio.gather(*held), 1) == [0, 0]
+
+    asyncio.run(main())
+
+
 def test_hosts_that_come_one_right_after_the_other_cost_no_restarts():
     async def main():
         guest = Guest()
