@@ -2,11 +2,12 @@
 
 A mutant is the code with one small mistake, as `<=` in the place of `<`. The tests of its module run on it, by
 `[tool.mutants]` of pyproject.toml; where none fails, it has survived. A sample of all mutants is drawn with the commit's
-hash as seed. Mutants that change nothing are listed, with the reason, in tests/equivalent_mutants.txt.
+hash as seed, in random order: `--minutes` ends with fewer of them. Mutants that change nothing are listed, with the reason, in tests/equivalent_mutants.txt.
 """
 
 import argparse
 import ast
+import math
 import os
 import random
 import resource
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -127,7 +129,7 @@ def _calls(node: ast.Call) -> Iterator[tuple[ast.AST, str, str]]:
     ):
         yield node, "swapped", ast.unparse(ast.Call(node.func, node.args[::-1], node.keywords))
     for i, keyword in enumerate(node.keywords):
-        if keyword.arg is not None:
+        if keyword.arg not in (None, "strict"):  # zip's is an assertion
             rest = node.keywords[:i] + node.keywords[i + 1 :]
             yield node, f"without {keyword.arg}", ast.unparse(ast.Call(node.func, node.args, rest))
 
@@ -278,6 +280,9 @@ def main() -> int:
     )
     parser.add_argument("--sample", type=int, default=600)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="end after so many; 0: once all are judged"
+    )
     parser.add_argument("--module", default="", help="only files whose path has this")
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
     options = parser.parse_args()
@@ -289,7 +294,7 @@ def main() -> int:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
-    chosen = sorted(random.Random(commit).sample(every, min(options.sample, len(every))))
+    chosen = random.Random(commit).sample(every, min(options.sample, len(every)))
     same = [mutant for mutant in chosen if mutant.name in equivalent()]
     drawn = [mutant for mutant in chosen if mutant.name not in equivalent()]
     # What all tests need, once; the package itself is read by each fork, from its own copy.
@@ -300,23 +305,36 @@ def main() -> int:
 
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(prefix="rl-mutants-") as base:
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-mutants-") as base,
+        ThreadPoolExecutor(options.processes) as pool,
+    ):
         copies = Copies(Path(base), options.processes)
-        for tests in {tuple(tests) for file, tests in by_file.items() if file in {m.path for m in drawn}}:
-            if copies.tests_fail(None, tests):
+        whole = sorted({tuple(by_file[mutant.path]) for mutant in drawn})
+        for tests, do_fail in zip(whole, pool.map(partial(copies.tests_fail, None), whole), strict=True):
+            if do_fail:
                 output = "\n".join(path.read_text()[-3000:] for path in Path(base).glob("*/output"))
                 raise RuntimeError(f"{' '.join(tests)} fail on the code as it is:\n{output}")
-        survived = []
-        with ThreadPoolExecutor(options.processes) as pool:
-            failed = pool.map(lambda mutant: copies.tests_fail(mutant, by_file[mutant.path]), drawn)
-            for mutant, is_noticed in zip(drawn, failed, strict=True):
-                if not is_noticed:
-                    survived.append(mutant)
-                    print(f"survived: {mutant}", flush=True)
-    share = 1 - len(survived) / max(1, len(drawn))
-    print(f"{len(drawn) - len(survived)} of {len(drawn)} mutants noticed ({share:.0%}), {len(every)} in all")
+        deadline = time.monotonic() + (60 * options.minutes or math.inf)
+
+        def is_noticed(mutant: Mutant) -> bool | None:
+            """None where there is no time left for it."""
+            is_late = time.monotonic() > deadline
+            return None if is_late else copies.tests_fail(mutant, by_file[mutant.path])
+
+        judged, survived = [], []
+        for mutant, verdict in zip(drawn, pool.map(is_noticed, drawn), strict=True):
+            if verdict is not None:
+                judged.append(mutant)
+            if verdict is False:
+                survived.append(mutant)
+                print(f"survived, number {len(judged)}: {mutant}", flush=True)
+    share = 1 - len(survived) / max(1, len(judged))
+    print(
+        f"{len(judged) - len(survived)} of {len(judged)} mutants noticed ({share:.0%}), {len(every)} in all"
+    )
     if options.write:
-        PAGE.write_text(page(survived, drawn, same, commit))
+        PAGE.write_text(page(sorted(survived), sorted(judged), sorted(same), commit))
     return 0
 
 

@@ -415,6 +415,45 @@ def test_more_steps_ahead_are_started_with_a_larger_bound_and_none_past_the_end(
     assert counts == [P, 2 * P, 3 * P, 3 * P, 3 * P]
 
 
+def test_of_the_groups_that_were_held_those_with_a_signal_are_trained_on_and_the_others_filtered():
+    async def main():
+        async def generate(index, version):
+            return group(index, version, "differ")
+
+        held = [Finished(7, 2, group(7, 2, "differ")), Finished(8, 2, group(8, 2, "same"))]
+        pace = Pace(2, 5, max_offpolicy_steps=1, max_filtered_per_step=2)
+        state = BufferState(9, [7, 8], held)
+        buffer = RolloutBuffer(generate, pace, keep=lambda g: g.has_signal, num_steps_done=3, state=state)
+        async with beside(buffer.follow(lambda: 3, Signal())):
+            taken = await asyncio.wait_for(buffer.take(3), 1)
+        assert ([g.index for g in taken.groups], [g.index for g in taken.filtered]) == ([7, 9], [8])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_prompt_that_its_environment_cancels_ends_the_run_unless_it_ends_anyway(is_closed):
+    async def main():
+        async def generate(index, version):
+            if not is_closed:
+                raise asyncio.CancelledError
+            await asyncio.Event().wait()
+
+        buffer = RolloutBuffer(generate, Pace(2, 3), keep=lambda g: True)
+        async with beside(buffer.follow(lambda: 0, Signal())):
+            taking = asyncio.create_task(buffer.take(0))
+            await asyncio.sleep(0.01)
+            if is_closed:
+                buffer.close()
+                await asyncio.sleep(0.01)
+                assert not taking.done() and taking.cancel()
+            else:
+                with pytest.raises(RunError, match="prompt 0 was cancelled before its end; its environment"):
+                    await asyncio.wait_for(taking, 1)
+
+    asyncio.run(main())
+
+
 def test_a_failure_of_the_processes_reaches_who_waits_for_the_batch():
     async def main():
         async def generate(index, version):

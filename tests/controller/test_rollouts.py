@@ -84,3 +84,18 @@ def test_training_samples_at_temperature_1_and_evaluation_is_greedy():
     sampler.asked.clear()
     asyncio.run(rollouts.evaluate(sampler, size=3, temperature=0.7))
     assert [(n, p.temperature) for n, p in sampler.asked] == [(3, 0.7)] * 8
+
+
+def test_seeds_are_of_32_bits_and_each_prompt_has_its_own():
+    """An engine takes no larger ones."""
+    env, sampler = SortLetters(num_eval=40), Sampler()
+    rollouts = Rollouts(env, Spelled(), score, 2, 0, max_tokens=99)
+
+    async def sample():
+        for index in range(40):
+            await rollouts.train_group(index, sampler)
+        await rollouts.evaluate(sampler)
+
+    asyncio.run(sample())
+    seeds = {params.seed for _, params in sampler.asked}
+    assert len(sampler.asked) == len(seeds) == 80 and all(0 <= seed < 2**32 for seed in seeds)

@@ -96,6 +96,13 @@ def test_what_waits_for_an_evaluation_is_saved_before_it():
     assert schedule.saves(7) and not beside.saves(7)
 
 
+def test_each_step_may_save_and_refresh_and_none_does_unless_asked():
+    each, none = Schedule(1, 9, 20, save_every=1, refresh_every=1), Schedule(1, 9, 20)
+    for step in range(1, 9):
+        assert each.saves(step) and each.refreshes(step)
+        assert not none.saves(step) and not none.refreshes(step)
+
+
 def test_the_newest_step_that_an_evaluation_is_of():
     schedule = Schedule(1, 47, 20)
     steps = (0, 1, 19, 20, 21, 39, 40, 46, 47)

@@ -14,6 +14,7 @@ from rl.controller.rollouts import check_rewards
 from rl.controller.training_batch import build_training_batch
 from rl.controller.update import denominator
 from rl.errors import RunError
+from rl.loss.shaping import Shaping
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.types import Group, Problem, Rewards, Rollout, Score, Segment, StopReason, VersionRange
 from tests.controller.fakes import build
@@ -88,6 +89,14 @@ def test_a_task_on_which_every_reward_fails_stops_the_run():
 
 def built(groups, **changes):
     return asyncio.run(build_training_batch(groups, replace(quickstart(), **changes).algorithm, {}))
+
+
+def test_what_shaping_adds_is_in_the_metrics_and_in_the_advantages():
+    """Responses of 3 of 4 tokens lose half of the punishment over the last 2."""
+    groups, env = [group(1, 0)], replace(quickstart().env, max_new_tokens=4)
+    plain = built(groups, env=env)
+    shaped = built(groups, env=env, shaping=Shaping(overlong_tokens=2))
+    assert "reward/shaping" not in plain.means and shaped.means["reward/shaping"] == (-1.0, 2)
 
 
 def forked(reward, parts=Rewards()):

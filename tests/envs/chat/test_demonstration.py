@@ -6,6 +6,8 @@ from rl.envs.calculator import ALPHABET, Calculator
 from rl.envs.chat.demonstration import chat_sample
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
+from rl.types import Completion, StopReason, VersionRange
+from tests.envs.chat.playing import play_here
 
 ASKED = []
 
@@ -25,3 +27,35 @@ def test_tools_are_described_once_for_a_task_however_many_its_demonstrations(tmp
         for seed in range(5):
             assert len(chat_sample(env, env.train_problem(seed), seed, tokenizer).tokens) > 3
     assert ASKED == [1, 2]
+
+
+class Repeater:
+    """A policy that writes these tokens, one turn after the other."""
+
+    def __init__(self, turns):
+        self.turns = list(turns)
+
+    async def sample(self, prompt, n, params):
+        tokens = self.turns.pop(0)
+        return [Completion(tokens, [0.0] * len(tokens), VersionRange(0, 0), StopReason.STOP)]
+
+
+def test_a_demonstration_has_the_tokens_of_a_rollout_with_its_turns(tmp_path):
+    """The question, the call and its result included."""
+    tokenizer = HFTokenizer(TinyQwen3(ALPHABET).materialize(tmp_path))
+    for corruption in (0.0, 1.0):
+        env = Calculator(corruption=corruption)
+        problem = env.train_problem(3)
+        taught = chat_sample(env, problem, 3, tokenizer)
+        starts = [
+            i for i in range(1, len(taught.tokens)) if taught.loss_mask[i] and not taught.loss_mask[i - 1]
+        ]
+        ends = [
+            next((j for j in range(i, len(taught.tokens)) if not taught.loss_mask[j]), None) for i in starts
+        ]
+        turns = [taught.tokens[i:end].tolist() for i, end in zip(starts, ends, strict=True)]
+        (rollout,) = play_here(env, tokenizer, Repeater(turns), problem)
+        assert len(turns) == (1 if corruption else 2) and rollout.score.correct == (not corruption)
+        assert taught.tokens.tolist() == [token for segment in rollout.segments for token in segment.tokens]
+        masks = [segment.sampled for segment in rollout.segments for _ in segment.tokens]
+        assert taught.loss_mask.tolist() == masks

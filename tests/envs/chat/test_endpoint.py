@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -61,6 +62,20 @@ class Agent(AgentEnv):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return make_tokenizer("qwen2_5", tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_a_door_that_is_closed_serves_nobody(tokenizer):
+    async def main():
+        door = AgentEndpoint(tokenizer)
+        url, _ = await door.enter(SimpleNamespace())
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{url}/models")).status_code == 200
+        await door.close()
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"{url}/models")
+
+    asyncio.run(main())
 
 
 def play(tokenizer, env, question, texts):
