@@ -2,10 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from rl.bounds import AtLeastOne, PositiveFloat
@@ -70,6 +70,18 @@ async def in_thread(function: Callable[[], T]) -> T:
     results: list[T] = []
     await asyncio.to_thread(lambda: results.append(function()))
     return results.pop()
+
+
+async def finish_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Their results, once each has ended. Raises the error of the first that failed, by their order.
+
+    So nothing is still running in an engine that is started again because of the error.
+    """
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast(list[T], results)
 
 
 def num_interrupts() -> int:

@@ -17,7 +17,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.errors import RunError
-from rl.waiting import beside, together, within
+from rl.waiting import beside, finish_all, together, within
 
 ROOT = Path(__file__).parent.parent
 SLACK_SECONDS = 0.5  # for a last look, also in pieces
@@ -281,6 +281,46 @@ def test_a_rank_that_died_is_named_though_the_loop_was_blocked_when_it_was_notic
         return loop.time()
 
     assert run(main()) < 62.0
+
+
+@pytest.mark.parametrize("answers", ["never", "late"])
+def test_who_calls_ranks_knows_whether_one_still_has_not_answered(answers):
+    """One raises; another waits for it in a collective, or ends by the same error."""
+
+    async def main():
+        async def fails(after):
+            await asyncio.sleep(after)
+            raise OSError("out of memory")
+
+        caller = Caller("trainer")
+        other = asyncio.Event().wait() if answers == "never" else fails(0.5)
+        with pytest.raises(RunError, match="out of memory"):
+            await caller.call_ranks([fails(0), other], "forward", Deadline("train", 1000.0))
+        return caller.is_stuck
+
+    assert run(main()) == (answers == "never")
+
+
+def test_all_are_finished_before_the_first_error_is_raised():
+    ended = []
+
+    async def call(name, seconds, error=None):
+        await asyncio.sleep(seconds)
+        ended.append(name)
+        if error is not None:
+            raise error
+        return name
+
+    async def main():
+        assert await finish_all([call("a", 2), call("b", 1)]) == ["a", "b"]
+        ended.clear()
+        with pytest.raises(RunError, match="first"):
+            await finish_all(
+                [call("a", 3), call("b", 2, RunError("first")), call("c", 1, RunError("second"))]
+            )
+        assert ended == ["c", "b", "a"]
+
+    run(main())
 
 
 NO_PROCESS = {

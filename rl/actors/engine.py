@@ -129,12 +129,17 @@ class EngineHandle:
             raise EngineDied(str(death)) from death
         await self.ready()
 
+    @property
+    def is_stuck(self) -> bool:
+        """A rank has not answered, and the next call would wait for it until its deadline."""
+        return self._caller.is_stuck
+
     async def kill(self) -> None:
         """End the processes, whatever they are doing. No method is under way."""
         mesh, self.mesh = self.mesh, None
         if mesh is not None:
             await kill_processes(mesh, self._caller.processes)
-        self._caller.processes = ()
+        self._caller.processes, self._caller.is_stuck = (), False
 
     async def pack(self, samples: Sequence[Sample], samples_per_unit: int = 1) -> Batch:
         """For this engine's ranks; see batching.pack.

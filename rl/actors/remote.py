@@ -88,6 +88,7 @@ class Caller:
     def __init__(self, name: str, logs: str = "logs/"):
         self.name = name
         self.processes: tuple[ProcessInfo, ...] = ()  # once they have answered for the first time
+        self.is_stuck = False  # a rank did not answer after another had failed, or in time
         self._last = "start"
         self._memory = MemoryWatch(name)
         self._logs = logs
@@ -148,7 +149,10 @@ class Caller:
             except SupervisionError as error:
                 raise _RankDied(rank, error) from error
 
+        num_waiting = 0
+
         async def all_of_them() -> list[Any]:
+            nonlocal num_waiting
             tasks = [asyncio.ensure_future(named(rank, answer)) for rank, answer in enumerate(answers)]
             try:
                 _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -161,11 +165,15 @@ class Caller:
                     raise error
                 return [task.result() for task in tasks]
             finally:
+                num_waiting = sum(not task.done() for task in tasks)
                 for task in tasks:
                     task.cancel()
 
         try:
             return await self.call(all_of_them(), verb, deadline, past)
+        except RunError:
+            self.is_stuck = num_waiting > 0
+            raise
         except _RankDied as death:
             rank = f"{self.name} rank {death.rank}" if len(answers) > 1 else self.name
             where = self._where(self.processes[death.rank : death.rank + 1])

@@ -167,6 +167,11 @@ class Replica(Generic[M]):
         self._enter(State.SERVING)
         await asyncio.Event().wait()
 
+    @property
+    def takes_work(self) -> bool:
+        """It serves, and is not known to be lost: its state follows a turn of the loop later."""
+        return self.state is State.SERVING and self._lost is not None and not self._lost.done()
+
     def _report(self, lost: asyncio.Future[ProcessDied], death: ProcessDied) -> None:
         if not lost.done():
             lost.set_result(death)
@@ -250,9 +255,9 @@ class Pool(Generic[R]):
         idlest = None
         for replica in self.replicas:
             is_idler = idlest is None or replica.load < idlest.load
-            if is_idler and replica.state is State.SERVING and takes(replica):
+            if is_idler and replica.takes_work and takes(replica):
                 idlest = replica
-        if idlest is None or prefer is None or prefer.state is not State.SERVING or not takes(prefer):
+        if idlest is None or prefer is None or not prefer.takes_work or not takes(prefer):
             return idlest
         return prefer if prefer.load <= 2 * idlest.load + 8 else idlest
 

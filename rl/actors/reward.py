@@ -77,7 +77,7 @@ class RewardWorker(Actor):
             answer = await getattr(self._episodes[call.number][0], call.verb)(*call.arguments)
         except (EpisodeFailed, EpisodeLost) as failure:
             answer = failure
-        if _ends(call, answer):
+        if _ends(call, answer) and call.number in self._episodes:  # one that could not begin is not
             await self._close(call.number)
         return answer
 

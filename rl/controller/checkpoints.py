@@ -19,6 +19,7 @@ async def save_checkpoint(
     """
     path.parent.mkdir(exist_ok=True)
     if actors.critic is not None:
+        await actors.trainer.finish_checkpoint()  # else the critic's of the last complete one would go
         kept = keep_last + 1 if keep_last else 0
         its_state = {"step": state["step"]}
         await actors.critic.save_checkpoint(str(critic_path(path)), its_state, kept, wait=True)

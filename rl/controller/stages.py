@@ -21,7 +21,7 @@ from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
 from rl.controller.training_batch import Scorers, TrainingBatch, build_training_batch
 from rl.controller.update import StepFailed, Updater, learn, stream
-from rl.controller.updaters import rollout_buffer, rollouts, scorers, updaters
+from rl.controller.updaters import rollout_buffer, rollouts, schedule_from, scorers, updaters
 from rl.errors import RunError
 from rl.interfaces import Tokenizer
 from rl.models.checkpoint_dir import is_complete, latest
@@ -67,7 +67,7 @@ class RunStages:
 
     async def start(self) -> Schedule:
         """Warm up, or load the checkpoint; the steps that are left."""
-        learning, rhythm, actors = self._learning, self._learning.rhythm, self._actors
+        learning, actors = self._learning, self._actors
         await actors.enter("score")
         state = await load_checkpoint(actors, self._checkpoint)
         if self._checkpoint:
@@ -77,16 +77,7 @@ class RunStages:
         if learning.algorithm.samples_rollouts:
             own = self._checkpoint if is_own(self._checkpoint, self._recorder.run_dir) else ""
             self.buffer = rollout_buffer(learning, self._rollouts, actors.generators, state, own)
-        schedule = Schedule(
-            first=state["step"] + 1,
-            last=learning.pace.num_steps,
-            eval_every=rhythm.eval_every,
-            save_every=rhythm.save_every,
-            refresh_every=rhythm.refresh_reference_every if actors.reference else 0,
-            publish_every_step=learning.algorithm.samples_rollouts,
-            evaluate_beside=learning.pace.max_offpolicy_steps > 0,
-            save_clock=self._save_clock,
-        )
+        schedule = schedule_from(state["step"] + 1, learning, actors, self._save_clock)
         # One that was interrupted beside later steps is made up for, of the policy as it is now.
         since = range(schedule.newest_evaluated(state["step"]), state["step"] + 1)
         if self._goes_on and not self._recorder.accuracies.keys().isdisjoint(since):
@@ -232,18 +223,21 @@ class RunStages:
         """Record and save whole steps. end: an interrupt, or what ends the run while the trainer is well."""
         if self._unrecorded is not None:
             self.record(*self._unrecorded)
-        path = self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
-        if self._updating or self._done < self._schedule.first:
-            return
-        await self._actors.trainer.finish_checkpoint()
-        if is_complete(path):
+        step, path = f"step {self._done}", self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
+        if self._updating or self._actors.trainer.is_stuck or self._done < self._schedule.first:
             return
         why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end) or repr(end)
-        self._recorder.say(f"{why}: saving a checkpoint of step {self._done}; once more to end without it")
-        if self._schedule.refreshes(self._done) and self._refreshed != self._done:
-            await self.refresh_reference(self._done)
-        await self.save(self._done, taken=self._taken)
-        await self._actors.trainer.finish_checkpoint()
+        try:
+            await self._actors.trainer.finish_checkpoint()
+            if is_complete(path):
+                return
+            self._recorder.say(f"{why}: saving a checkpoint of {step}; once more to end without it")
+            if self._schedule.refreshes(self._done) and self._refreshed != self._done:
+                await self.refresh_reference(self._done)
+            await self.save(self._done, taken=self._taken)
+            await self._actors.trainer.finish_checkpoint()
+        except (RunError, OSError) as error:  # what ended the run is raised, not what followed from it
+            self._recorder.say(f"no checkpoint of {step}: {error}")
 
     async def evaluate(self, step: int) -> None:
         """Greedy accuracy on the held-out problems, of one version.

@@ -6,7 +6,6 @@ usable -> (forward passes) -> rewards of tokens -> advantages -> without those t
 -> (forward passes)
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -25,7 +24,7 @@ from rl.loss.aggregate import token_divisor
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
 from rl.types import Group, Sample
-from rl.waiting import in_thread
+from rl.waiting import finish_all, in_thread
 
 Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
 """Loss input -> who computes it: the samples -> [T] each. "old_logprobs", "ref_logprobs", "values"."""
@@ -163,7 +162,7 @@ async def with_loss_inputs(samples: Sequence[Sample], scorers: Scorers) -> list[
     """The samples with what each scorer says of them."""
     if not scorers or not samples:
         return list(samples)
-    computed = await asyncio.gather(*(compute(samples) for compute in scorers.values()))
+    computed = await finish_all(compute(samples) for compute in scorers.values())
     of_each_sample = zip(*computed, strict=True)
     return [
         sample.with_loss_inputs(**dict(zip(scorers, values, strict=True)))

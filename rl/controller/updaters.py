@@ -1,4 +1,4 @@
-"""What learns in a run, who computes what its losses read, and how it is sampled."""
+"""What learns in a run and when, who computes what its losses read, and how it is sampled."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -11,6 +11,7 @@ from rl.config.learning import Learning
 from rl.controller.buffer import RolloutBuffer
 from rl.controller.held_groups import read_prompts
 from rl.controller.rollouts import Rollouts
+from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.training_batch import Scorers
 from rl.controller.update import Updater
 from rl.envs.chat.agent import AgentEnv
@@ -40,6 +41,21 @@ def scorers(algorithm: Algorithm, actors: Actors) -> Scorers:
     if actors.critic is not None:
         scorers["values"] = actors.critic.forward_samples
     return scorers
+
+
+def schedule_from(first: int, learning: Learning, actors: Actors, save_clock: SaveClock) -> Schedule:
+    """What each step from this one on does beside learning."""
+    rhythm = learning.rhythm
+    return Schedule(
+        first=first,
+        last=learning.pace.num_steps,
+        eval_every=rhythm.eval_every,
+        save_every=rhythm.save_every,
+        refresh_every=rhythm.refresh_reference_every if actors.reference else 0,
+        publish_every_step=learning.algorithm.samples_rollouts,
+        evaluate_beside=learning.pace.max_offpolicy_steps > 0,
+        save_clock=save_clock,
+    )
 
 
 def rollouts(learning: Learning, tokenizer: Tokenizer, actors: Actors) -> Rollouts:

@@ -357,6 +357,21 @@ def test_an_error_of_our_own_on_a_host_that_joins_ends_its_visit_alone(part, mon
     asyncio.run(main())
 
 
+def test_a_death_is_one_death_of_the_work_that_noticed_it():
+    async def main():
+        async with running(World(1)) as world:
+
+            async def work(process):
+                if process.number == 0:
+                    raise ProcessDied("process 0 died")
+                return process.number
+
+            asked = world.pool.ask(lambda replica: replica.ask(work), max_deaths=2)
+            assert await asyncio.wait_for(asked, 1) == 1
+
+    asyncio.run(main())
+
+
 def test_what_one_holds_whose_visit_an_error_ends_is_done_by_another(monkeypatch):
     async def main():
         guest, fails_now = Guest(), asyncio.Event()

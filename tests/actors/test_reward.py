@@ -30,6 +30,24 @@ class Host:
         return "begun"
 
 
+class Lost(Host):
+    """What its processes are forked from is gone."""
+
+    @asynccontextmanager
+    async def open(self, problem, seed):
+        raise EpisodeLost
+        yield
+
+
+@pytest.mark.parametrize("verb", ["begin", "act", "score_group"])
+def test_an_episode_whose_process_cannot_start_is_lost_whatever_was_asked_first(monkeypatch, verb):
+    monkeypatch.setattr(reward, "EpisodeHost", Lost)
+    env = calculator().env
+    ask = RewardWorker.ask_episode._method.__wrapped__
+    call = EpisodeCall(7, verb, (), (env.train_problem(1), 1))
+    assert isinstance(asyncio.run(ask(RewardWorker(env, 5.0), call)), EpisodeLost)
+
+
 @pytest.mark.parametrize("closes_early", [True, False])
 def test_an_episode_that_is_given_up_while_its_process_starts_is_closed(monkeypatch, closes_early):
     monkeypatch.setattr(reward, "EpisodeHost", Host)

@@ -13,7 +13,7 @@ from configs.quickstart import quickstart
 from rl.actors.reference import ReferenceMesh
 from rl.controller.checkpoints import load_checkpoint, refresh_reference, save_checkpoint
 from rl.loss.kl import KL
-from rl.models.checkpoint_dir import is_complete, prune, rename
+from rl.models.checkpoint_dir import critic_path, is_complete, prune, rename
 from tests.controller.fakes import FakeEngine, fake_actors
 
 SETTINGS = replace(quickstart(), kl=KL(coef=0.1))
@@ -39,9 +39,14 @@ class Policy(FakeEngine):
         (partial / "record.json").write_text(json.dumps({"state": state, "updates": self.updates}))
         self.writing = partial, Path(path), keep_last
 
-    writing = None
+    writing, is_killed = None, False
+
+    async def finish_checkpoint(self):
+        self.finish()
 
     def finish(self):
+        if self.is_killed:
+            raise Killed
         if self.writing is not None:
             partial, path, keep_last = self.writing
             (partial / ".metadata").touch()
@@ -116,6 +121,37 @@ class Run:
         kept = len(list(references.iterdir())) if references.exists() else 0
         # its own, and one for each that is complete, is being written or was left half written
         assert kept <= len(list((self.run_dir / "checkpoints").glob("step-*"))) + 2
+
+
+class Critic(FakeEngine):
+    async def save_checkpoint(self, path, state, keep_last, wait=False):
+        assert wait
+        Path(path).mkdir(parents=True)
+        (Path(path) / "record.json").write_text(json.dumps({"state": state}))
+        (Path(path) / ".metadata").touch()
+        prune(Path(path), keep_last)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_who_is_killed_while_a_checkpoint_is_written_has_one_with_its_critic(keep_last, tmp_path):
+    """The next one is due before the one before is complete."""
+    run = Run(tmp_path, keep_last)
+    run.actors = replace(run.actors, critic=Critic("critic", [], run.trainer.config))
+
+    async def live():
+        for _ in range(3):
+            await run.learn()
+            await run.save()
+        await run.learn()
+        run.trainer.is_killed = True
+        with pytest.raises(Killed):
+            await run.save()
+
+    (tmp_path / "checkpoints").mkdir()
+    asyncio.run(live())
+    complete = run.complete()
+    assert len(complete) == min(keep_last, 2)
+    assert all(is_complete(critic_path(path)) for path in complete)
 
 
 EVENTS = ("learn", "learn", "refresh", "save", "refresh_and_save", "written", "written", "resume", "die")

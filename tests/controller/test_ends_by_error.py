@@ -16,13 +16,14 @@ from rl.controller.held_groups import read_prompts
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
+from rl.loss.correction import Correction
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
 from rl.types import Score
-from tests.controller.fakes import QuietRecorder, fake_actors
+from tests.controller.fakes import FakeEngine, QuietRecorder, fake_actors
 
 
 def config(**settings):
@@ -100,6 +101,34 @@ def test_the_first_step_of_a_run_that_goes_on_begins_after_its_start(tmp_path):
         RunStages(learning_of(settings), settings.resume, actors, tokenizer, recorder, goes_on=True).run()
     )
     assert list(recorder.steps) == [5, 6] and recorder.num_pauses == 1
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_an_error_of_the_trainers_forward_pass_is_what_the_run_ends_with(tmp_path, monkeypatch, is_stuck):
+    """Where a rank has not answered nothing more is asked of it, and where leaving fails that is said, too."""
+    settings = config(correction=Correction(old_logprobs="trainer"), minibatches=2)
+    forward, calls = FakeEngine.forward, []
+
+    async def third_fails(engine, batch, adapter=None):
+        calls.append("forward")
+        if len(calls) == 3:
+            engine._caller.is_stuck = is_stuck
+            raise RunError("out of memory")
+        return await forward(engine, batch, adapter)
+
+    async def finish(engine):
+        if len(calls) == 3:
+            calls.append("finish")
+            raise RunError("trainer did not finish finish_checkpoint")
+
+    monkeypatch.setattr(FakeEngine, "forward", third_fails)
+    monkeypatch.setattr(FakeEngine, "finish_checkpoint", finish)
+    recorder, lines = QuietRecorder(tmp_path), []
+    recorder.say = lines.append
+    end = run_to_its_end(settings, tmp_path, recorder)
+    assert str(end) == "out of memory" and list(recorder.steps) == [1, 2]
+    assert calls.count("finish") == (not is_stuck)
+    assert any("no checkpoint of step 2: trainer did not finish" in line for line in lines) == (not is_stuck)
 
 
 @dataclass(frozen=True)
