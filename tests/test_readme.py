@@ -95,10 +95,11 @@ def test_the_docs_lookup_is_played(tmp_path):
 
 
 def test_the_docs_judge_is_a_recipe():
+    from rl.config.env_rules import check_env
     from rl.config.judge_rules import check_judge
 
     config = docs_block("class Sentences")["sentences"]()
-    assert isinstance(config, RunConfig)
+    assert isinstance(config, RunConfig) and check_env(config) == []
     assert not [line for line in check_judge(config) if "path/to/model" not in line]
 
 

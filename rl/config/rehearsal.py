@@ -19,7 +19,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost
 from rl.envs.chat.loop import chat_template
 from rl.envs.chat.testing import CannedPolicy
-from rl.envs.chat.tool_calls import write_call
+from rl.envs.chat.tool_calls import write_calls
 from rl.envs.remake import keys_elsewhere, some_problems
 from rl.envs.verifier import Verifier
 from rl.errors import ConfigError, RunError, one_line
@@ -150,10 +150,10 @@ def _answers(env: Env, problem: Problem, tokenizer: Tokenizer) -> list[list[str]
     answers = [[problem.answer or "yes"], [word]]
     if isinstance(env, ChatEnv) and (tools := env.tools()):
         written = chat_template(tokenizer, env.call_format).written
-        calls = [
-            write_call({"name": tool.name, "arguments": _arguments(tool.schema["function"], word)}, written)
-            for tool in tools
-        ]
+        functions = (
+            {"name": tool.name, "arguments": _arguments(tool.schema["function"], word)} for tool in tools
+        )
+        calls = [write_calls([function], written) for function in functions]
         answers.append([*calls[: env.max_turns - 1], problem.answer or "yes"])
     return answers
 

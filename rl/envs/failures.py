@@ -8,11 +8,19 @@ from rl.errors import BadReturn, EpisodeFailed, Unavailable, message_of, one_lin
 
 def failure_of(error: Exception) -> EpisodeFailed:
     """With its cause (rl/causes.py)."""
-    if isinstance(error, BadReturn | Unavailable):
-        return EpisodeFailed(message_of(error), error.cause)
+    if (known := known_in(error)) is not None:
+        return EpisodeFailed(message_of(known), known.cause)
     if isinstance(error, MemoryError):
         return EpisodeFailed("out of memory; raise env.max_memory_gib", "memory")
     return EpisodeFailed(described(error), "raised")
+
+
+def known_in(error: BaseException) -> BadReturn | Unavailable | None:
+    """The error itself, or the first of a group, as of tasks, that consists of such."""
+    if isinstance(error, BaseExceptionGroup):
+        parts = [known_in(part) for part in error.exceptions]
+        return parts[0] if all(parts) else None
+    return error if isinstance(error, BadReturn | Unavailable) else None
 
 
 def described(error: Exception) -> str:

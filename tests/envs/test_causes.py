@@ -33,6 +33,8 @@ class Failing(ChatEnv):
         where, _, how = episode.problem.question.partition(": ")
         if where == here and how in HOW:
             raise HOW[how]()
+        if where == here and how.startswith("tasks, "):
+            raise TOGETHER[how.removeprefix("tasks, ")]()
 
     def start(self, episode):
         self._fail(episode, "start")
@@ -63,6 +65,10 @@ HOW = {
     "judge": lambda: JudgeUnreachable("no answer"),
     "lost": lambda: Ended(EpisodeLost()),
 }
+TOGETHER = {  # of tasks of one group
+    "server": lambda: ExceptionGroup("tasks", [ServerLost("gone"), ServerLost("gone")]),
+    "raised": lambda: ExceptionGroup("tasks", [JudgeUnreachable("no answer"), ValueError("no number")]),
+}
 CALL = '<tool_call>{"name": "use", "arguments": {}}</tool_call>'
 
 # what fails: how -> the cause; None: the policy is told, and the episode goes on
@@ -72,6 +78,9 @@ TABLE = [
     *((f"tool: {how}", None) for how in ("raised", "memory")),
     *((f"tool: {how}", how) for how in ("timeout", "crashed", "server", "sandbox", "judge", "lost")),
     *((f"{where}: {how}", how) for where in ("step", "reward") for how in HOW),
+    ("tool: tasks, server", "server"),
+    ("tool: tasks, raised", None),
+    *((f"{where}: tasks, {how}", how) for where in ("step", "reward") for how in TOGETHER),
     ("step: template", "template"),
     ("the prompt: too_long", "too_long"),
     ("nothing", None),

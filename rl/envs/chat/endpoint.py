@@ -39,6 +39,7 @@ class _Guest:
 
     session: ChatSession
     answers: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)  # request -> its last answer
+    sampling: set[asyncio.Task[Turn]] = field(default_factory=set)  # all that are under way
     delivered: set[int] = field(default_factory=set)  # turns that reached the client
     messages: Sequence[Message] = ()
 
@@ -72,8 +73,9 @@ class AgentEndpoint:
 
     async def leave(self, key: str) -> Sequence[Message]:
         guest = self._guests.pop(key)
-        for task in guest.answers.values():
+        for task in guest.sampling:
             task.cancel()
+        await asyncio.gather(*guest.sampling, return_exceptions=True)  # none adds a turn from now on
         for turn in [turn for turn in guest.session.turns if id(turn) not in guest.delivered]:
             guest.session.forget(turn)
         return guest.messages
@@ -120,6 +122,8 @@ class AgentEndpoint:
         if task is None:
             sampling = guest.session.complete(asked.messages, asked.tools or (), asked.limit)
             task = guest.answers[key] = asyncio.create_task(sampling)
+            guest.sampling.add(task)
+            task.add_done_callback(guest.sampling.discard)
         try:
             return await asyncio.shield(task)
         except TooLong as error:

@@ -15,6 +15,7 @@ from typing import Any
 from rl.envs.chat.messages import wrong_with
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
+from rl.envs.failures import known_in
 from rl.errors import BadReturn, Unavailable, message_of, one_line
 from rl.types import Message, Problem, Score, StopReason
 
@@ -199,9 +200,9 @@ class EpisodeRunner:
             if name not in self._tools:
                 raise BadArguments(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
             content, failed = _as_text(self._run(self._tools[name].run(arguments, self.episode))), False
-        except Unavailable:
-            raise
         except Exception as error:  # the policy is told, as a user would be
+            if isinstance(known_in(error), Unavailable):
+                raise
             cause = message_of(error) if isinstance(error, BadArguments) else one_line(error)
             content, failed = f"Error: {cause}", True
         counts["tool_errors"] += failed

@@ -142,6 +142,13 @@ class ChatSession:
         return tuple(lay_out(_segments(turn, trained)) for turn in self.turns if id(turn) not in inner)
 
     @property
+    def turns_of_branches(self) -> list[Turn]:
+        """All turns, in the order in which `branches` have them sampled."""
+        inner = {id(turn.before) for turn in self.turns}
+        paths = (turn.path for turn in self.turns if id(turn) not in inner)
+        return list({id(step): step for path in paths for step in path}.values())
+
+    @property
     def versions(self) -> VersionRange | None:
         """Of all turns."""
         versions = [turn.completion.versions for turn in self.turns]

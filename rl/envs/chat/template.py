@@ -19,7 +19,7 @@ from rl.envs.chat.tool_calls import (
     fold_tools,
     knows_tools,
     parse_turn,
-    write_call,
+    write_calls,
 )
 from rl.errors import ConfigError, one_line
 from rl.interfaces import Tokenizer
@@ -79,8 +79,8 @@ class ChatTemplate:
     def written_turn(self, message: Message) -> str:
         """Its content and its calls."""
         plain = for_template(message)
-        calls = [write_call(call["function"], self.written) for call in plain.get("tool_calls", ())]
-        return "\n".join(filter(None, [plain["content"], *calls]))
+        calls = write_calls([call["function"] for call in plain.get("tool_calls", ())], self.written)
+        return "\n".join(filter(None, [plain["content"], calls]))
 
     def _tokens(self, text: str) -> list[int]:
         """A tokenizer refuses half of a surrogate pair: a question mark stands for it."""

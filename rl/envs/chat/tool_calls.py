@@ -200,10 +200,18 @@ def _pythonic(text: str) -> ParsedTurn:
 def _python_call(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError("write [name(argument=value)]")
-    arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}
+    arguments = {k.arg: _literal(k.value) for k in call.keywords if k.arg is not None}
     if len(arguments) != len(call.keywords):
         raise ValueError("each argument has a name of its own")
     return checked_call(call.func.id, arguments)
+
+
+def _literal(value: ast.expr) -> Any:
+    """Raises ValueError in words that are the same in every process: they become tokens."""
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        raise ValueError("a value is a literal, as 3 or 'x'") from None
 
 
 def checked_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
@@ -263,21 +271,23 @@ def fold_tools(messages: Sequence[Message], written: CallFormat) -> list[Message
             else:
                 folded.append({"role": "user", "content": text, "folded": True})
         elif message.get("tool_calls"):
-            calls = [write_call(call["function"], written) for call in message["tool_calls"]]
-            text = "\n".join(filter(None, [message["content"], *calls]))
+            calls = write_calls([call["function"] for call in message["tool_calls"]], written)
+            text = "\n".join(filter(None, [message["content"], calls]))
             folded.append({"role": message["role"], "content": text})
         else:
             folded.append(message)
     return folded
 
 
-def write_call(function: Mapping[str, Any], written: CallFormat) -> str:
-    """function: {name, arguments}, the arguments as an object."""
-    name, arguments = function["name"], function["arguments"]
+def write_calls(functions: Sequence[Mapping[str, Any]], written: CallFormat) -> str:
+    """The calls of one turn, as `parse_turn` reads them. functions: {name, arguments}, these as an object."""
+    calls = [(function["name"], function["arguments"]) for function in functions]
     match written:
         case "hermes":
-            return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+            texts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
         case "llama3":
-            return json.dumps({"name": name, "parameters": arguments})
+            return "; ".join(json.dumps({"name": name, "parameters": values}) for name, values in calls)
         case "pythonic":
-            return f"[{name}({','.join(f'{k}={v!r}' for k, v in arguments.items())})]"
+            texts = [f"{name}({','.join(f'{k}={v!r}' for k, v in values.items())})" for name, values in calls]
+            return f"[{','.join(texts)}]" if texts else ""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
-from rl.envs.chat.tool_calls import as_message, parse_turn, write_call
+from rl.envs.chat.tool_calls import as_message, parse_turn, write_calls
 from rl.envs.chat.tools import tool
 from rl.types import Problem
 from tests.envs.chat.playing import play_here
@@ -42,13 +42,9 @@ def test_what_is_written_is_read_again_whatever_the_values(calls, written):
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls if sound(arguments)]
     if written == "pythonic":
         functions = [f for f in functions if all(name.isidentifier() for name in f["arguments"])]
-        texts = [write_call(f, written)[1:-1] for f in functions]
-        text = f"[{', '.join(texts)}]" if texts else ""
         if not all(name not in kwlist for f in functions for name in f["arguments"]):
             return
-    else:
-        text = ("; " if written == "llama3" else "\n").join(write_call(f, written) for f in functions)
-    parsed = parse_turn(text, written)
+    parsed = parse_turn(write_calls(functions, written), written)
     assert not parsed.malformed and parsed.content == ""
     assert [(call.name, call.arguments) for call in parsed.calls] == [
         (f["name"], f["arguments"]) for f in functions

@@ -292,6 +292,44 @@ def test_streams_lengths_and_token_ids(tokenizer):
     talk(tokenizer, ["one", "two"], say)
 
 
+def test_of_equal_requests_at_the_same_time_the_answers_that_nobody_waited_for_are_not_learned_from(
+    tokenizer,
+):
+    """As an agent asks that takes the first of three."""
+    release, num_asked = asyncio.Event(), 0
+
+    class Slow(Writer):
+        async def sample(self, prompt, n, params):
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked < 3:
+                await release.wait()
+            return await super().sample(prompt, n, params)
+
+    async def main():
+        template = ChatTemplate(tokenizer)
+        writer = Slow(tokenizer, template.end_id, ["one", "two", "three"], random.Random(0))
+        session = ChatSession(template, writer, SamplingParams(64), range(8), 4000)
+        door = AgentEndpoint(tokenizer)
+        url, key = await door.enter(session)
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            asked = [
+                asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
+                for _ in range(3)
+            ]
+            done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
+        await door.leave(key)
+        release.set()
+        await asyncio.sleep(0.1)
+        await door.close()
+        assert len(done) == 1 and [turn.text for turn in session.turns] == ["one"]
+
+    asyncio.run(main())
+
+
 def test_a_retry_gets_the_same_answer_and_one_that_nobody_got_is_not_learned_from(tokenizer):
     async def say(client, session, url, key):
         headers = {"Authorization": f"Bearer {key}"}

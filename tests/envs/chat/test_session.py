@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.batching import segments_sample
+from rl.controller.member import scatter_reward
+from rl.envs.chat.loop import _in_order
 from rl.envs.chat.session import ChatSession, TooLong, Turn
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.chat.tool_calls import ParsedTurn
 from rl.models.tokenizer import HFTokenizer
-from rl.types import Completion, SamplingParams, StopReason, VersionRange
+from rl.types import Completion, Problem, Rewards, Rollout, SamplingParams, Score, StopReason, VersionRange
 from tests.envs.chat.templates import NAMES, make_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
@@ -145,10 +147,36 @@ def test_a_rewritten_history_forks_and_shared_turns_are_learned_once():
         samples[1].tokens.tolist()[: len(sampled[0])] != []
         and first.tokens == samples[1].tokens.tolist()[: len(first.tokens)]
     )
+    in_branches = [s.tokens.tolist() for branch in session.branches for s in branch if s.sampled]
+    assert [turn.completion.tokens.tolist() for turn in session.turns_of_branches] == in_branches
     rewritten = [{"role": "user", "content": "summary"}, {"role": "user", "content": "d"}]
     writer.texts.append("four")
     asyncio.run(session.complete(rewritten, ()))
     assert len(session.branches) == 3
+
+
+def test_each_turn_gets_its_own_reward_though_branches_have_them_in_another_order():
+    """A sub-agent is asked between two turns of the agent, which reward_episode sees in that order."""
+    session, _, _ = session_of("llama3", ["agent 1", "sub-agent, longer", "agent 2"])
+    messages = [{"role": "user", "content": "a"}]
+    first = asyncio.run(session.complete(messages, ()))
+    asyncio.run(session.complete([{"role": "user", "content": "sub"}], ()))
+    asyncio.run(session.complete([*messages, first.message, {"role": "user", "content": "b"}], ()))
+    lengths = [len(turn.completion.tokens) for turn in session.turns]
+    by_tokens = Rewards(tokens=tuple(float(i) for i, length in enumerate(lengths) for _ in range(length)))
+    names = ({"x": 0.0}, {"x": 1.0}, {"x": 2.0})
+    for score in (
+        Score(3.0, parts=Rewards(turns=(0.0, 1.0, 2.0)), turn_components=names),
+        Score(3.0, parts=by_tokens),
+    ):
+        ordered = _in_order(score, session.turns, session.turns_of_branches)
+        branches = session.branches
+        rollout = Rollout(Problem("1"), branches[0], "", StopReason.STOP, None, forks=branches[1:])
+        ends = np.cumsum(rollout.turn_lengths)
+        rewards = [part.max() for part in np.split(scatter_reward(rollout, ordered), ends[:-1])]
+        texts = [turn.text for turn in session.turns_of_branches]
+        assert dict(zip(texts, rewards, strict=True)) == {"agent 1": 0, "sub-agent, longer": 1, "agent 2": 2}
+        assert [named["x"] for named in ordered.turn_components] in ([], rewards)
 
 
 def test_a_prompt_that_siblings_share_is_tokenised_once(monkeypatch):

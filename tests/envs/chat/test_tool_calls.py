@@ -1,7 +1,9 @@
 import pytest
 
-from rl.envs.chat.tool_calls import ToolCall, call_format, describe_tools, fold_tools, parse_turn, write_call
+from rl.envs.chat.template import ChatTemplate
+from rl.envs.chat.tool_calls import ToolCall, call_format, describe_tools, fold_tools, parse_turn, write_calls
 from rl.errors import ConfigError
+from tests.envs.chat.templates import make_tokenizer
 
 CALL = ToolCall("price", {"fruit": "pear", "count": 2})
 FUNCTION = {"name": "price", "arguments": {"fruit": "pear", "count": 2}}
@@ -9,8 +11,26 @@ FUNCTION = {"name": "price", "arguments": {"fruit": "pear", "count": 2}}
 
 @pytest.mark.parametrize("written", ["hermes", "llama3", "pythonic"])
 def test_what_is_written_is_read_again(written):
-    parsed = parse_turn(write_call(FUNCTION, written), written)
+    parsed = parse_turn(write_calls([FUNCTION], written), written)
     assert (parsed.calls, parsed.malformed, parsed.content) == ((CALL,), (), "")
+
+
+@pytest.mark.parametrize("written", ["hermes", "llama3", "pythonic"])
+def test_two_calls_of_one_turn_are_written_as_they_are_read(tmp_path, written):
+    """In a demonstration, and in what a template that knows no tools is told of earlier turns."""
+    calls = [{"id": str(i), "type": "function", "function": FUNCTION} for i in range(2)]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    template = ChatTemplate(make_tokenizer("qwen2_5", tmp_path), written)
+    for text in (template.written_turn(message), fold_tools([message], written)[0]["content"]):
+        parsed = parse_turn(text, written)
+        assert (parsed.calls, parsed.malformed) == ((CALL, CALL), ())
+
+
+def test_what_is_told_of_a_call_that_cannot_be_read_is_the_same_in_every_process():
+    """It becomes tokens: a place in memory among them would make two equal runs differ."""
+    for argument in ("a", "f(1)", "1 + a", "[x]", "lambda: 1"):
+        (told,) = parse_turn(f"[mul(a={argument}, b=86)]", "pythonic").malformed
+        assert told == "the call cannot be read: a value is a literal, as 3 or 'x'"
 
 
 @pytest.mark.parametrize(
