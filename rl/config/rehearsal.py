@@ -154,7 +154,9 @@ def _answers(env: Env, problem: Problem, tokenizer: Tokenizer) -> list[list[str]
             {"name": tool.name, "arguments": _arguments(tool.schema["function"], word)} for tool in tools
         )
         calls = [write_calls([function], written) for function in functions]
-        answers.append([*calls[: env.max_turns - 1], problem.answer or "yes"])
+        size = env.max_turns - 1  # the last turn is the answer
+        parts = [calls[i : i + size] for i in range(0, len(calls), size)] if size else [[]]
+        answers += [[*part, problem.answer or "yes"] for part in parts]
     return answers
 
 

@@ -52,7 +52,8 @@ def padded_loss(
 
     What has fewer bits is computed in fp32: sums over long sequences need them.
 
-    Raises RunError where a shape is another, and for what would not be read.
+    Raises RunError where a shape is another, for a name that no loss of rl.loss reads, and where an Objective
+    would leave out its KL penalty or old_logprobs. Other inputs that this loss does not read are left out.
     """
     import torch
 

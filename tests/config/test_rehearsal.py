@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from rl.config import JudgeConfig, RunConfig, WarmupConfig
 from rl.config.rehearsal import rehearse
+from rl.configs.calculator import calculator
 from rl.configs.quickstart import quickstart
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
@@ -57,6 +58,12 @@ def test_a_tool_is_called_with_what_the_model_can_write():
     assert not any("Error" in line for line in lines)
     (called,) = [line for line in lines if "get(key=" in line]
     assert called.endswith(": reward 1 (turn 1: called 0.25; turn 2: right 0.75)")
+
+
+def test_each_tool_is_called_though_an_episode_has_turns_for_one():
+    config = calculator()
+    lines = rehearse(config, config.model.tokenizer()).notes
+    assert all(any(f"[{name}(" in line for line in lines) for name in ("add", "mul"))
 
 
 def test_rewards_of_turns_without_names_are_shown():

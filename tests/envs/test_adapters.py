@@ -435,6 +435,15 @@ def test_a_nemo_gym_server_runs_the_tools_and_verifies(tokenizer, nemo_gym):
     assert rollout.score.notes["verified"] == {"reward": 1.0, "kinds": kinds}
 
 
+def test_a_row_of_nemo_gym_ends_at_the_end_of_its_line_alone(nemo_gym, tmp_path):
+    """Python's splitlines also ends one within a text."""
+    row = {"responses_create_params": {"input": "one\u2028two\x85three"}}
+    path = tmp_path / "texts.jsonl"
+    path.write_text(2 * (json.dumps(row, ensure_ascii=False) + "\n"), encoding="utf-8")
+    env = replace(nemo_gym, path=str(path), num_eval=1)
+    assert env.validate() == [] and env.generate(0).messages[-1]["content"] == "one\u2028two\x85three"
+
+
 def test_a_nemo_gym_server_may_take_as_long_to_verify_as_a_reward_may(tokenizer, nemo_gym):
     """Longer than a turn: else a policy would have its failures dropped by what takes long to run."""
     env = replace(nemo_gym, turn_seconds=0.5)

@@ -86,7 +86,7 @@ class NeMoGym(ChatEnv):
 
 @lru_cache(maxsize=4)
 def _rows(path: str) -> Sequence[dict[str, Any]]:
-    lines = Path(path).expanduser().read_text().splitlines()
+    lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")  # not at U+2028 in a text
     return [json.loads(line) for line in lines if line.strip()]
 
 
