@@ -9,6 +9,8 @@ from typing import Any
 from rl.interfaces import Tokenizer
 from rl.types import Completion, Likeliest, StopReason
 
+_LOWEST_LOGPROB = -9999.0  # as vLLM's own server writes it
+
 
 def choice(index: int, completion: Completion, with_token_ids: bool) -> dict[str, Any]:
     """Without its message or text."""
@@ -35,7 +37,12 @@ def chat_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
+    return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity, which is the logprob of a token that a schema forbids."""
+    return max(logprob, _LOWEST_LOGPROB)
 
 
 def _text(data: bytes) -> str:
@@ -54,7 +61,7 @@ def text_logprobs(tokenizer: Tokenizer, completion: Completion) -> dict[str, Any
 
     return {
         "tokens": [text(token) for token in completion.tokens.tolist()],
-        "token_logprobs": completion.logprobs.tolist(),
+        "token_logprobs": list(map(_finite, completion.logprobs.tolist())),
         "top_logprobs": [
             _of_likelier((text(token), logprob) for token, logprob in place) for place in completion.likeliest
         ],
@@ -65,7 +72,7 @@ def _of_likelier(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Where tokens have one text, the logprob of the likeliest, which comes first."""
     merged: dict[str, float] = {}
     for text, logprob in pairs:
-        merged.setdefault(text, logprob)
+        merged.setdefault(text, _finite(logprob))
     return merged
 
 
