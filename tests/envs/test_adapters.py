@@ -358,6 +358,49 @@ def test_an_mcp_server_that_does_not_start_is_the_infrastructures(tokenizer, tmp
     assert rollout.score.cause == "server" and "MCP server is gone" in rollout.score.error
 
 
+PLAIN_SERVER = """
+import anyio
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool
+
+NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+PAGES = {
+    None: ([Tool(name="note", input_schema={"type": "object"}, output_schema=NUMBER)], "more"),
+    "more": ([Tool(name="count", input_schema={"type": "object"})], "last"),
+    "last": ([Tool(name="wipe", input_schema={"type": "object"})], None),
+}
+
+async def listed(context, params):
+    tools, next_cursor = PAGES[params.cursor if params else None]
+    return ListToolsResult(tools=tools, next_cursor=next_cursor)
+
+async def called(context, params):
+    content = [TextContent(type="text", text="done")]
+    return CallToolResult(content=content, structured_content={"number": params.arguments["text"]})
+
+async def main():
+    server = Server("plain", on_list_tools=listed, on_call_tool=called)
+    async with stdio_server() as (reader, writer):
+        await server.run(reader, writer, server.create_initialization_options())
+
+anyio.run(main)
+"""
+
+
+def test_an_mcp_result_that_does_not_suit_its_tool_is_that_calls_answer(tokenizer, tmp_path):
+    """The client finds it so. The connection goes on."""
+    path = tmp_path / "server.py"
+    path.write_text(PLAIN_SERVER)
+    env = FailingNotes(server=(sys.executable, str(path)), max_turns=3)
+    call = '<tool_call>{"name": "note", "arguments": {"text": TEXT}}</tool_call>'
+    texts = [call.replace("TEXT", '"x"'), call.replace("TEXT", "1"), "done"]
+    rollout = play(tokenizer, env, Problem("1", "note"), texts)
+    assert (rollout.score.reward, rollout.score.error) == (0.5, None)
+    told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert "Invalid structured content" in told[0] and told[1] == "done"
+
+
 class NeMoGymServer(BaseHTTPRequestHandler):
     """A resources server: the routes and fields that nemo-gym 0.7 has."""
 

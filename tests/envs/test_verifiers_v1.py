@@ -17,12 +17,14 @@ CASES = Path(__file__).with_name("verifiers_v1_cases.py")
 NAMES = ["hangman", "calculator", "best of two", "tools"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("test", ["test_scores", "test_any_words"])
-def test_verifiers_v1(test, name):
+OF_EACH = [f"{test}[{name}]" for test in ("test_scores", "test_any_words") for name in NAMES]
+
+
+@pytest.mark.parametrize("test", [*OF_EACH, "test_a_call_that_a_tools_server_refuses_is_told"])
+def test_verifiers_v1(test):
     path = os.pathsep.join([str(VERIFIERS_0_4), os.getcwd()])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{CASES}::{test}[{name}]"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{CASES}::{test}"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -232,3 +233,23 @@ def test_any_words(name, tokenizer):  # noqa: F811
         play_any(data, tokenizer, env, problem)
 
     episodes()
+
+
+def test_a_call_that_a_tools_server_refuses_is_told():
+    from mcp import Client, MCPError
+    from mcp.server import MCPServer
+
+    from rl.envs.adapters.verifiers_v1_harness import _called
+
+    server = MCPServer("refusing")
+
+    @server.tool()
+    def note(text: str) -> str:
+        raise MCPError(-32602, "not these arguments")
+
+    async def told():
+        async with Client(server) as client:
+            function = SimpleNamespace(name="note", arguments='{"text": "a"}')
+            return await _called(SimpleNamespace(function=function), {"note": (client, "note")})
+
+    assert asyncio.run(told()) == "Error: not these arguments"

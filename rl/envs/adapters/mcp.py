@@ -58,14 +58,14 @@ class MCPEnv(ChatEnv):
         return stdio_client(program, errlog=sys.__stderr__ or sys.stderr)
 
     def _caller(self, name: str) -> Callable[[Mapping[str, Any], Any], Any]:
-        def call(arguments: Mapping[str, Any], episode: Episode) -> Awaitable[Any]:
+        def call(arguments: Mapping[str, Any], episode: Episode) -> Awaitable[str]:
             if "mcp" not in episode.state:
                 episode.state["mcp"] = _Connection(self._target(), is_own=not self._is_remote)
             return asyncio.wrap_future(episode.state["mcp"].call(name, arguments))
 
         async def run(arguments: Mapping[str, Any], episode: Episode) -> str:
             _check_json(arguments)
-            return text_of(await call(arguments, episode))
+            return await call(arguments, episode)
 
         return run
 
@@ -89,8 +89,24 @@ def schema_of(tool: Any, name: str) -> Schema:
     return {"type": "function", "function": described}
 
 
-def text_of(result: Any) -> str:
-    """Of what call_tool returned. Raises RuntimeError where that is an error."""
+async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    """The result's text. Raises RuntimeError where the call came to nothing.
+
+    Where the connection is gone, it raises the client's own error.
+    """
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    try:
+        result = await client.call_tool(name, dict(arguments))
+    except OSError:
+        raise
+    except MCPError as error:
+        if error.code == CONNECTION_CLOSED:
+            raise
+        raise RuntimeError(error.message) from error
+    except Exception as error:  # the client refuses a result that does not suit the tool's schema
+        raise RuntimeError(str(error)) from error
     text = "\n".join(getattr(part, "text", str(part)) for part in result.content)
     if result.is_error:
         raise RuntimeError(text)
@@ -117,12 +133,12 @@ class _Connection:
         self._is_own = is_own
         self._end: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._calls: asyncio.Queue[tuple[str, Mapping[str, Any], Future[Any]]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[str, Mapping[str, Any], Future[str]]] = asyncio.Queue()
         threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True).start()
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Any]:
-        """One at a time."""
-        answer: Future[Any] = Future()
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Future[str]:
+        """One at a time. Gives the result's text."""
+        answer: Future[str] = Future()
         if self._end is not None:
             answer.set_exception(self._end)
         else:
@@ -138,23 +154,13 @@ class _Connection:
             async with Client(self._target) as client:
                 has_started = True
                 while True:
-                    await _call(client, name, arguments, answer)
+                    try:
+                        answer.set_result(await call_tool(client, name, arguments))
+                    except RuntimeError as error:
+                        answer.set_exception(error)
                     name, arguments, answer = await self._calls.get()
         except BaseException as error:  # the server is gone: the call that waits for it fails
             problem = f"the MCP server is gone ({one_line(error)})"
             self._end = RuntimeError(problem) if self._is_own and has_started else ServerLost(problem)
             if not answer.done():
                 answer.set_exception(self._end)
-
-
-async def _call(client: Any, name: str, arguments: Mapping[str, Any], answer: Future[Any]) -> None:
-    """Raises MCPError where the connection is closed; what else the server answers is the call's result."""
-    from mcp import MCPError
-    from mcp_types import CONNECTION_CLOSED
-
-    try:
-        answer.set_result(await client.call_tool(name, dict(arguments)))
-    except MCPError as error:
-        if error.code == CONNECTION_CLOSED:
-            raise
-        answer.set_exception(RuntimeError(error.message))

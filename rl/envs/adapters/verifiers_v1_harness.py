@@ -17,7 +17,7 @@ from verifiers.v1.runtimes import ProgramResult, Runtime
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
-from rl.envs.adapters.mcp import schema_of, text_of
+from rl.envs.adapters.mcp import call_tool, schema_of
 
 __all__ = ["ChatHarness"]
 
@@ -87,6 +87,6 @@ async def _called(call: Any, places: dict[str, tuple[Client, str]]) -> str:
         return f"Error: there is no tool {name}; there are {', '.join(places) or 'none'}"
     client, tool = places[name]
     try:
-        return text_of(await client.call_tool(tool, json.loads(call.function.arguments)))
+        return await call_tool(client, tool, json.loads(call.function.arguments))
     except RuntimeError as error:
         return f"Error: {error}"
