@@ -401,6 +401,13 @@ def test_an_mcp_result_that_does_not_suit_its_tool_is_that_calls_answer(tokenize
     assert "Invalid structured content" in told[0] and told[1] == "done"
 
 
+def test_an_mcp_servers_tools_are_those_of_all_pages_of_its_list(tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(PLAIN_SERVER)
+    tools = FailingNotes(server=(sys.executable, str(path))).tools()
+    assert [tool.name for tool in tools] == ["note", "count", "wipe"]
+
+
 class NeMoGymServer(BaseHTTPRequestHandler):
     """A resources server: the routes and fields that nemo-gym 0.7 has."""
 

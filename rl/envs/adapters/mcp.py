@@ -75,12 +75,23 @@ async def _listed(target: Any) -> list[Schema]:
 
     try:
         async with within(_CONNECT_SECONDS), Client(target) as client:
-            listed = (await client.list_tools()).tools
+            tools = await list_tools(client)
     except Exception as error:  # whatever a server, or none, makes of the client
         raise ConfigError(
             f"the MCP server cannot be asked for its tools ({one_line(error)}); start it"
         ) from error
-    return [schema_of(tool, tool.name) for tool in listed]
+    return [schema_of(tool, tool.name) for tool in tools]
+
+
+async def list_tools(client: Any) -> list[Any]:
+    """The server's, of all pages of its list."""
+    tools, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return tools
 
 
 def schema_of(tool: Any, name: str) -> Schema:

@@ -17,7 +17,7 @@ from verifiers.v1.runtimes import ProgramResult, Runtime
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
-from rl.envs.adapters.mcp import call_tool, schema_of
+from rl.envs.adapters.mcp import call_tool, list_tools, schema_of
 
 __all__ = ["ChatHarness"]
 
@@ -73,7 +73,7 @@ async def _tools(
     tools, places = [], {}
     for server, url in urls.items():
         client = await stack.enter_async_context(Client(url))
-        for tool in (await client.list_tools()).tools:
+        for tool in await list_tools(client):
             name = f"{server}_{tool.name}" if server else tool.name
             tools.append(schema_of(tool, name))
             places[name] = client, tool.name
