@@ -105,12 +105,13 @@ async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> str
 
     Where the connection is gone, it raises the client's own error.
     """
+    import anyio
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
     try:
         result = await client.call_tool(name, dict(arguments))
-    except OSError:
+    except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
         raise
     except MCPError as error:
         if error.code == CONNECTION_CLOSED:
