@@ -17,7 +17,7 @@ from rl.openai_format import answer, chat_logprobs, choice, head, text_logprobs,
 from rl.tinker.json_schemas import of_response_format
 from rl.tinker.openai_chat import Chats, Deltas, Turn
 from rl.tinker.openai_requests import ChatRequest, CompletionsRequest, Prompts, SamplingRequest
-from rl.tinker.openai_stream import SLICE_TOKENS, EventStream, PartialText, Piece, cut, interleaved, pieces
+from rl.tinker.openai_stream import SLICE_TOKENS, EventStream, PartialText, Piece, interleaved, pieces
 from rl.tinker.paths import EXTERNAL
 from rl.tinker.service import Service
 from rl.types import Completion
@@ -102,9 +102,8 @@ class _Sampler:
     def _stream(self, prompt: Sequence[int], index: int) -> AsyncIterator[Piece]:
         room = self._service.backend.context_length - len(prompt)
         limit = min(self._body.limit or room, room)
-        text = PartialText(self.tokenizer.decode, self._body.stops)
         size = limit if self._schema else SLICE_TOKENS
-        return pieces(partial(self._slice, index), prompt, limit, text, size)
+        return pieces(partial(self._slice, index), prompt, limit, self._partial_text(), size)
 
     async def _slice(self, index: int, tokens: list[int], size: int, number: int) -> Completion:
         seed = None if self._body.seed is None else self._body.seed + index + _APART * number
@@ -134,7 +133,11 @@ class _Sampler:
         return await self._service.sample_now(self._tenant, body.model, asked)
 
     def text(self, completion: Completion) -> str:
-        return cut(self.tokenizer.decode(completion.tokens.tolist()), self._body.stops)
+        _, text, _ = self._partial_text().add(completion.tokens.tolist(), is_end=True)
+        return text
+
+    def _partial_text(self) -> PartialText:
+        return PartialText(self.tokenizer.decode, self.tokenizer.decode_with_special, self._body.stops)
 
 
 async def _text_answer(

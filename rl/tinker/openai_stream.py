@@ -8,7 +8,7 @@ tokens whose text is final: no incomplete character, and nothing that may be the
 
 import asyncio
 import logging
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -44,16 +44,18 @@ class Piece:
     end: StopReason | None  # None: more follows
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string, or all of it."""
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+Decode = Callable[[Sequence[int]], str]
 
 
 class PartialText:
-    """The text of tokens that come in slices, in parts that no later token changes."""
+    """The text of tokens that come in slices, in parts that no later token changes.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]):
+    Special tokens are not part of the text, but stop strings may be, or contain, special tokens.
+    """
+
+    def __init__(self, decode: Decode, decode_with_special: Decode, stops: Sequence[str]):
         self._decode = decode
+        self._decode_with_special = decode_with_special
         self._stops = stops
         self._sent: list[int] = []  # the part before: tokenizers write some tokens by those before them
         self._held: list[int] = []
@@ -65,27 +67,46 @@ class PartialText:
         """
         self._held += tokens
         num_tokens, whole = len(self._held), self._text(len(self._held))
-        if self._has_stop(whole):
-            at = 1 + bisect_left(range(1, num_tokens), True, key=lambda n: self._has_stop(self._text(n)))
-            return at, cut(self._text(at), self._stops), True
+        if self._stop_at(num_tokens) >= 0:
+            at = 1 + bisect_left(range(1, num_tokens), True, key=lambda n: self._stop_at(n) >= 0)
+            return at, self._before_stop(at), True
         text = whole
-        while not is_end and num_tokens and not self._is_final(text, whole):
+        while not is_end and num_tokens and not self._is_final(num_tokens, text, whole):
             num_tokens -= 1
             text = self._text(num_tokens)
         if num_tokens:
             self._sent, self._held = self._held[:num_tokens], self._held[num_tokens:]
         return num_tokens, text, False
 
-    def _has_stop(self, text: str) -> bool:
-        return any(stop in text for stop in self._stops)
+    def _stop_at(self, num_tokens: int) -> int:
+        """Where the first stop string begins, in the text with special tokens; -1: nowhere."""
+        marked = self._marked(num_tokens)
+        return min((marked.find(stop) for stop in self._stops if stop in marked), default=-1)
 
-    def _text(self, end: int) -> str:
+    def _before_stop(self, num_tokens: int) -> str:
+        """The text of the first tokens that are held, up to the stop string that they have."""
+        stop_at = self._stop_at(num_tokens)
+        # The stop string begins in the last of so many tokens.
+        begun = bisect_right(range(num_tokens), stop_at, key=lambda n: len(self._marked(n)))
+        before, text = self._text(begun - 1), self._text(begun)
+        is_special = text == before
+        return before if is_special else text[: len(text) - (len(self._marked(begun)) - stop_at)]
+
+    def _text(self, num_tokens: int) -> str:
         """Of the first tokens that are held."""
-        return self._decode([*self._sent, *self._held[:end]])[len(self._decode(self._sent)) :]
+        return self._part(self._decode, num_tokens)
 
-    def _is_final(self, text: str, whole: str) -> bool:
+    def _marked(self, num_tokens: int) -> str:
+        """The same, with special tokens."""
+        return self._part(self._decode_with_special, num_tokens)
+
+    def _part(self, decode: Decode, num_tokens: int) -> str:
+        return decode([*self._sent, *self._held[:num_tokens]])[len(decode(self._sent)) :]
+
+    def _is_final(self, num_tokens: int, text: str, whole: str) -> bool:
         starts = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
-        ends_open = text.endswith(_INCOMPLETE) or any(text.endswith(start) for start in starts)
+        marked = self._marked(num_tokens)
+        ends_open = text.endswith(_INCOMPLETE) or any(marked.endswith(start) for start in starts)
         return whole.startswith(text) and not ends_open
 
 

@@ -1,5 +1,7 @@
 """What a run's settings become where vLLM reads them: apart from vLLM, which takes 10 s to import."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from rl.config.settle import settle
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_arguments import engine_args
 from tests.config.test_settings_effect import small
+from tests.envs.chat.templates import make_tokenizer
 from tests.plans import AMPLE, cluster
 
 
@@ -74,3 +77,30 @@ def test_a_generator_on_a_cpu_compiles_only_where_it_is_asked_to(compiles):
 def test_a_generator_does_without_the_sampler_that_takes_no_seeds():
     """vLLM would load it, and compile it with nvcc, where every request here has a seed."""
     assert generator_environment(1)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+STOPS = """
+import sys
+from types import SimpleNamespace
+from transformers import PreTrainedTokenizerFast
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from rl.models.generator.vllm_engine import _vllm_params
+from rl.types import SamplingParams
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+params = _vllm_params(SamplingParams(9, stop_texts=("<|im_start|>",)))
+request = SimpleNamespace(sampling_params=params, prompt_token_ids=[0], request_id="0")
+detokenizer = FastIncrementalDetokenizer(tokenizer, request)
+for token in tokenizer.encode("Hello<|im_start|>user", add_special_tokens=False):
+    if stop := detokenizer.update([token], False):
+        print("stopped at", stop)
+        break
+"""
+
+
+@pytest.mark.slow
+def test_vllm_stops_at_a_stop_string_that_is_a_special_token(tmp_path):
+    make_tokenizer("qwen3", tmp_path)
+    command = [sys.executable, "-c", STOPS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert "stopped at <|im_start|>" in done.stdout, done.stderr

@@ -132,7 +132,7 @@ class ScriptedBackend(FakeBackend):
         tokens = self._script[start : start + params.max_new_tokens]
         stop = StopReason.LENGTH
         for end in range(1, len(tokens) + 1):
-            text = self._tokenizer.decode(tokens[:end])
+            text = self._tokenizer.decode_with_special(tokens[:end])
             if tokens[end - 1] in params.stop_token_ids or any(t in text for t in params.stop_texts):
                 tokens, stop = tokens[:end], StopReason.STOP
                 break

@@ -99,6 +99,18 @@ def without_ids(message):
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
+@pytest.mark.parametrize(
+    ("stop", "content"),
+    [("<|im_start|>", "Hello there"), ("there<|im_start|>us", "Hello "), ("start|>user\n", "Hello there")],
+)
+def test_a_stop_string_may_have_special_tokens_which_no_answer_shows(url, backend, stop, content):
+    backend.write("Hello there<|im_start|>user\nAnd more")
+    whole = post(url, stop=stop).json()["choices"][0]
+    assert whole["message"]["content"] == content and whole["finish_reason"] == "stop"
+    message, reason, _ = joined(events(post(url, stop=stop, stream=True)))
+    assert message["content"] == whole["message"]["content"] and reason == "stop"
+
+
 def test_content_may_be_parts(url, backend):
     plain = post(url, messages=[{"role": "user", "content": "Hello there"}], return_token_ids=True).json()
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]

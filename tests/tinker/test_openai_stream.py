@@ -3,19 +3,44 @@
 # holds: exact
 
 import asyncio
+from itertools import chain, groupby
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.envs.chat.tool_calls import parse_turn
 from rl.tinker.openai_chat import Deltas, Turn
-from rl.tinker.openai_stream import PartialText, cut, interleaved, pieces
+from rl.tinker.openai_stream import PartialText, interleaved, pieces
 from rl.types import Completion, StopReason, VersionRange
 
 
 def decode(tokens):
     """A token is a byte; 256 and over are special."""
     return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+
+SPECIAL = {256: "<|e|>", 257: "<|user|>"}
+
+
+def spans(tokens):
+    """(characters, whether they are a special token's), in order."""
+    parts = []
+    for is_special, group in groupby(tokens, lambda token: token in SPECIAL):
+        run = list(group)
+        parts += [(SPECIAL[token], True) for token in run] if is_special else [(decode(run), False)]
+    return parts
+
+
+def decode_with_special(tokens):
+    return "".join(text for text, _ in spans(tokens))
+
+
+def cut(tokens, stops):
+    """The characters before the first stop string that belong to no special token."""
+    characters = [(char, is_special) for text, is_special in spans(tokens) for char in text]
+    text = "".join(char for char, _ in characters)
+    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    return "".join(char for char, is_special in characters[:end] if not is_special)
 
 
 def scripted(script, ends_itself):
@@ -35,30 +60,32 @@ def scripted(script, ends_itself):
 
 def streamed(script, max_tokens, stops, slice_tokens, ends_itself=True):
     async def read():
-        sample, text = scripted(script, ends_itself), PartialText(decode, stops)
+        sample, text = scripted(script, ends_itself), PartialText(decode, decode_with_special, stops)
         return [piece async for piece in pieces(sample, [0], max_tokens, text, slice_tokens)]
 
     return asyncio.run(read())
 
 
-WORDS = st.lists(
-    st.sampled_from(["a", "b", "aab", "é", "漢", "👍🏽", "\n", "<e", "nd>", "\ufffd"]), max_size=12
-)
+WORDS = ["a", "b", "aab", "é", "漢", "👍🏽", "\n", "<e", "nd>", "\ufffd"]
+SCRIPTS = st.lists(st.sampled_from([*(list(word.encode()) for word in WORDS), [257]]), max_size=12)
+STOPS = ["ab", "aaab", "é漢", "<end>", "\n\n", "b", "<|user|>", "a<|us", "r|>\n", "<|e|>"]
 
 
 @settings(max_examples=150, deadline=None)
-@given(WORDS, st.lists(st.sampled_from(["ab", "aaab", "é漢", "<end>", "\n\n", "b"]), max_size=3), st.data())
+@given(SCRIPTS, st.lists(st.sampled_from(STOPS), max_size=3), st.data())
 def test_a_stream_is_the_whole_answer(words, stops, data):
-    script = [*"".join(words).encode(), 256]
+    script = [*chain(*words), 256]
     max_tokens = data.draw(st.integers(1, len(script) + 2))
     parts = streamed(script, max_tokens, stops, data.draw(st.integers(1, 9)))
     # The whole answer, as a generator ends it: at the first token whose text has a stop string.
     whole = script[:max_tokens]
-    ends = (n for n in range(1, len(whole) + 1) if any(stop in decode(whole[:n]) for stop in stops))
+    ends = (
+        n for n in range(1, len(whole) + 1) if any(stop in decode_with_special(whole[:n]) for stop in stops)
+    )
     at_stop = next(ends, None)
     whole = whole[:at_stop]
     assert [token for part in parts for token in part.completion.tokens.tolist()] == whole
-    assert "".join(part.text for part in parts) == cut(decode(whole), stops)
+    assert "".join(part.text for part in parts) == cut(whole, stops)
     assert [-x for part in parts for x in part.completion.logprobs.tolist()] == list(range(len(whole)))
     assert [t for part in parts for ((t, _),) in part.completion.likeliest] == whole
     ended = StopReason.STOP if at_stop or whole == script else StopReason.LENGTH

@@ -163,10 +163,9 @@ class VLLM:
         logprobs = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
         stop = StopReason.STOP if sample.finish_reason == "stop" else StopReason.LENGTH
         versions, per_token = _versions_of(request.changes, len(tokens))
-        cached = output.num_cached_tokens or 0
         params, prompt = request.command.params, request.command.prompt
         arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
-        completion = Completion(*arrays, versions, stop, per_token, cached)
+        completion = Completion(*arrays, versions, stop, per_token, output.num_cached_tokens or 0)
         if params.num_likeliest:
             likeliest = tuple(_likeliest(position, params.num_likeliest) for position in sample.logprobs)
             completion = replace(completion, likeliest=likeliest)
@@ -294,6 +293,8 @@ def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
         logprobs=params.num_likeliest,  # 0: of the sampled token alone
         prompt_logprobs=params.prompt_likeliest,
         detokenize=bool(params.stop_texts),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,  # stop_texts may have special tokens
         structured_outputs=StructuredOutputsParams(json=params.json_schema) if params.json_schema else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
