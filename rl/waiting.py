@@ -5,7 +5,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from rl.bounds import AtLeastOne, PositiveFloat
@@ -94,6 +94,22 @@ async def together(parts: Iterable[Coroutine]) -> None:
     """Run them all. If one fails, the others are cancelled and have ended when its error is raised."""
     async with beside(*parts, until_done=True):
         pass
+
+
+async def results_of(parts: Iterable[Coroutine]) -> list[Any]:
+    """What each of them returns, in their order; else as `together`."""
+    coroutines = list(parts)
+    results: list[Any] = [None] * len(coroutines)
+
+    async def keep(index: int) -> None:
+        results[index] = await coroutines[index]
+
+    try:
+        await together(map(keep, range(len(coroutines))))
+    finally:
+        for coroutine in coroutines:
+            coroutine.close()  # one that was cancelled before it began would warn
+    return results
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import numpy as np
 
 from rl.tinker.backend import UserError
 from rl.types import Completion, SamplingParams
+from rl.waiting import results_of
 
 _MOST = 1024  # tokens of a request, of either kind
 _AT_ONCE = 16
@@ -63,7 +64,7 @@ class PromptScores:
             async with at_once:
                 return await sample(prompt, n, params)
 
-        targets, drawn = await asyncio.gather(self._score(in_turn), self._draw(in_turn))
+        targets, drawn = await results_of([self._score(in_turn), self._draw(in_turn)])
         return Scores(targets, drawn)
 
     async def _score(self, sample: Sample) -> Mapping[str, Any] | None:
@@ -80,7 +81,7 @@ class PromptScores:
             return logprob
 
         cells = zip(self._rows, self._targets["data"], strict=True)
-        return {**self._targets, "data": await asyncio.gather(*(of(row, token) for row, token in cells))}
+        return {**self._targets, "data": await results_of(of(row, token) for row, token in cells)}
 
     async def _draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray] | None:
         if not self._num_drawn:
@@ -91,7 +92,7 @@ class PromptScores:
             params = SamplingParams(1, temperature=self._params.temperature, ignore_eos=True, seed=seed)
             return await sample(self._prompt[: row + 1], self._num_drawn, params)
 
-        places = await asyncio.gather(*map(at, range(len(self._prompt) - 1)))
+        places = await results_of(map(at, range(len(self._prompt) - 1)))
         tokens = [[completion.tokens[0] for completion in place] for place in places]
         logprobs = [[completion.logprobs[0] for completion in place] for place in places]
         shape = len(places), self._num_drawn

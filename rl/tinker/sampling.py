@@ -25,6 +25,7 @@ from rl.tinker.sample_scheduler import Place, Sample, SampleScheduler
 from rl.tinker.sampling_queue import Load
 from rl.tinker.settings import check_sampling
 from rl.types import Completion, SamplingParams
+from rl.waiting import results_of
 
 _MAX_LIKELIEST = 20
 _DEATHS = 2  # of generators or the server, after which a request is tried alone
@@ -210,7 +211,7 @@ class Sampling:
         newest = partial(self._directory_of, request.target) if sampler.inflight_of else None
         sample = self._with(request.tenant, sampler.directory, 1 if place is None else _DEATHS, newest)
         scores = self._scores(body, *self._read(body))
-        completions, scored = await asyncio.gather(self._sample(place, sample, body), scores.compute(sample))
+        completions, scored = await results_of([self._sample(place, sample, body), scores.compute(sample)])
         top, of_prompt = body.get("topk_sample_logprobs") or 0, body.get("topk_prompt_logprobs") or 0
         return wire.write_samples(completions, top, of_prompt, scored)
 

@@ -464,3 +464,35 @@ def test_tenants_share_no_cached_prefix_on_any_route(tmp_path):
 
     asyncio.run(main())
     assert groups == [ME] * 3 + [OTHER] * 3
+
+
+@pytest.mark.parametrize("asked", ["target_prompt_logprobs", "prompt_alt_tokens_k"])
+def test_a_request_that_has_failed_samples_nothing_more(tmp_path, asked):
+    class Failing(FakeBackend):
+        num_calls = 0
+
+        async def sample(self, adapter, prompt, n, params, max_deaths=3):
+            self.num_calls += 1
+            if self.num_calls == 3:
+                raise RunError("vLLM refused a request")
+            await asyncio.sleep(0.02)
+            return await super().sample(adapter, prompt, n, params, max_deaths)
+
+    backend = Failing()
+    targets = {"data": [2] * 480, "dtype": "int64", "shape": [40, 12]}
+    body = {
+        "num_samples": 1, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 41}]},
+        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0},
+        asked: targets if asked == "target_prompt_logprobs" else 20,
+    }  # fmt: skip
+
+    async def main():
+        async with living(tmp_path / "server", backend=backend) as service:
+            sampler = service.create_sampler(ME, service.create_session(ME, None, {}), 0, NAME, None)
+            failed = await answered(service, service.sample(ME, sampler, 1, body), ME, "failed")
+            assert b"vLLM refused a request" in failed.result
+            num_calls = backend.num_calls
+            await asyncio.sleep(0.2)
+            assert backend.num_calls == num_calls
+
+    asyncio.run(main())
