@@ -18,9 +18,13 @@ NAMES = ["hangman", "calculator", "best of two", "tools"]
 
 
 OF_EACH = [f"{test}[{name}]" for test in ("test_scores", "test_any_words") for name in NAMES]
+OTHERS = [
+    "test_a_call_that_a_tools_server_refuses_is_told",
+    "test_an_agent_that_is_not_trained_needs_a_client_of_its_own",
+]
 
 
-@pytest.mark.parametrize("test", [*OF_EACH, "test_a_call_that_a_tools_server_refuses_is_told"])
+@pytest.mark.parametrize("test", OF_EACH + OTHERS)
 def test_verifiers_v1(test):
     path = os.pathsep.join([str(VERIFIERS_0_4), os.getcwd()])
     done = subprocess.run(

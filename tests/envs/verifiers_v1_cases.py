@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -253,3 +253,13 @@ def test_a_call_that_a_tools_server_refuses_is_told():
             return await _called(SimpleNamespace(function=function), {"note": (client, "note")})
 
     assert asyncio.run(told()) == "Error: not these arguments"
+
+
+def test_an_agent_that_is_not_trained_needs_a_client_of_its_own():
+    """verifiers gives an agent without one the run's: the policy would play it, and be trained on it."""
+    env = made(Case(CALCULATOR, (("taskset.rows", 8), ("id", "user-sim"))))
+    (problem,) = env.validate()
+    assert "the agent user is not trained" in problem
+    client = (("user.client.type", "eval"), ("user.client.base_url", "http://127.0.0.1:9/v1"))
+    assert all(name in problem for name, _ in client)
+    assert replace(env, options=(*env.options, *client)).validate() == []

@@ -1,11 +1,13 @@
 """Environments of verifiers' v1 API (verifiers 0.4: the id of a taskset), unmodified."""
 
+import asyncio
 import copy
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -76,8 +78,11 @@ class VerifiersV1(VerifiersBase):
             return ["verifiers 0.4 is missing; see docs/environments.md for how to install it"]
         if not self.runtime and (roles := _without_runtime(self)):
             return [_no_runtime(roles)]
-        if (count := len(_loaded(self)[1])) <= self.num_eval:
-            return [f"{self.environment} has {count} tasks; lower env.num_eval={self.num_eval}"]
+        environment, tasks = _loaded(self)
+        if roles := _played_by_policy(environment):
+            return [_no_client(roles)]
+        if len(tasks) <= self.num_eval:
+            return [f"{self.environment} has {len(tasks)} tasks; lower env.num_eval={self.num_eval}"]
         return []
 
 
@@ -130,6 +135,29 @@ def _no_runtime(roles: Sequence[str]) -> str:
     return (
         f"env.runtime is empty, and the agent {' and '.join(roles)} has none in verifiers' config; name one: "
         f"subprocess runs what the model writes on this machine without isolation, prime in a remote sandbox"
+    )
+
+
+def _played_by_policy(environment: Any) -> list[str]:
+    """The agents that are not trained and have no client: verifiers gives them the run's."""
+    from verifiers.v1.agent import Agents, make_agent
+    from verifiers.v1.configs.agent import agent_config_fields, resolve_agent
+
+    agents = Agents(environment.config, lambda _, spec: make_agent(resolve_agent(spec, model="policy")))
+    with ThreadPoolExecutor(1) as thread:  # whoever asks may have an event loop
+        thread.submit(asyncio.run, environment.setup(agents)).result()
+    clientless = [role for role, spec in agent_config_fields(environment.config).items() if not spec.client]
+    return [role for role in clientless if not getattr(agents, role).trainable]
+
+
+def _no_client(roles: Sequence[str]) -> str:
+    role = roles[0]
+    wanted = (("client.type", "eval"), ("client.base_url", "https://..."), ("model", "..."))
+    options = ", ".join(f'("{role}.{name}", "{value}")' for name, value in wanted)
+    return (
+        f"the agent {' and '.join(roles)} is not trained and has no client of its own, so that the policy "
+        f"would play it and be trained on its part too; add {options} to env.options, and where it needs a "
+        f'key, ("{role}.client.api_key_var", "NAME") there and "NAME" to env.variables'
     )
 
 
