@@ -20,16 +20,19 @@ def model_directory(path: str) -> str:
 
     Raises ConfigError where there is neither.
     """
+    return path if hub_id(path) is None else _snapshot(path)
+
+
+def hub_id(path: str) -> str | None:
+    """The model's id on the Hub, without its revision; None for a directory."""
     if Path(path).exists() or not _ID.fullmatch(path):
-        return path
-    return _snapshot(path)
+        return None
+    return path.partition("@")[0]
 
 
 def config_directory(path: str) -> str:
     """The same, but of the Hub's files config.json alone."""
-    if Path(path).exists() or not _ID.fullmatch(path):
-        return path
-    return _snapshot(path, ("config.json",))
+    return path if hub_id(path) is None else _snapshot(path, ("config.json",))
 
 
 def data_file(path: str) -> str:

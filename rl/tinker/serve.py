@@ -19,6 +19,7 @@ from rl.cluster.launch import launch
 from rl.cluster.spawner import spec_of
 from rl.errors import ConfigError
 from rl.http_server import Server
+from rl.hub import hub_id
 from rl.models.hf import max_positions, read_config
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
@@ -84,7 +85,8 @@ class ServeConfig:
     """postgresql://USER:PASSWORD@HOST/NAME, of this server alone; empty: SQLite in the directory."""
 
     names: tuple[str, ...] = ()
-    """Names under which clients may ask for the base model; empty: the last part of its path."""
+    """Names under which clients may ask for the base model; empty: its id on the Hub, or its directory's
+    name."""
 
     context_length: PositiveInt = 2048
     """Tokens of a prompt with its answer, where the model allows so many."""
@@ -169,7 +171,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     vocab_size = hf_config["vocab_size"]
     key_file = Path(config.api_key_file or directory / "api_keys")
     keys = None if config.no_api_key else Keys(key_file)
-    names = config.names or (model_dir.resolve().name,)
+    names, tokenizer_id = names_of(config, model_dir)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
     plan = settle(config, hf_config, cluster_at(config.hosts))
@@ -188,11 +190,18 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
             shared = config.limits.shared_samples or (64 if plan.cluster.gpus else 8) * config.num_generators
             service = Service(database, backend, directory, names, eos_ids, config.limits, capacity, shared)
             architecture = hf_config["model_type"]
-            served = Served(names, str(model_dir.resolve()), architecture, context_length)
+            served = Served(names, tokenizer_id, architecture, context_length)
             app = make_app(service, keys, served, config.max_body_mib, tokenizer)
             async with beside(service.run(), _forget(timeline)):
                 print(f"serving {', '.join(names)} at http://{config.host}:{port}; {keys_are}", flush=True)
                 await _listen(app, listener)
+
+
+def names_of(config: ServeConfig, model_dir: Path) -> tuple[tuple[str, ...], str]:
+    """What clients call the base model, and from where they load its tokenizer."""
+    directory = model_dir.resolve()
+    id = hub_id(config.model)
+    return config.names or (id or directory.name,), id or str(directory)
 
 
 def _bind(host: str, port: int) -> socket.socket:

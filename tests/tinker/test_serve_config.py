@@ -24,7 +24,7 @@ from rl.plan.memory import GIB, longest_sequence_bytes
 from rl.plan.model_shape import ModelShape
 from rl.plan.types import Plan
 from rl.tinker.limits import Limits
-from rl.tinker.serve import ServeConfig, serve, settle
+from rl.tinker.serve import ServeConfig, names_of, serve, settle
 from rl.waiting import Deadlines
 from tests.tiny import write_model
 
@@ -93,6 +93,16 @@ def model_dir(tmp_path):
     path = TinyQwen3(alphabet="abcdefgh").materialize(tmp_path)
     write_model(path, vocab_size=64)
     return path
+
+
+@pytest.mark.parametrize("asked", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@v1"])
+def test_a_model_of_the_hub_is_served_under_its_id_and_a_directory_under_its_name(model_dir, asked):
+    """The Hub's files lie in a directory that is called by a commit; a client's machine has no such path."""
+    snapshot = model_dir.rename(model_dir.parent / "c1899de289a0")
+    assert names_of(ServeConfig(asked), snapshot) == (("Qwen/Qwen3-0.6B",), "Qwen/Qwen3-0.6B")
+    assert names_of(ServeConfig(asked, names=("mine",)), snapshot) == (("mine",), "Qwen/Qwen3-0.6B")
+    of_directory = names_of(ServeConfig(str(snapshot)), snapshot)
+    assert of_directory == (("c1899de289a0",), str(snapshot.resolve()))
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path, model_dir):
