@@ -27,6 +27,7 @@ NOT_OFFERED = (
     "billing/usage/checkpoints/current",
     "audit",
     "sessions/search",
+    "sessions/{id}/project",
 )
 
 
@@ -91,6 +92,8 @@ def add_routes(
 
     @api.post("/create_session")
     async def create_session(body: types.CreateSessionRequest, request: Request) -> Any:
+        if body.project_id is not None:
+            raise UserError("projects are not offered here; leave project_id out")
         id = service.create_session(tenant(request), body.display_name, body.user_metadata)
         message = "train_unembed has no effect on this server: adapters leave the unembedding as it is"
         return {"type": "create_session", "session_id": id, "info_message": message}
@@ -124,8 +127,7 @@ def add_routes(
 
     @api.post("/create_model")
     async def create_model(body: types.CreateModelRequest, request: Request) -> Any:
-        if body.optimizer_config.type != "adamw":
-            raise UserError(f"the optimizer {body.optimizer_config.type!r} is not offered here; use adamw")
+        _check_adamw(body.optimizer_config)
         asked = body.model_dump(mode="json")
         id = service.create_model(tenant(request), body.session_id, body.model_seq_id, body.base_model, asked)
         return _future(id, id.rpartition(":")[0])
@@ -179,6 +181,8 @@ def add_routes(
 
     @api.post("/load_weights")
     async def load_weights(body: types.LoadWeightsRequest, request: Request) -> Any:
+        if body.optimizer_config is not None:
+            _check_adamw(body.optimizer_config)
         if body.session_id is not None and body.model_seq_id is not None:
             asked = body.model_dump(mode="json", exclude={"weights_access_token"})
             id = service.create_model_from(
@@ -254,7 +258,7 @@ def add_routes(
         raise UserError(f"{request.url.path} is not offered by this server")
 
     for path in NOT_OFFERED:
-        api.add_api_route(f"/{path}", not_offered, methods=["GET", "POST"])
+        api.add_api_route(f"/{path}", not_offered, methods=["GET", "POST", "PUT"])
     add_checkpoint_routes(api, service, served.model_names[0])
     add_download_routes(api, service.checkpoints)
     app.include_router(api)
@@ -263,6 +267,12 @@ def add_routes(
     async def status(request: Request) -> Response:
         page = status_page(service, served.model_names, tenant(request))
         return Response(page, media_type="text/html")
+
+
+def _check_adamw(optimizer: Any) -> None:
+    """optimizer: one of the SDK's configurations."""
+    if optimizer.type != "adamw":
+        raise UserError(f"the optimizer {optimizer.type!r} is not offered here; use adamw")
 
 
 def _future(id: str, model: str | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 # holds: exact, the fake backend counts in float64
 
+import httpx
 import pytest
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
@@ -82,6 +83,17 @@ def test_a_copy_without_a_place_is_refused(server):
     body = {"session_id": session, "model_seq_id": 7, "base_model": NAME, "lora_config": {"rank": 8}}
     answer = post(url, "create_model", body)
     assert answer.status_code == 422 and "take another model_seq_id" in answer.json()["error"]
+
+
+def test_projects_are_refused_by_name(server):
+    url, _ = server
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "project_id": "p"}
+    answer = post(url, "create_session", body)
+    assert answer.status_code == 422 and "leave project_id out" in answer.json()["error"]
+    session = client(url).create_lora_training_client(base_model=NAME).result().model_id.split(":")[0]
+    headers = {"X-API-Key": KEYS[0]}
+    answer = httpx.put(f"{url}/api/v1/sessions/{session}/project", json={"project_id": "p"}, headers=headers)
+    assert answer.status_code == 422 and "is not offered by this server" in answer.json()["error"]
 
 
 def test_one_poll_for_a_whole_session(server, monkeypatch):

@@ -121,10 +121,15 @@ def sampled(sampler, prompt, **asked):
 
 def test_another_optimizer_is_refused_before_anything_learns(server):
     url, _ = server
-    session = client(url).create_lora_training_client(base_model=NAME).result().model_id.split(":")[0]
-    asked = {"session_id": session, "model_seq_id": 7, "base_model": NAME, "lora_config": {"rank": 4}}
-    answer = post(url, "create_model", asked | {"optimizer_config": {"type": "dimuon", "version": 1}})
+    training = client(url).create_lora_training_client(base_model=NAME).result()
+    session, other = training.model_id.split(":")[0], {"optimizer_config": {"type": "dimuon", "version": 1}}
+    asked = {"session_id": session, "model_seq_id": 7}
+    answer = post(url, "create_model", asked | other | {"base_model": NAME, "lora_config": {"rank": 4}})
     assert "'dimuon' is not offered here; use adamw" in answer.text
+    state = {"path": training.save_state("best").result().path, "optimizer": False}
+    for place in (asked, {"model_id": training.model_id, "seq_id": 99}):
+        answer = post(url, "load_weights", place | state | other)
+        assert answer.status_code == 422 and "'dimuon' is not offered here; use adamw" in answer.text
 
 
 def test_named_tokens_are_scored_along_a_prompt(server):
