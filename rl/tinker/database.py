@@ -125,6 +125,10 @@ checkpoints = Table(
     Index("checkpoints_of_model", "model", "created"),
     Index("checkpoints_by_end", "expires"),
 )  # fmt: skip
+base_model = Table(
+    "base_model", metadata,  # one row, once a model was served
+    Column("fingerprint", _Id, primary_key=True),
+)  # fmt: skip
 
 
 class Database:

@@ -127,4 +127,9 @@ def _to_version_1(connection: Connection) -> None:
             connection.exec_driver_sql(statement)
 
 
-STEPS: tuple[Callable[[Connection], None], ...] = (_to_version_1,)
+def _to_version_2(connection: Connection) -> None:
+    """The database knows its base model, which the server notes at its start."""
+    connection.exec_driver_sql("CREATE TABLE base_model (fingerprint VARCHAR(200) NOT NULL PRIMARY KEY)")
+
+
+STEPS: tuple[Callable[[Connection], None], ...] = (_to_version_1, _to_version_2)

@@ -33,6 +33,7 @@ from rl.plan.types import GeneratorSpec, Plan
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
 from rl.tinker.app import make_app
+from rl.tinker.base_model import check_base_model
 from rl.tinker.database import Database
 from rl.tinker.keys import Keys
 from rl.tinker.limits import Limits
@@ -179,8 +180,9 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     keys_are = "no API key is asked for" if config.no_api_key else f"API keys: {key_file}"
     database = Database(config.database or f"sqlite:///{directory.absolute()}/server.db")
     tokenizer, timeline = HFTokenizer(model_dir), Timeline()
-    print("starting the training engine and the generators ...", flush=True)
     with contextlib.closing(database), listener:
+        check_base_model(database, model_dir)
+        print("starting the training engine and the generators ...", flush=True)
         async with launch(plan, {"model": model_dir}, directory, timeline=timeline) as actors:
             await actors.publish(0)  # the base model, which stays
             await actors.generators.wait_served(0)

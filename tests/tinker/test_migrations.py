@@ -12,7 +12,7 @@ pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.errors import ConfigError
 from rl.tinker import migrations
-from rl.tinker.database import Database, checkpoints, models, now, requests, samplers, sessions
+from rl.tinker.database import Database, base_model, checkpoints, models, now, requests, samplers, sessions
 from rl.tinker.limits import Limits
 from tests.tinker import version_0
 from tests.tinker.databases import url_of
@@ -26,7 +26,7 @@ def shape_of(url):
     engine = create_engine(url)
     inspector = inspect(engine)
     shape = {}
-    for table in TABLES:
+    for table in (*TABLES, base_model):
         columns = inspector.get_columns(table.name)
         sizes = {"INTEGER": "BIGINT"} if engine.dialect.name == "sqlite" else {}  # there they are the same
         shape[table.name] = (

@@ -4,6 +4,7 @@
 
 import json
 import re
+import shutil
 import socket
 from dataclasses import replace
 
@@ -23,6 +24,8 @@ from rl.plan.cluster import GPU, USABLE, Cluster, Host
 from rl.plan.memory import GIB, longest_sequence_bytes
 from rl.plan.model_shape import ModelShape
 from rl.plan.types import Plan
+from rl.tinker.base_model import check_base_model
+from rl.tinker.database import Database
 from rl.tinker.limits import Limits
 from rl.tinker.serve import ServeConfig, names_of, serve, settle
 from rl.waiting import Deadlines
@@ -129,6 +132,30 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, model_dir):
         serve(ServeConfig(str(model_dir), names=("a/b/c",)))
     with pytest.raises(ConfigError, match="database"):
         serve(ServeConfig(str(model_dir), directory=str(tmp_path / "b"), database="nonsense://"))
+
+
+def test_a_directory_goes_on_with_its_own_base_model_alone(tmp_path, model_dir):
+    """Wherever the model lies; adapters of one model fit another of its shapes, and mean nothing there."""
+    moved = shutil.copytree(model_dir, tmp_path / "moved")
+    tuned = shutil.copytree(model_dir, tmp_path / "tuned")
+    with (tuned / "model.safetensors").open("r+b") as file:
+        weights = file.read()
+        file.seek(len(weights) // 2)
+        file.write(bytes(byte ^ 1 for byte in weights[len(weights) // 2 :]))
+    longer = shutil.copytree(model_dir, tmp_path / "longer")
+    config = read_config(longer)
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 7777}))
+    database = Database(f"sqlite:///{tmp_path}/server.db")
+    for path in (model_dir, moved):
+        check_base_model(database, path)
+    for path in (tuned, longer):
+        with pytest.raises(ConfigError, match="another base model than .*: give another --directory"):
+            check_base_model(database, path)
+    database.close()
+    (tmp_path / "server").mkdir(mode=0o700)
+    (tmp_path / "server.db").rename(tmp_path / "server" / "server.db")
+    with pytest.raises(ConfigError, match="another base model"):
+        serve(ServeConfig(str(tuned), directory=str(tmp_path / "server"), port=0))
 
 
 @pytest.mark.parametrize(
