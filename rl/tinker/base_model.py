@@ -1,4 +1,4 @@
-"""Which base model a database belongs to: its adapters fit every other of its shapes, and mean nothing there."""
+"""The base model of a database: its adapters fit every other of its shapes, and mean nothing there."""
 
 import hashlib
 import json

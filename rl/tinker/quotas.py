@@ -11,7 +11,7 @@ from rl.tinker.database import Database, checkpoints, models, requests, samplers
 from rl.tinker.limits import Limits
 
 _GIB = 1 << 30
-_REMEDY = "delete checkpoints, give them a shorter ttl, or finish sessions"
+_DAY_SECONDS = 24 * 3600
 
 
 class Quotas:
@@ -29,6 +29,7 @@ class Quotas:
             models: limits.max_tenant_models,
             samplers: limits.max_tenant_samplers,
         }
+        self._remedies = _remedies(limits)
         self._bytes: dict[str, int] = defaultdict(int)
         _measure(database, root)
         for column in (
@@ -52,7 +53,7 @@ class Quotas:
         if used + num_bytes > self._most_bytes:
             raise UserError(
                 f"you keep {used / _GIB:.3g} GiB on this server, this takes {num_bytes / _GIB:.3g} more, and "
-                f"limits.max_disk_gib is {self._most_bytes / _GIB:g}: {_REMEDY}"
+                f"limits.max_disk_gib is {self._most_bytes / _GIB:g}: {self._remedies[checkpoints]}"
             )
 
     def check_count(self, table: Table, tenant: str) -> None:
@@ -60,9 +61,25 @@ class Quotas:
         most = self._most_rows[table]
         if self._database.count(table, table.c.tenant == tenant) >= most:
             raise UserError(
-                f"you have {most} {table.name}, as many as limits.max_tenant_{table.name} allows: finish "
-                f"sessions; a model that nobody uses goes after limits.keep_models_seconds"
+                f"you have {most} {table.name}, as many as limits.max_tenant_{table.name} allows: "
+                f"{self._remedies[table]}"
             )
+
+
+def _remedies(limits: Limits) -> dict[Table, str]:
+    """What frees rows of each table, and when; of checkpoints: bytes."""
+    results = f"limits.keep_seconds ({limits.keep_seconds / _DAY_SECONDS:.3g} days)"
+    unused = f"limits.keep_models_seconds ({limits.keep_models_seconds / _DAY_SECONDS:.3g} days)"
+    return {
+        sessions: f"finish sessions; one without models goes {results} after its end, one with models when "
+        f"the last of them goes, {unused} after that model's last request",
+        models: f"go on with one of them (load_state loads a checkpoint of its rank and layers); a model "
+        f"goes {unused} after its last request",
+        samplers: "finish sessions: their samplers go at once",
+        checkpoints: f"delete checkpoints, give them a shorter ttl, or finish sessions, whose samplers' "
+        f"weights go at once; a result goes {results} after it ended, a model's snapshot {unused} after the "
+        f"model's last request",
+    }
 
 
 def _measure(database: Database, root: Path) -> None:

@@ -146,7 +146,8 @@ def test_what_would_be_too_much_is_refused_with_numbers_and_a_remedy(tmp_path):
             assert not list(root.rglob("x" * 50 + "*")) and service.quotas.used(ME) <= used + 500
             body = request_body(model, 7, tokens=(1,) * 300, targets=(1,) * 300)
             with pytest.raises(
-                UserError, match=r"you keep .* GiB .* takes .* more, and limits.max_disk_gib is .*: delete ch"
+                UserError,
+                match=r"you keep .* GiB .* takes .* more, and limits.max_disk_gib is .*: delete ch.*snapshot",
             ):
                 service.submit(ME, "forward_backward", model, 7, body)  # at the submit
             assert not service.database.find(requests, requests.c.id == f"{model}:7")
@@ -171,12 +172,22 @@ def test_sessions_models_and_samplers_of_a_tenant_have_a_bound(tmp_path):
             for i in range(2):
                 service.create_sampler(ME, mine[0], i, name, None)
                 service.create_sampler(ME, mine[0], i, name, None)  # the same once more
-            for act in (
-                lambda: service.create_session(ME, None, None),
-                lambda: service.create_model(ME, mine[0], 2, name, {}),
-                lambda: service.create_sampler(ME, mine[0], 2, name, None),
+            days = r"limits.keep_models_seconds \(30 days\) after"
+            for act, remedy in (
+                (
+                    lambda: service.create_session(ME, None, None),
+                    rf"finish sessions; .* limits.keep_seconds \(1 days\) after its end, .*{days}",
+                ),
+                (
+                    lambda: service.create_model(ME, mine[0], 2, name, {}),
+                    rf"go on with one of them .* a model goes {days} its last request",
+                ),
+                (
+                    lambda: service.create_sampler(ME, mine[0], 2, name, None),
+                    "finish sessions: their samplers go at once",
+                ),
             ):
-                with pytest.raises(UserError, match=r"you have 2 .*limits.max_tenant_.* finish sessions"):
+                with pytest.raises(UserError, match=rf"you have 2 .*limits.max_tenant_\w+ allows: {remedy}"):
                     act()
             await save(
                 service, "save_weights_for_sampler", first[0], 5, state="refused", sampling_session_seq_id=7
