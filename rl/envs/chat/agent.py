@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import os
 import subprocess
+import tempfile
 import threading
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import IO
 
 from rl.envs.base import RolloutContext
 from rl.envs.chat.env import ChatEnv
@@ -45,16 +48,21 @@ class AgentEnv(ChatEnv):
                 "an AgentEnv needs env.command, or agent(self, episode, base_url, api_key)"
             )
         settings = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-        done = subprocess.run(
-            self.command,
-            input=json.dumps(asdict(episode.problem)),
-            env={**clean_variables(self.variables), **settings},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"the agent ended with code {done.returncode}: {done.stderr[-_SHOWN:]}")
-        episode.state["output"] = done.stdout
+        program = os.path.expanduser(self.command[0])
+        with _file() as problem, _file() as output, _file() as errors:
+            problem.write(json.dumps(asdict(episode.problem)))
+            problem.seek(0)
+            done = subprocess.run(
+                [program, *self.command[1:]],
+                env={**clean_variables(self.variables), **settings},
+                stdin=problem,
+                stdout=output,
+                stderr=errors,
+            )
+            if done.returncode:
+                why = _written(errors)[-_SHOWN:]
+                raise RuntimeError(f"the agent ended with code {done.returncode}: {why}")
+            episode.state["output"] = _written(output)
         return None
 
     def opening(self, problem: Problem) -> list[Message]:
@@ -63,6 +71,16 @@ class AgentEnv(ChatEnv):
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         return await play_agents(self, prompt.problem, n, context)
+
+
+def _file() -> IO[str]:
+    """For a program's output. Unlike a pipe, reading it does not wait for what the program leaves behind."""
+    return tempfile.TemporaryFile("a+")
+
+
+def _written(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 class _OneAnswer(BaseHTTPRequestHandler):

@@ -141,6 +141,25 @@ def test_an_agent_may_be_a_program_of_its_own(tokenizer, tmp_path):
     assert "ended with code 1: broken" in rollout.score.error
 
 
+def test_an_agents_program_is_done_as_it_ends_whatever_it_leaves_behind(tokenizer, tmp_path, monkeypatch):
+    """A daemon keeps its output open. The program's path may begin with ~."""
+    path = tmp_path / "agent"
+    path.write_text("#!/bin/sh\nsleep 600 &\necho done\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    @dataclass(frozen=True)
+    class Program(AgentEnv):
+        command: tuple[str, ...] = ("~/agent",)
+        episode_seconds: float = 20.0
+
+        def reward_episode(self, episode):
+            return float(episode.state["output"] == "done\n")
+
+    rollout, _ = play(tokenizer, Program(), "2 + 2", [])
+    assert (rollout.score.error, rollout.score.reward) == (None, 1)
+
+
 def talk(tokenizer, texts, say, delay=0.0):
     """say(client, session, url, key) with an async client of OpenAI's."""
     template = ChatTemplate(tokenizer)
