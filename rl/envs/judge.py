@@ -1,10 +1,12 @@
 """Judge: a language model that grades, behind any OpenAI-compatible URL; `rl serve MODEL` is one."""
 
+import asyncio
 import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -60,14 +62,16 @@ class Judge:
     """Hold its replies to the verdict's form by response_format, as vLLM and OpenAI have it. False for an
     endpoint that has none: a reply in another form is then no verdict."""
     seconds: PositiveFloat = 30.0
-    """Time for a verdict, retries included; reward.limit_seconds has to be more."""
+    """Time for a verdict, retries and both questions of a comparison included; reward.limit_seconds has to be
+    more."""
     max_tokens: PositiveInt = 64
     max_retries: Annotated[int, Ge(0), Le(10)] = 2
 
     def grade(self, question: str, answer: str) -> Verdict:
         """Its grade, as a share of `best`. Raises JudgeFailed where the reply is none, or none came."""
         asked = self.messages(question, answer)
-        reply = self._verdict(asked, "grade", {"type": "number", "minimum": 0, "maximum": self.best})
+        form = {"type": "number", "minimum": 0, "maximum": self.best}
+        reply = self._verdict(asked, "grade", form, self._deadline())
         value = verdict_in(reply, "grade")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= self.best:
             raise self._no_verdict(f"a grade from 0 to {self.best:g}", reply)
@@ -80,18 +84,21 @@ class Judge:
 
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
-        wins = 0
+        wins, deadline = 0, self._deadline()
         for answer_1, answer_2, number_of_first in ((first, second, 1), (second, first, 2)):
             text = f"Question: {question}\n\nAnswer 1: {answer_1}\n\nAnswer 2: {answer_2}"
             instructions = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
-            reply = self._verdict(_messages(instructions, text), "better", {"enum": [1, 2]})
+            reply = self._verdict(_messages(instructions, text), "better", {"enum": [1, 2]}, deadline)
             value = verdict_in(reply, "better")
             if isinstance(value, bool) or value not in (1, 2):
                 raise self._no_verdict("1 or 2", reply)
             wins += value == number_of_first
         return wins / 2
 
-    def _verdict(self, asked: Sequence[Message], name: str, form: Mapping[str, Any]) -> str:
+    def _deadline(self) -> float:
+        return time.monotonic() + self.seconds
+
+    def _verdict(self, asked: Sequence[Message], name: str, form: Mapping[str, Any], deadline: float) -> str:
         """The reply, which is {name: a value of this form} where `structured` holds it to that."""
         schema = {
             "type": "object",
@@ -99,7 +106,7 @@ class Judge:
             "required": [name],
             "additionalProperties": False,
         }
-        return self.complete(asked, schema if self.structured else None)
+        return self.complete(asked, schema if self.structured else None, deadline)
 
     def _no_verdict(self, wanted: str, reply: str) -> JudgeFailed:
         remedy = (
@@ -109,10 +116,16 @@ class Judge:
         )
         return JudgeFailed(f"the judge did not reply with {wanted}: {reply!a:.200}; {remedy}")
 
-    def complete(self, messages: Sequence[Message], schema: Mapping[str, Any] | None = None) -> str:
+    def complete(
+        self,
+        messages: Sequence[Message],
+        schema: Mapping[str, Any] | None = None,
+        deadline: float | None = None,
+    ) -> str:
         """Its reply, for verdicts of your own. Raises JudgeFailed.
 
-        schema: a JSON schema to which the reply is held.
+        schema: a JSON schema to which the reply is held. deadline: of time.monotonic(), for all tries; None:
+        `seconds` from now.
         """
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
         if schema is not None:
@@ -123,15 +136,12 @@ class Judge:
             raise JudgeUnreachable("there is no judge: set its base_url, or the run's judge.model")
         key = os.environ.get(self.api_key_variable if self.base_url else OWN_KEY, "none")
         headers = {"Authorization": f"Bearer {key}"}
-        deadline, failure = time.monotonic() + self.seconds, "no time"
-        for _ in range(self.max_retries + 1):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
+        deadline, failure = self._deadline() if deadline is None else deadline, "none"
+        tries = 0
+        while tries <= self.max_retries and (left := deadline - time.monotonic()) > 0:
+            tries += 1
             try:
-                reply = httpx.post(
-                    f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=left
-                )
+                reply = _post(f"{url.rstrip('/')}/chat/completions", body, headers, left)
                 if reply.status_code == 200:
                     return str(reply.json()["choices"][0]["message"]["content"])
                 failure = f"{reply.status_code} {reply.text:.200}"
@@ -141,10 +151,23 @@ class Judge:
                     raise JudgeFailed(f"the judge at {url} refused what it was asked: {failure}{remedy}")
                 if reply.status_code < 500 and reply.status_code != 429:
                     break
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
                 failure = f"{type(error).__name__} {error}"
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
-        raise JudgeUnreachable(f"the judge at {url} did not answer within {self.seconds:g} s: {failure}")
+        is_late = time.monotonic() >= deadline
+        end = f"did not answer within {self.seconds:g} s" if is_late else "gave no reply"
+        raise JudgeUnreachable(f"the judge at {url} {end} (tries: {tries}, the last: {failure})")
+
+
+def _post(url: str, body: object, headers: Mapping[str, str], seconds: float) -> httpx.Response:
+    """Raises TimeoutError where the reply has not ended by then: httpx's timeouts are for each part of it."""
+
+    async def post() -> httpx.Response:
+        async with asyncio.timeout(seconds), httpx.AsyncClient(timeout=None) as client:
+            return await client.post(url, json=body, headers=headers)
+
+    with ThreadPoolExecutor(1) as thread:  # whoever asks may have an event loop
+        return thread.submit(asyncio.run, post()).result()
 
 
 def _messages(instructions: str, text: str) -> tuple[Message, ...]:

@@ -1,6 +1,7 @@
 """A judge behind a URL: graded, compared, retried, and never a grade that it did not give."""
 
 import json
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -8,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from rl.envs.judge import Judge, JudgeFailed, JudgeUnreachable
-from tests.json_server import serving
+from tests.json_server import JSONHandler, completion, serving
 
 
 @contextmanager
@@ -69,6 +70,40 @@ def test_it_is_asked_again_where_it_is_busy_and_a_missing_grade_is_none():
         Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "a")
 
 
+class Slow(JSONHandler):
+    """Verdicts that take 0.7 s: at once after it, or bit by bit."""
+
+    def do_POST(self):
+        self.body()
+        if self.path.startswith("/at_once"):
+            time.sleep(0.7)
+        data = json.dumps(completion({"content": '{"better": 1}'})).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        for byte in data:
+            self.wfile.write(bytes([byte]))
+            if self.path.startswith("/in_bits"):
+                time.sleep(0.7 / 20)
+
+
+@pytest.mark.parametrize("how", ["at_once", "in_bits"])
+def test_its_seconds_bound_the_whole_verdict(how):
+    """A comparison's two questions together, and each reply to its end. Others rely on it."""
+    with serving(Slow) as server:
+        judge = Judge(f"http://127.0.0.1:{server.server_port}/{how}", "m", seconds=1.0)
+        began = time.monotonic()
+        with pytest.raises(JudgeUnreachable, match=r"did not answer within 1 s"):
+            judge.prefers_first("q", "first", "second")
+        assert time.monotonic() - began < 1.6
+
+
+def test_a_judge_that_is_busy_to_the_last_try_is_not_said_to_be_slow():
+    with endpoint(503, 503) as (url, _), pytest.raises(JudgeUnreachable) as failed:
+        Judge(url, "m", max_retries=1).grade("q", "a")
+    assert "gave no reply (tries: 2, the last: 503" in str(failed.value) and "30 s" not in str(failed.value)
+
+
 NO_GRADES = [
     "7/10", "fine", "11", "-1", "It has 2 faults. 7.5", "7 of 10", "Grade: 7", '{"grade": "7"}', '{"grade": true}',
     '{"grade": 7, "of": 10}', '{"mark": 7}', '{"grade": NaN}', "[7]", "", "None", '{"grade": 7', "[" * 5000, "1e999",
@@ -103,7 +138,7 @@ def test_a_reply_in_any_other_form_is_no_verdict(structured):
 class Scripted(Judge):
     """Always replies with its base_url."""
 
-    def complete(self, messages, schema=None):
+    def complete(self, messages, schema=None, deadline=None):
         assert (schema is not None) == self.structured
         return self.base_url
 
