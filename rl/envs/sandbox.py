@@ -7,6 +7,7 @@ Whatever the code does is its own result. NoSandbox is raised only where the san
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rl.bounds import PositiveFloat, PositiveInt
 from rl.envs.seccomp import seccomp_filter
@@ -35,12 +36,13 @@ _LINKS = {
 }
 """Target -> names. Whatever can be written is in one directory, whose size is limited."""
 _PYTHON = str(Path(sys.base_prefix, "bin", "python3"))
-_TOO_MANY = 119
 _CANNOT_RUN = 126  # as shells have it
 _LONGEST_NAME = 255  # bytes
-_WATCH = f"""
-import ctypes, os, resource, sys, time
-most, memory, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+_WATCH = """
+import ctypes, json, os, resource, signal, sys, time
+most, memory, outlet = map(int, sys.argv[1:4])
+command = sys.argv[4:]
+os.set_inheritable(outlet, False)
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody looks into this process
 child = os.fork()
 if not child:
@@ -48,12 +50,15 @@ if not child:
     for limit, value in (("AS", memory), ("FSIZE", memory), ("CORE", 0)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     os.execvp(command[0], command)
+def end(code, cause=""):
+    os.write(outlet, json.dumps(dict(code=code, cause=cause)).encode() + b"\\n")
+    os._exit(code != 0)
 while True:
     pid, status = os.waitpid(-1, os.WNOHANG)
     if pid == child:
-        os._exit(os.waitstatus_to_exitcode(status) % 256)
+        end(os.waitstatus_to_exitcode(status))
     if sum(name.isdigit() for name in os.listdir("/proc")) > most + 1:
-        os._exit({_TOO_MANY})
+        end(-signal.SIGKILL, "processes")
     if not pid:
         time.sleep(0.01)
 """
@@ -115,14 +120,16 @@ class Sandbox:
         with contextlib.ExitStack() as stack:
             status, status_writer = os.pipe()
             stack.callback(os.close, status)
-            with os.fdopen(status_writer, "wb"):
-                fds = [status_writer, _pipe(stack, _filter())]
+            # bwrap keeps its own end of the pipe from what it starts.
+            with os.fdopen(status_writer, "wb"), os.fdopen(os.dup(status_writer), "wb") as watcher:
+                outlet = watcher.fileno()
+                fds = [status_writer, _pipe(stack, _filter()), outlet]
                 outlets = ("--json-status-fd", str(fds[0]), "--seccomp", str(fds[1]))
                 arguments = [*outlets, *self._mounts()]
                 for name, content in contents.items():
                     fds.append(_pipe(stack, content))
                     arguments += ["--perms", "0666", "--file", str(fds[-1]), f"{_HOME}/{name}"]
-                arguments += ["--remount-ro", "/", "--chdir", _HOME, "--", *self._watch(), *command]
+                arguments += ["--remount-ro", "/", "--chdir", _HOME, "--", *self._watch(outlet), *command]
                 try:
                     process = _start(arguments, fds)
                 except (ValueError, OSError) as error:
@@ -144,8 +151,9 @@ class Sandbox:
             for name in names:
                 yield from ("--symlink", target, name)
 
-    def _watch(self) -> Sequence[str]:
-        return [_PYTHON, "-I", "-c", _WATCH, str(self.max_processes), str(self.memory_mib << 20)]
+    def _watch(self, outlet: int) -> Sequence[str]:
+        limits = (str(self.max_processes), str(self.memory_mib << 20))
+        return [_PYTHON, "-I", "-c", _WATCH, *limits, str(outlet)]
 
     def _watched(self, process: subprocess.Popen, stdin: bytes, status: int) -> Ran:
         outputs: dict[str, bytes] = {}
@@ -181,21 +189,21 @@ class Sandbox:
         for _, stream in streams:
             stream.close()
         out, err = (outputs[name].decode(errors="replace") for name in ("stdout", "stderr"))
-        if process.returncode > 0 and not causes and not _has_run(status):
-            raise NoSandbox(_why_not(err))
-        if process.returncode == _TOO_MANY:
-            causes.append("processes")
-        code = process.returncode if process.returncode < 128 else process.returncode - 256
-        return Ran(code, out, err, causes[0] if causes else "")
+        report = _report(status)
+        if process.returncode > 0 and not causes and "exit-code" not in report:
+            raise NoSandbox(_why_not(err))  # bwrap tells the code of a program that has started
+        cause = causes[0] if causes else report.get("cause", "")
+        code = report["code"] if "code" in report else process.returncode
+        return Ran(code, out, err, cause)
 
 
-def _has_run(status: int) -> bool:
-    """Whether bwrap tells of an exit code: it does so of a program that it has started.
-
-    The program itself cannot write there, and what it prints is no matter.
-    """
+def _report(status: int) -> dict[str, Any]:
+    """What bwrap and the first process tell. Other programs cannot write there."""
+    report: dict[str, Any] = {}
     with os.fdopen(os.dup(status), "rb") as pipe:
-        return b'"exit-code"' in pipe.read()
+        for line in pipe:
+            report |= json.loads(line)
+    return report
 
 
 def _check_name(name: str) -> None:

@@ -77,6 +77,16 @@ def test_time_and_output_are_limited():
     assert ran.cause == "output" and len(ran.stdout) == 1000
 
 
+@pytest.mark.parametrize("code", [119, 137, 200, 255])
+def test_a_programs_own_exit_code_is_no_signal_and_no_cause(code):
+    ran = BOX.run_python(f"import sys; sys.exit({code})")
+    assert (ran.exit_code, ran.cause, ran.ok) == (code, "", False)
+
+
+def test_the_signal_that_ended_a_program_is_told():
+    assert BOX.run_python("import os; os.kill(os.getpid(), 11)").exit_code == -11
+
+
 def test_what_it_is_for_works():
     ran = BOX.run_python("import sys, helper; print(helper.double(int(sys.stdin.read())))", "21", {"helper.py": "double = lambda x: 2 * x"})  # fmt: skip
     assert not ran.ok and "helper" in ran.stderr  # -I: nothing is imported from the directory
