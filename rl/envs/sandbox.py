@@ -193,7 +193,7 @@ class Sandbox:
         if process.returncode > 0 and not causes and "exit-code" not in report:
             raise NoSandbox(_why_not(err))  # bwrap tells the code of a program that has started
         cause = causes[0] if causes else report.get("cause", "")
-        code = report["code"] if "code" in report else process.returncode
+        code = report.get("code", process.returncode)
         return Ran(code, out, err, cause)
 
 
