@@ -189,12 +189,11 @@ class Sandbox:
         for _, stream in streams:
             stream.close()
         out, err = (outputs[name].decode(errors="replace") for name in ("stdout", "stderr"))
-        report = _report(status)
+        report = {"code": process.returncode, **_report(status)}
         if process.returncode > 0 and not causes and "exit-code" not in report:
             raise NoSandbox(_why_not(err))  # bwrap tells the code of a program that has started
         cause = causes[0] if causes else report.get("cause", "")
-        code = report.get("code", process.returncode)
-        return Ran(code, out, err, cause)
+        return Ran(report["code"], out, err, cause)
 
 
 def _report(status: int) -> dict[str, Any]:
