@@ -327,6 +327,7 @@ NO_PROCESS = {
     "rl/actors/generator_replica.py",  # the others that load the same version
     "rl/cluster/launch.py",  # past it what is left is killed, answer or not
     "rl/processes.py",
+    "rl/envs/judge.py",  # a verdict over HTTP, by the clock
     "rl/observability/writer.py",  # a disk or a server, by the clock
     "rl/tinker/requests.py",  # how long a client waits before it asks again
     "rl/tinker/training.py",  # for a client that may send its next request
