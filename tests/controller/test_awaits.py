@@ -72,6 +72,8 @@ ELSEWHERE = {
     '_every("load_adapter_state"': "the Tinker server's",
     '"forward_backward_logprobs"': "the Tinker server's",
     "_sample(lambda replica: True": "the Tinker server's",
+    "await coroutines[index]": "results_of, the Tinker server's: tests/tinker/test_tenants.py",
+    "together(map(keep": "results_of, the Tinker server's: tests/tinker/test_tenants.py",
     "self._rollouts.close()": "an AgentEnv's endpoint: tests/envs",
     "self.door.close()": "an AgentEnv's endpoint: tests/envs",
     'self._verb("act"': "an AgentEnv's: tests/envs",
