@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -70,6 +71,12 @@ async def in_thread(function: Callable[[], T]) -> T:
     results: list[T] = []
     await asyncio.to_thread(lambda: results.append(function()))
     return results.pop()
+
+
+def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What it returns or raises, from an event loop in a thread of its own: the caller may have a loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 async def finish_all(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -1,6 +1,5 @@
 """A step's updates: minibatches and epochs, policy and critic, and which sample made a loss not finite."""
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from rl.interfaces import Loss
 from rl.loss import aggregate
 from rl.observability.metrics import critic_metrics, learning_metrics
 from rl.types import OptimParams, Sample
+from rl.waiting import finish_all
 
 
 class StepFailed(RunError):
@@ -78,15 +78,13 @@ async def learn(
     tasks = [_updates(policy, plan, step, algorithm, parity)]
     if critic is not None:
         tasks.append(_updates(critic, [replace(part, samples_per_unit=1) for part in plan], step, algorithm))
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    learned: list[list[dict[str, float]]] = []
-    for result in results:
-        if isinstance(result, PolicyMismatch) and parity is not None:
-            where = await explain(policy.engine, policy.adapter, _samples(batch.all_groups), parity.limit)
-            raise RunError(f"step {step}: {result}; {where}") from result
-        if isinstance(result, BaseException):
-            raise result
-        learned.append(result)
+    try:
+        learned = await finish_all(tasks)
+    except PolicyMismatch as mismatch:
+        if parity is None:
+            raise
+        where = await explain(policy.engine, policy.adapter, _samples(batch.all_groups), parity.limit)
+        raise RunError(f"step {step}: {mismatch}; {where}") from mismatch
     metrics = learning_metrics(learned[0], sampled=algorithm.samples_rollouts)
     metrics["lr"] = policy.params(step, 1.0).lr
     if parity is not None and parity.num_over:

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from annotated_types import Ge, Le
 from rl.bounds import PositiveFloat, PositiveInt
 from rl.errors import Unavailable
 from rl.types import Message
+from rl.waiting import run_apart
 
 _RUBRIC = "Grade the answer to the question from 0 (wrong) to 10 (right)."
 _COMPARE = "Which answer to the question is better?"
@@ -166,8 +166,7 @@ def _post(url: str, body: object, headers: Mapping[str, str], seconds: float) ->
         async with asyncio.timeout(seconds), httpx.AsyncClient(timeout=None) as client:
             return await client.post(url, json=body, headers=headers)
 
-    with ThreadPoolExecutor(1) as thread:  # whoever asks may have an event loop
-        return thread.submit(asyncio.run, post()).result()
+    return run_apart(post())
 
 
 def _messages(instructions: str, text: str) -> tuple[Message, ...]:

@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
 from rl.envs.variables import clean_variables
 from rl.errors import ConfigError, one_line
-from rl.waiting import within
+from rl.waiting import run_apart, within
 
 _CONNECT_SECONDS = 30.0
 
@@ -31,8 +31,7 @@ class MCPEnv(ChatEnv):
 
     def tools(self) -> Sequence[Tool]:
         """The server's."""
-        with ThreadPoolExecutor(1) as thread:  # whoever asks may have an event loop
-            tools = thread.submit(asyncio.run, _listed(self._target())).result()
+        tools = run_apart(_listed(self._target()))
         return [Tool(schema, self._caller(schema["function"]["name"])) for schema in tools]
 
     def validate(self) -> list[str]:

@@ -1,13 +1,11 @@
 """Environments of verifiers' v1 API (verifiers 0.4: the id of a taskset), unmodified."""
 
-import asyncio
 import copy
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -19,6 +17,7 @@ from rl.envs.chat.episode import Episode
 from rl.envs.variables import clean_environment
 from rl.errors import ConfigError
 from rl.types import Problem
+from rl.waiting import run_apart
 
 _HARNESS = "rl.envs.adapters.verifiers_v1_harness"
 _REPLACED = ("bash", "null")  # verifiers' own loops: the first is its default
@@ -144,8 +143,7 @@ def _played_by_policy(environment: Any) -> list[str]:
     from verifiers.v1.configs.agent import agent_config_fields, resolve_agent
 
     agents = Agents(environment.config, lambda _, spec: make_agent(resolve_agent(spec, model="policy")))
-    with ThreadPoolExecutor(1) as thread:  # whoever asks may have an event loop
-        thread.submit(asyncio.run, environment.setup(agents)).result()
+    run_apart(environment.setup(agents))
     clientless = [role for role, spec in agent_config_fields(environment.config).items() if not spec.client]
     return [role for role in clientless if not getattr(agents, role).trainable]
 

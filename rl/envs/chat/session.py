@@ -137,16 +137,19 @@ class ChatSession:
     @property
     def branches(self) -> tuple[tuple[Segment, ...], ...]:
         """Every sequence that was sampled, each turn's tokens sampled in one of them and given in others."""
-        inner = {id(turn.before) for turn in self.turns}
         trained: set[int] = set()
-        return tuple(lay_out(_segments(turn, trained)) for turn in self.turns if id(turn) not in inner)
+        return tuple(lay_out(_segments(turn, trained)) for turn in self._leaves)
 
     @property
     def turns_of_branches(self) -> list[Turn]:
         """All turns, in the order in which `branches` have them sampled."""
+        return list({id(step): step for turn in self._leaves for step in turn.path}.values())
+
+    @property
+    def _leaves(self) -> list[Turn]:
+        """The turns after which no other goes on."""
         inner = {id(turn.before) for turn in self.turns}
-        paths = (turn.path for turn in self.turns if id(turn) not in inner)
-        return list({id(step): step for path in paths for step in path}.values())
+        return [turn for turn in self.turns if id(turn) not in inner]
 
     @property
     def versions(self) -> VersionRange | None:
