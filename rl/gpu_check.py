@@ -23,6 +23,7 @@ from rl.gpu_checks import (
     attention,
     compile_,
     context_parallel,
+    float8,
     imports,
     self_check,
     suspend,
@@ -47,6 +48,7 @@ class Check:
     run: Callable[[Path], dict[str, Any]]
     needs: int = 0
     gib: float = 0.0  # of each GPU, at least
+    capability: tuple[int, int] = (0, 0)  # likewise
     num_procs: int = 1  # that need a GPU each, where there is one
     own_model: bool = False  # means something for a model of the user's alone
     any_model: bool = True  # needs one
@@ -79,6 +81,7 @@ CHECKS = (
     Check(
         "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
     ),
+    Check("float8", "float8 and torch.compile against bfloat16", float8, needs=1, capability=(8, 9)),
     Check("suspend", "Engine.suspend() and resume()", suspend, needs=1),
     Check(
         "memory",
@@ -141,6 +144,8 @@ def _why_not(check: Check, machine: Host, own: Path | None) -> str:
         return f"needs {needs} GPU{'s' * (needs > 1)}"
     if any(gpu.gib < check.gib for gpu in machine.gpus):
         return f"needs a GPU of {check.gib:g} GiB"
+    if any(gpu.capability < check.capability for gpu in machine.gpus):
+        return "needs GPUs of compute capability " + ".".join(map(str, check.capability))
     return "needs --model DIRECTORY" if check.own_model and own is None else ""
 
 

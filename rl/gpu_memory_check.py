@@ -26,20 +26,24 @@ _WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "adapter": {"adapters": True},
 }
+_FLOAT8 = {"compile": True, "float8": True}
 
 
 def memory(_: Path) -> dict[str, Any]:
     """A training step of Qwen3-0.6B's shape, with random weights. Raises where the Plan is 15% off."""
+    import torch
+
     from rl.cluster.environment import engine_environment
 
     os.environ.update(engine_environment(1))  # before CUDA's allocator starts
     figures: dict[str, Any] = {}
+    ways = _WAYS | ({"float8": _FLOAT8} if torch.cuda.get_device_capability() >= (8, 9) else {})
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as scratch:
         directory = Path(scratch)
         (directory / "config.json").write_text(json.dumps(_QWEN3_0_6B))
-        for way, settings in _WAYS.items():
+        for way, settings in ways.items():
             figures |= {f"{way}, {name}": value for name, value in _step(directory, settings).items()}
-    for way in _WAYS:
+    for way in ways:
         if not 0.85 < figures[f"{way}, of the plan"] < 1.15:
             raise RuntimeError(f"{way}: {figures[f'{way}, of the plan']:.2f} of what is planned")
     return figures

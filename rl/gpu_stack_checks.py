@@ -54,6 +54,7 @@ async def _parity(
     from rl.loss.clip import Clip
     from rl.models.sources import ModelDir
     from rl.models.tokenizer import HFTokenizer
+    from rl.plan.types import Phase
     from rl.types import OptimParams, SamplingParams
 
     config = RunConfig(
@@ -65,14 +66,20 @@ async def _parity(
         **settings,
     )
     tokenizer, gaps, seconds, sync, tokens = HFTokenizer(model), [], 0.0, 0.0, 0
-    plan = settle(config)
+    plan, switches = settle(config), []
     async with launch(plan, model_dirs(config, plan, run_dir), run_dir, config.env) as actors:
+
+        async def enter(phase: Phase) -> None:
+            began = time.monotonic()
+            await actors.enter(phase)
+            switches.append(time.monotonic() - began)
+
         prompts = [config.env.encode(config.env.train_problem(i), tokenizer) for i in range(_NUM_PROMPTS)]
         for version in range(3):
-            await actors.enter("sync")
+            await enter("sync")
             began = time.monotonic()
             await actors.publish(version)
-            await actors.enter("generate")
+            await enter("generate")
             await _served(actors.generators, version)
             sync, began = time.monotonic() - began, time.monotonic()
             params = SamplingParams(64, 1.0, version, (tokenizer.eos_id,), actors.adapter)
@@ -82,7 +89,7 @@ async def _parity(
             rollouts = [rollout for group in groups for rollout in group]
             tokens = sum(sum(rollout.turn_lengths) for rollout in rollouts)
             samples = [to_sample(r, 1.0 - 2 * (i % 2)) for i, r in enumerate(rollouts)]
-            await actors.enter("train")
+            await enter("train")
             batch = await actors.trainer.pack(samples)
             metrics = await actors.trainer.forward_backward(batch, Clip(), actors.adapter)
             gaps.append((metrics["logprob_diff:sum"] / metrics["tokens:sum"], metrics["logprob_diff:max"]))
@@ -92,12 +99,14 @@ async def _parity(
         num_bytes = (await actors.trainer.publish_weights(3, actors.policy)).num_bytes
     for mean, _ in gaps:
         hold(mean, limit)
+    turns = {"switch s": max(switches[3:])} if actors.turns and actors.turns.alternate else {}  # once warm
     return {
         "gap mean": max(mean for mean, _ in gaps),
         "gap max": max(most for _, most in gaps),
         "tokens/s": tokens / seconds,
         "sync s": sync,
         "sync GB/s": num_bytes / sync / 1e9,
+        **turns,
     }
 
 

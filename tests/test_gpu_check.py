@@ -135,6 +135,7 @@ def test_the_memory_of_a_step_is_held_against_the_plan(monkeypatch, tmp_path, sh
     taken, total = share * planned, 2 * planned
     monkeypatch.setattr(gpu_memory_check, "_QWEN3_0_6B", hf)
     monkeypatch.setattr(gpu_memory_check, "_WAYS", {"plain": {}})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(gpu_memory_check.os, "environ", {})
     for name, value in {
         "mem_get_info": (total - taken - context * planned, total),
@@ -160,6 +161,13 @@ def test_a_gpu_that_is_too_small_for_a_check_is_not_called_broken(table):
     (row,) = [line for line in out.splitlines() if " memory " in line]
     assert row.startswith("-") and row.endswith("needs a GPU of 32 GiB")
     assert "ok    memory" in table(ONE, {})[1]
+
+
+def test_float8_is_not_asked_of_a_gpu_that_has_none(table):
+    old = Host(16, 64.0, (GPU("A100-80", 79.1, (8, 0)),))
+    (row,) = [line for line in table(old, {})[1].splitlines() if " float8 " in line]
+    assert row.startswith("-") and row.endswith("needs GPUs of compute capability 8.9")
+    assert "ok    float8" in table(ONE, {})[1]
 
 
 @pytest.mark.slow

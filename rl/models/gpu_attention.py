@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 import rl.models.platform  # noqa: F401  sets torchtitan's device first
 from rl.batching import has_branches
@@ -26,6 +26,9 @@ from torchtitan.models.common.attention import (
 from torchtitan.protocols.module import Module
 
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=True)  # rows are of new lengths all the time
+_KERNELS: FlexKernelOptions = {"BACKEND": "TRITON"}
+"""Left to choose, torch takes its kernel for decoding for rows of under 128 tokens, and fails where these,
+times the query heads of a key head, are over 128 (2.13.0; pytorch/pytorch#185349)."""
 
 
 def gpu_documents(positions: np.ndarray, device: torch.device) -> VarlenMetadata | BlockMask:
@@ -85,6 +88,12 @@ class VarlenOrFlex(VarlenAttention):
             return super().forward(q_BLNH, k_BLNH, v_BLNH, **options, **kwargs)
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         out = _compiled_flex_attention(
-            q, k, v, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+            q,
+            k,
+            v,
+            block_mask=attention_masks,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            kernel_options={**_KERNELS},
         )
         return out.transpose(1, 2)
