@@ -42,11 +42,10 @@ $(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
-# torchstore's metadata pins an old torch; it runs with this one.
-$(VENV)/.setup-gpu: $(VENV)/.created pyproject.toml
-	@echo "installing vLLM and torch for CUDA ..."
-	@$(PIP) install -qq -e '.[gpu,dev,fetch,serve,postgres]'
-	@$(PIP) install -qq --no-deps torchstore==0.1.2 pygtrie==2.6.2
+$(VENV)/.setup-gpu: $(VENV)/.created requirements/gpu.txt pyproject.toml
+	@echo "installing requirements/gpu.txt: torch for CUDA and vLLM among them ..."
+	@$(PIP) install -qq --no-deps -r requirements/gpu.txt
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Some of reasoning-gym's dependencies are compiled on installation: this needs a C compiler.

@@ -20,8 +20,8 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 GLIBC = (2, 31)  # lock.py resolves for it
 ANOTHER = "install Python 3.13, 3.12 or 3.11, or name one: make setup PYTHON=/path/to/python3.12"
 INDEX_SECONDS = 60  # one answer takes half a second; on a machine that is busy, many times that
-# What the environment (4.5 and 7.7) and pip's cache take, and what pip holds in its temporary directory.
-# For a GPU it is an estimate.
+# What the environment (4.5, 7.7 and 9.7) and pip's cache take, and what pip holds in its temporary directory.
+# Of the last pair, what is beside the environment is an estimate.
 GIGABYTES = {"cpu": (6.0, 1.0), "cpu, CUDA torch": (12.0, 3.0), "gpu": (16.0, 4.0)}
 PYPROJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "pyproject.toml")
 
@@ -88,6 +88,14 @@ def index_problem(package: str, version: str, answer: str) -> str:
     return ""
 
 
+def cuda_problem(version: str, answer: str) -> str:
+    """Of an environment for GPUs: pip prefers torch's CPU build where an index has both."""
+    if version + "+cpu" not in answer:
+        return ""
+    remedy = "take the index of CPU builds out of pip's settings (pip config list, PIP_EXTRA_INDEX_URL)"
+    return f"pip would install torch {version}+cpu, which computes on no GPU; {remedy}, or set DEVICE=cpu."
+
+
 def this_machine() -> Machine:
     try:
         glibc = tuple(int(part) for part in os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))
@@ -132,6 +140,8 @@ def install_problem(environment: str, kind: str) -> str:
         for package, version in pins:
             answer = ask_index(os.path.join(folder, "bin", "python"), package)
             problem = index_problem(package, version, answer)
+            if kind == "gpu" and package == "torch":
+                problem = problem or cuda_problem(version, answer)
             if problem:
                 return problem
             if kind == "cpu" and package == "torch" and version + "+cpu" not in answer:

@@ -103,6 +103,17 @@ def test_a_cpu_that_would_get_torch_for_cuda_needs_more_space(tmp_path, monkeypa
     assert check.install_problem("venv", "cpu") == "" and asked == ["cpu", "cpu"]
 
 
+def test_a_gpu_that_would_get_torch_for_cpus_is_refused(monkeypatch):
+    versions = {"torch": "2.13.0+cpu, 2.13.0", "torchmonarch": "0.7.0"}
+    monkeypatch.setattr(check.subprocess, "call", lambda command: 0)
+    monkeypatch.setattr(check, "ask_index", lambda python, package: versions[package])
+    monkeypatch.setattr(check, "space_needs", lambda environment, kind: [])
+    refused = check.install_problem("venv", "gpu")
+    assert refused.startswith("pip would install torch 2.13.0+cpu") and "PIP_EXTRA_INDEX_URL" in refused
+    versions["torch"] = "2.13.0"
+    assert check.install_problem("venv", "gpu") == ""
+
+
 # What a make that started the tests hands down: `make test PYTHON=python3.12` would choose here too.
 OF_A_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "VENV", "DEVICE")
 
@@ -216,9 +227,24 @@ def test_a_lock_has_a_marker_where_pythons_differ():
     assert lock.drop_cuda(["nvidia-nccl-cu13==2", "cuda-toolkit==1", "numpy==2"]) == ["numpy==2"]
 
 
-def test_the_lock_has_no_cuda_packages_and_no_torch():
-    lines = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+def locked(device: str) -> list[str]:
+    return (ROOT / f"requirements/{device}.txt").read_text().splitlines()
+
+
+def test_the_lock_for_cpus_has_no_cuda_packages_and_no_torch():
+    lines = locked("cpu")
     assert len(lines) > 200 and not [line for line in lines if re.match("nvidia-|cuda-|torch==", line)]
+
+
+@pytest.mark.parametrize("device, other", [("cpu", "gpu"), ("gpu", "cpu")])
+def test_a_lock_has_what_the_project_asks_for(device, other):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(need for extra in (device, *lock.EXTRAS) for need in extras[extra])]
+    pins = {need for need in asked if re.fullmatch(r"[\w-]+==[\d.]+", need)}
+    pins -= {"torch==2.13.0"} if device == "cpu" else set()
+    assert {"torchtitan==0.3.0", *extras[device]} < pins <= {*locked(device)}
+    assert not {*extras[other]} & {*locked(device)}
 
 
 def test_the_pythons_that_ran_are_named():
