@@ -1,7 +1,8 @@
-"""What taking turns saves and costs: resident memory of each process by phase, and the seconds of each switch.
+"""What taking turns saves and costs: memory of each process by phase, and the seconds of each switch.
 
-`python -m benchmarks.turns [--steps N] [--write]` trains SmolLM2 on a CPU twice, side by side and by turns, and
-compares both with the Plan. --write: into docs/turns.md.
+`python -m benchmarks.turns [--steps N] [--write]` trains SmolLM2 twice, side by side and by turns, and compares both
+with the Plan: resident memory on a CPU, a GPU's own where there is one. --write: into docs/turns.md.
+`--recipe benchmarks/qwen3_shape.py:qwen3_0_6b_shape` is what docs/gpu.md has figures of.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -35,6 +38,39 @@ SETTINGS = (
     0,
 )
 EVERY_SECONDS = 0.05
+
+
+def meter() -> Callable[[Mapping[int, str]], dict[str, int]]:
+    """A function: processes by their names -> bytes, of GPUs where there are any, else resident."""
+    from rl.cluster.machine import look_at_host
+
+    if not look_at_host().gpus:
+        return lambda names: {name: psutil.Process(pid).memory_info().rss for pid, name in names.items()}
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+    def taken(names: Mapping[int, str]) -> dict[str, int]:
+        used = dict.fromkeys(names.values(), 0)
+        for process in (p for gpu in gpus for p in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)):
+            if process.pid in names:
+                used[names[process.pid]] += process.usedGpuMemory or 0
+        return used
+
+    return taken
+
+
+def children() -> dict[int, str]:
+    """Of this process: their pids, and the names of their logs."""
+    names = {}
+    for child in psutil.Process().children():
+        try:
+            log = os.path.basename(os.path.realpath(f"/proc/{child.pid}/fd/1"))
+        except OSError:  # it ended meanwhile
+            continue
+        names[child.pid] = log.removesuffix(".log")
+    return names
 
 
 def watched(path: str) -> None:
@@ -62,14 +98,13 @@ def watched(path: str) -> None:
         await save(stages, step, **options)
 
     def sample():
+        measure = meter()
         while not is_over.is_set():
             now, taken = phase, {}
-            for child in psutil.Process().children():
-                try:
-                    log = os.path.basename(os.path.realpath(f"/proc/{child.pid}/fd/1")).removesuffix(".log")
-                    taken[log] = child.memory_info().rss
-                except (OSError, psutil.Error):  # it ended meanwhile
-                    continue
+            try:
+                taken = measure(children())
+            except psutil.Error:  # one ended meanwhile
+                continue
             if now == phase:
                 taken["together"] = sum(taken.get(role, 0) for role in ROLES)
                 for name, rss in taken.items():
@@ -84,23 +119,20 @@ def watched(path: str) -> None:
     sys.exit(cli.main())
 
 
-def measure(placement: str, steps: int) -> tuple[dict, dict]:
+def measure(recipe: str, placement: str, steps: int) -> tuple[dict, dict]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         program = ("benchmarks.turns", "--watched", file.name)
         settings = ("--steps", steps, *(("--placement", placement) if placement else ()), *SETTINGS)
-        return run("smollm2", *settings, program=program), json.loads(Path(file.name).read_text())
+        return run(recipe, *settings, program=program), json.loads(Path(file.name).read_text())
 
 
-def planned(placement: str) -> dict[str, dict[str, float]]:
+def planned(recipe: str, placement: str) -> dict[str, dict[str, float]]:
     """Role -> phase -> GiB."""
-    from dataclasses import replace
-
-    from configs.smollm2 import smollm2
+    from rl.config.recipes import load_recipe
     from rl.config.settle import settle
-    from rl.plan.cluster import Cluster, Host
 
-    config = replace(smollm2(), placement=placement) if placement else smollm2()
-    plan = settle(config, cluster=Cluster((Host(len(os.sched_getaffinity(0)), 64.0),)))
+    _, config = load_recipe(recipe)
+    plan = settle(replace(config, placement=placement) if placement else config)
     return {
         replica.name: {phase: memory.total / GIB for phase, memory in replica.processes[0].memory.items()}
         for replica in plan.replicas
@@ -111,6 +143,7 @@ def planned(placement: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--recipe", default="smollm2")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--watched", metavar="FILE", help=argparse.SUPPRESS)
     if "--watched" in sys.argv:
@@ -128,19 +161,19 @@ def main() -> None:
     metrics = {}
     for placement in ("", "by_turns"):
         name = placement or "side by side"
-        ran, found = measure(placement, options.steps)
+        ran, watch = measure(options.recipe, placement, options.steps)
         metrics[name] = ran["steps"]
-        plan = planned(placement)
+        plan = planned(options.recipe, placement)
         plan["together"] = {phase: sum(of[phase] for of in plan.values()) for phase in plan["trainer"]}
         for role in (*ROLES, "together"):
-            peaks = found["peaks"][role]
+            peaks = watch["peaks"][role]
             cells = [
                 f"{peaks.get(p, 0) / GIB:.2f}, {plan[role][p]:.2f}" for p in ("generate", "train", "sync")
             ]
             rows.append([name, role, *cells])
         step = statistics.median(line["time/step"] for line in ran["steps"][1:])
         notes.append(f"{name}: {step:.1f} s a step")
-        for switch, seconds in found["seconds"].items() if placement else ():
+        for switch, seconds in watch["seconds"].items() if placement else ():
             if len(seconds) > 1:
                 notes.append(
                     f"{switch}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
@@ -153,7 +186,7 @@ def main() -> None:
         if not name.startswith(skipped)
     )
     notes.append(f"metrics that differ between the two runs, of all steps: {apart}")
-    text = "GiB resident, the most that was seen in each phase before the first checkpoint.\n\n" + "\n".join(
+    text = "GiB, the most that was seen in each phase before the first checkpoint.\n\n" + "\n".join(
         f"- {note}" for note in notes
     )
     if options.write:

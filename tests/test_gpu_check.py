@@ -133,7 +133,7 @@ def test_the_memory_of_a_step_is_held_against_the_plan(monkeypatch, tmp_path, sh
     hf = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 512}
     planned = engine_memory(ModelShape.of(hf), config, LoRA(rank=16), learns=True, on_cpu=False).total
     taken, total = share * planned, 2 * planned
-    monkeypatch.setattr(gpu_memory_check, "_QWEN3_0_6B", hf)
+    monkeypatch.setattr(gpu_memory_check, "_qwen3_0_6b", lambda: hf)
     monkeypatch.setattr(gpu_memory_check, "_WAYS", {"plain": {}})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(gpu_memory_check.os, "environ", {})
