@@ -108,7 +108,9 @@ def _dispatch(arguments: list[str]) -> int:
         from rl.doctor import doctor, doctor_of_hosts
 
         hosts = take_value(rest, "--hosts", "ADDRESS:PORT,ADDRESS:PORT")
-        if hosts and not rest:
+        if hosts and rest:
+            raise ConfigError(f"rl doctor --hosts takes no runs beside it ({rest[0]!r}); ask for them apart")
+        if hosts:
             return doctor_of_hosts(hosts)
         if unknown := [path for path in rest if not os.path.isfile(os.path.join(path, "config.json"))]:
             raise ConfigError(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.interfaces import Transport
 from rl.models.generator.environment import generator_environment
 from rl.observability.timeline import Timeline
-from rl.plan.types import EngineSpec, GeneratorSpec, Replica, WorkerSpec
+from rl.plan.types import EngineSpec, GeneratorSpec, Process, Replica, WorkerSpec
 from rl.waiting import Deadlines
 
 P = TypeVar("P", GeneratorProcesses, RewardProcess)
@@ -56,8 +57,8 @@ class Spawner:
         """arguments: what such an actor takes beside the engine's own arguments."""
         name, spec = replica.name, spec_of(replica, EngineSpec)
 
-        def environment(threads: int) -> dict[str, str]:
-            return engine_environment(threads) | GROUP_ENVIRONMENT
+        def environment(process: Process) -> dict[str, str]:
+            return engine_environment(process.threads) | GROUP_ENVIRONMENT
 
         async def spawn() -> tuple[Any, Any]:
             mesh = await self._spawn_replica(replica, environment, self._end_log(replica))
@@ -75,8 +76,9 @@ class Spawner:
         config = replace(spec.config, model_dir=model_dir, shared_directory=shared)
         group = GROUP_ENVIRONMENT if config.tensor_parallel > 1 else {}
 
-        def environment(threads: int) -> dict[str, str]:
-            return generator_environment(threads, config.compile, config.dtype) | group
+        def environment(process: Process) -> dict[str, str]:
+            on_gpu = bool(process.gpus)
+            return generator_environment(process.threads, config.compile, config.dtype, on_gpu) | group
 
         async def spawn() -> GeneratorProcesses:
             mesh = await self._spawn_replica(replica, environment)
@@ -96,8 +98,8 @@ class Spawner:
         if isinstance(task, ChatEnv):
             longest = max(limit, task.turn_seconds, task.episode_seconds)
 
-        def environment(threads: int) -> dict[str, str]:
-            return {**engine_environment(threads), **judge}
+        def environment(process: Process) -> dict[str, str]:
+            return {**engine_environment(process.threads), **judge}
 
         async def spawn() -> RewardProcess:
             mesh = await self._spawn_replica(replica, environment)
@@ -132,13 +134,12 @@ class Spawner:
     async def _spawn_replica(
         self,
         replica: Replica,
-        environment: Callable[[int], Mapping[str, str]],
+        environment: Callable[[Process], Mapping[str, str]],
         before: Awaitable[None] | None = None,
     ) -> Procs:
-        """environment: of a process with so many threads."""
         hosts = tuple(process.host for process in replica.processes)
         environments = [
-            {**environment(process.threads), **self._shown(process.host, process.gpus)}
+            {**environment(process), **self._shown(process.host, gpus_shown(replica, process))}
             for process in replica.processes
         ]
         return await self._spawn(replica.name, hosts, environments, before)
@@ -162,6 +163,15 @@ class Spawner:
         """Which GPUs a process is shown, as its host calls them. Nothing on a host without GPUs."""
         there = self._launcher.host(host).gpus
         return {"CUDA_VISIBLE_DEVICES": ",".join(there[gpu].visible for gpu in gpus)} if there else {}
+
+
+def gpus_shown(replica: Replica, process: Process) -> tuple[int, ...]:
+    """Its own; to a rank of a generator those of the others on its host too, in the order of ranks: vLLM
+    counts its GPUs by rank, and looks for a way from each to each (custom_all_reduce.py)."""
+    if not isinstance(replica.spec, GeneratorSpec):
+        return process.gpus
+    there = (other.gpus for other in replica.processes if other.host == process.host)
+    return tuple(dict.fromkeys(chain.from_iterable(there)))
 
 
 def spec_of(replica: Replica, kind: type[S]) -> S:

@@ -24,7 +24,9 @@ def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
         case list() | tuple() | Set():
             return [plain(item, depth - 1) for item in value]
     if type(value).__module__ == "numpy":
-        return plain(value.tolist(), depth)  # type: ignore[attr-defined]
+        of_python = value.tolist()  # type: ignore[attr-defined]
+        if type(of_python) is not type(value):  # longdouble has no type in Python
+            return plain(of_python, depth)
     return _text(value)
 
 

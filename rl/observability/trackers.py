@@ -7,6 +7,7 @@ W&B and MLflow cannot: a metric of a step that they have already is not sent a s
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,7 +147,7 @@ class MLflow:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if new := self._remote.new(step, metrics):
-            self._mlflow.log_metrics(new, step=step)
+            self._mlflow.log_metrics({_mlflow_name(name): value for name, value in new.items()}, step=step)
             self._remote.sent(step, new)
 
     def rewind(self, step: int) -> None:
@@ -154,6 +155,12 @@ class MLflow:
 
     def close(self, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """In characters that MLflow takes, and two parts at most: in its files "a/b/c" cannot be beside "a/b"."""
+    group, slash, rest = name.partition("/")
+    return re.sub(r"[^\w .:/-]", "_", group + slash + rest.replace("/", "."))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -964,6 +964,7 @@ COMMANDS = [
     row("plan without a value", "plan quickstart --cluster", "--cluster has no value; write --cluster 8xH100-80"),
     command("plan of a part of another type", lambda p: p.write("mine.py", "from dataclasses import replace\nfrom rl.configs.quickstart import quickstart\ndef mine():\n    return replace(quickstart(), kl=0.1)\n"), "plan {here}/mine.py:mine", "kl=0.1 must be a KL"),
     row("plan with a value for a switch", "plan quickstart --json=1", "--json=1: --json takes no value; write --json"),
+    row("doctor of hosts and runs", "doctor --hosts 127.0.0.1:1 runs/one", "rl doctor --hosts takes no runs beside it ('runs/one'); ask for them apart"),
     row("doctor of no host", "doctor --hosts", "--hosts has no value; write --hosts ADDRESS:PORT"),
     row("doctor of a host that is none, with =", "doctor --hosts=here", "'here' is no address; write host:port"),
     row("train dry, with a dash, of no shards", "train quickstart --dry-run --trainer.layout.shard 0", "trainer.layout.shard=0 must be at least 1"),

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rl.config import GeneratorConfig, JudgeConfig
 from rl.config.settle import settle
@@ -72,6 +73,13 @@ def test_a_generator_on_a_cpu_compiles_only_where_it_is_asked_to(compiles):
     """Else the first token waits ten seconds for a C++ compiler."""
     environment = generator_environment(1, compile=compiles)
     assert environment["TORCH_COMPILE_DISABLE"] == ("0" if compiles else "1")
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_generator_s_own_device_decides_and_not_the_controllers(here, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: here)
+    assert generator_environment(1, on_gpu=True)["TORCH_COMPILE_DISABLE"] == "0"
+    assert generator_environment(1, on_gpu=False)["TORCH_COMPILE_DISABLE"] == "1"
 
 
 def test_a_generator_does_without_the_sampler_that_takes_no_seeds():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.observability.sinks import _MODULES, _PACKAGES, Sinks, TrackingConfig, open_sinks
-from rl.observability.trackers import TensorBoard
+from rl.observability.trackers import MLflow, TensorBoard
 from tests.observability.test_writer import EXITS, RAISED
 
 
@@ -260,6 +260,21 @@ def test_mlflow_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch)
         (4, 4.375),
     ]
     assert set(run.data.metrics) == {"reward/mean"}
+
+
+def test_mlflow_takes_metrics_of_any_names(tmp_path, monkeypatch):
+    """Those of parts beside the whole, and of tasks and rewards that a user named."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    (tmp_path / "run").mkdir()
+    tracker = MLflow("p", tmp_path / "run", {})
+    names = ("reward/errors", "reward/errors/timeout", "eval/accuracy/C++", "eval/accuracy", "part/<lambda>")
+    tracker.log(1, dict.fromkeys(names, 0.5))
+    tracker.close(failed=False)
+    (run,) = mlflow.search_runs(experiment_names=["p"], output_format="list")
+    readable = {"reward/errors.timeout", "eval/accuracy.C__", "part/_lambda_"}
+    assert set(run.data.metrics) == {"reward/errors", "eval/accuracy"} | readable
 
 
 def test_wandb_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ class AdapterSlots:
         self._remove = remove
         self._size = size
         self._numbers = count(1)  # vLLM takes one number for one adapter for good
+        self._number_of: dict[str, int] = {}  # those that were ever published
         self._held: OrderedDict[str, LoRARequest] = OrderedDict()  # the one used longest ago first
         self._published: set[str] = set()
 
@@ -28,7 +29,7 @@ class AdapterSlots:
         return self._held[name]
 
     def publish(self, name: str, write: Callable[[int], Path]) -> None:
-        """write(number) writes the adapter and says where. Again with the same name: in its place."""
+        """write(number) writes the adapter and says where. A name keeps its number, and so its place."""
         if name not in self._held and len(self._published) >= self._size:
             raise RunError(
                 f"adapter {name!r} is one more than the {self._size} that this generator holds; "
@@ -36,7 +37,9 @@ class AdapterSlots:
             )
         if name not in self._held and not self._make_room(()):
             raise RunError(f"there is no room for adapter {name!r} while all others are sampled with")
-        number = self._held[name].lora_int_id if name in self._held else next(self._numbers)
+        if name not in self._number_of:
+            self._number_of[name] = next(self._numbers)
+        number = self._number_of[name]
         path = str(write(number))
         self._add(LoRARequest(name, number, path, load_inplace=True))
         self._held[name] = LoRARequest(name, number, path)

@@ -3,8 +3,11 @@
 import torch
 
 
-def generator_environment(num_threads: int, compile: bool = False, dtype: str = "float32") -> dict[str, str]:
-    helpers_alone = not compile and not torch.accelerator.is_available()
+def generator_environment(
+    num_threads: int, compile: bool = False, dtype: str = "float32", on_gpu: bool | None = None
+) -> dict[str, str]:
+    """on_gpu: None: where this host has one."""
+    helpers_alone = not compile and not (torch.accelerator.is_available() if on_gpu is None else on_gpu)
     # Triton's matrix products in fp32 are tf32 by default, 10 bits of mantissa, vLLM's attention among them.
     exact = {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
     return exact | {

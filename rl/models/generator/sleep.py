@@ -14,7 +14,7 @@ from rl.models.suspension import give_back
 
 
 def suspend(engine: Any) -> None:
-    """engine: an LLMEngine without requests."""
+    """engine: an LLMEngine without requests. Of what is suspended already, nothing changes."""
     if torch.accelerator.is_available():
         engine.sleep(level=2)
     else:
@@ -37,9 +37,9 @@ def take_cache(engine: Any) -> None:
 
 def _suspend_on_cpu(worker: Any) -> None:
     runner = worker.model_runner
-    runner.size_of_emptied = {}
-    for storage in _caches(runner):
-        runner.size_of_emptied[storage._cdata] = storage.nbytes()
+    if full := [storage for storage in _caches(runner) if storage.nbytes()]:
+        runner.size_of_emptied = {storage._cdata: storage.nbytes() for storage in full}
+    for storage in full:
         storage.resize_(0)
     drop_packed(runner.model)
     give_back(torch.device("cpu"))

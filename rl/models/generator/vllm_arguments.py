@@ -57,7 +57,7 @@ def memory_args(config: VLLMConfig) -> dict[str, Any]:
 
 
 def take_own_device() -> None:
-    """A rank is shown its own GPU alone, and vLLM takes the one of its local rank (gpu_worker.py)."""
+    """vLLM takes the GPU of its local rank (gpu_worker.py): one of those that this process is shown."""
     if "LOCAL_RANK" in os.environ and (count := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
 

@@ -184,8 +184,7 @@ class VLLM:
         self._adapters.clear()
         self._engine.reset_prefix_cache()
         self._versions.clear()
-        if not self._is_suspended:
-            sleep.suspend(self._engine)
+        sleep.suspend(self._engine)  # once more where a load failed that had woken the weights
         self._is_suspended = True
 
     def _load(self, manifest: Manifest) -> dict[int, Exception]:
