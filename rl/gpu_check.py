@@ -79,7 +79,10 @@ CHECKS = (
     Check("attention", "TitanEngine's attention against HFEngine's in bfloat16", attention),
     Check("trees", "prefixes that are computed once, against each sequence for itself", trees),
     Check(
-        "compile", "torch.compile over 20 micro-batches of varied lengths, with and without LoRA", compile_, 1
+        "compile",
+        "torch.compile over rows of varied lengths, some with branches, and two adapters",
+        compile_,
+        1,
     ),
     Check("float8", "float8 and torch.compile against bfloat16", float8, needs=1, capability=(8, 9)),
     Check("suspend", "Engine.suspend() and resume()", suspend, needs=1),

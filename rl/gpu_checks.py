@@ -85,26 +85,35 @@ def _gap(first: Any, second: Any, batches: list[Any], adapter: str | None = None
 
 
 def compile_(model: Path) -> dict[str, Any]:
-    """fullgraph=True, and a limit of recompilations: varied lengths must not pass it."""
+    """fullgraph=True, and a limit of compilations, which kinds of rows and of adapters must not pass."""
+    from rl.batching import pack, supervised_sample
     from rl.loss.cross_entropy import CrossEntropy
     from rl.models.hf import read_config
     from rl.types import LoRA, OptimParams
 
-    batches = _batches(read_config(model)["vocab_size"])
+    vocab_size = read_config(model)["vocab_size"]
+    batches = _batches(vocab_size)
+    for length in (20, 60, 90):  # with branches: rows of 60 tokens, 140 and 200
+        prompt = [3 + i % (vocab_size - 3) for i in range(length)]
+        samples = [supervised_sample(prompt, prompt[: 10 + i]) for i in range(length // 9)]
+        batches.append(pack(samples, max_tokens=512, share_prefixes=True))
     gaps_of: dict[str, float] = {}
-    for adapter in (None, "lora"):
+    for ranks in ((0,), (8, 16)):  # 0: the model itself
         first, second = (
-            make_engine(model, dtype="bfloat16", adapters=bool(adapter), compile=c) for c in (True, False)
+            make_engine(model, dtype="bfloat16", adapters=ranks != (0,), compile=c) for c in (True, False)
         )
-        for engine in (first, second):
-            if adapter:
-                engine.adapters.add(adapter, LoRA(rank=8), seed=0)
-            for batch in batches:
-                engine.forward_backward(batch, CrossEntropy(), adapter)
-            engine.optim_step(OptimParams(lr=1e-4), adapter)
-        gaps = _gap(first, second, batches, adapter)
-        gaps_of |= {f"{adapter or 'model'}: {name}": value for name, value in gaps.items()}
-        hold(gaps["gap mean"], 0.05)
+        for rank in ranks:
+            adapter = f"rank {rank}" if rank else None
+            for engine in (first, second):
+                if adapter:
+                    engine.adapters.add(adapter, LoRA(rank=rank), seed=0)
+                for batch in batches:
+                    engine.forward(batch, adapter)
+                    engine.forward_backward(batch, CrossEntropy(), adapter)
+                engine.optim_step(OptimParams(lr=1e-4), adapter)
+            gaps = _gap(first, second, batches, adapter)
+            gaps_of |= {f"{adapter or 'model'}: {name}": value for name, value in gaps.items()}
+            hold(gaps["gap mean"], 0.05)
     return gaps_of
 
 

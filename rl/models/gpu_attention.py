@@ -25,6 +25,10 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.protocols.module import Module
 
+# How often one function is compiled: for rows with and without branches, of one block and of more, for what
+# needs a gradient beside an adapter, and for each adapter's rank. Past torch's limit of 8 a compiled model
+# fails, and FlexAttention goes on without its kernel, with all scores in memory.
+torch._dynamo.config.recompile_limit = 64
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=True)  # rows are of new lengths all the time
 _KERNELS: FlexKernelOptions = {"BACKEND": "TRITON"}
 """Left to choose, torch takes its kernel for decoding for rows of under 128 tokens, and fails where these,

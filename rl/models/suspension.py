@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from rl.errors import RunError
+from rl.errors import RunError, one_line
 from rl.models.learner import local
 
 _LEAST_PART_BITS = 20
@@ -42,7 +42,9 @@ class _File:
     def take(self, storage: torch.UntypedStorage) -> None:
         view = _memory_of(storage)
         while len(view):
-            view = view[self._file.readinto(view) :]  # type: ignore[attr-defined]
+            if not (count := self._file.readinto(view)):  # type: ignore[attr-defined]
+                raise OSError("the file of what was suspended has ended early")
+            view = view[count:]
 
 
 class _Host:
@@ -127,11 +129,24 @@ class Suspension:
         give_back(self._device)
 
     def resume(self) -> None:
-        """Does nothing where they are not suspended."""
+        """Does nothing where they are not suspended. All or nothing: they may be resumed again.
+
+        Raises RunError where the device has no room for them.
+        """
         if self._stash is None:
             return
-        for storage, size in self._emptied:
-            storage.resize_(size)
+        try:
+            for storage, size in self._emptied:
+                storage.resize_(size)
+        except RuntimeError as error:  # torch's, of a device or a host without room
+            for storage, _ in self._emptied:
+                storage.resize_(0)
+            give_back(self._device)
+            raise RunError(
+                f"{self._device} has no room for what was suspended ({one_line(error):.200}); "
+                f"leave more of it free, as by a smaller generator.kv_cache_gib"
+            ) from error
+        for storage, _ in self._emptied:
             self._stash.take(storage)
         if self._stash is self._host:
             self._host.rewind()

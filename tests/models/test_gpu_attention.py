@@ -1,7 +1,10 @@
 """Attention of rows in bf16 on a GPU: FlexAttention's mask of a tree, by torch's own eager FlexAttention."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from rl.models import gpu_attention
@@ -29,6 +32,19 @@ def test_rows_with_branches_go_to_flex_attention_and_others_to_varlen(monkeypatc
     assert isinstance(gpu_documents(TREES, CPU), BlockMask)
     documents = gpu_documents(PACKED, CPU)
     assert isinstance(documents, VarlenMetadata) and documents.max_q == 300
+
+
+def test_kinds_of_rows_and_of_gradients_are_compiled_each_and_none_falls_back(monkeypatch):
+    """By torch's own count of them. Past its limit FlexAttention goes on without a kernel, and says so at most."""
+    # A CPU has no backward of it: what is asked for here is a kernel for each kind alone.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    compiled = torch.compile(flex_attention, dynamic=True, backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for size, shape in product((96, 250, 300), product((False, True), repeat=3)):
+            positions = np.concatenate([np.arange(size - 20), np.arange(size - 40, size - 20)])
+            mask = create_block_mask(ancestor_mask(positions, CPU), 1, None, size, size, device="cpu")
+            q, k, v = (torch.zeros(1, 2, size, 16, requires_grad=needed) for needed in shape)
+            assert compiled(q, k, v, block_mask=mask).shape == q.shape
 
 
 def test_flex_attention_gives_what_sdpa_gives(monkeypatch):

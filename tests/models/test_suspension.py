@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from rl.errors import RunError
 from rl.models import suspension
 from rl.models.suspension import parts_of
 
@@ -54,3 +55,25 @@ def test_what_is_put_is_taken_again_and_memory_is_locked_once(locked):
         host.rewind()
         assert all(map(torch.equal, tensors, expected))
     assert locked == [5, MIB, 2 * MIB, MIB, 7]
+
+
+def test_what_cannot_be_resumed_for_want_of_room_can_be_once_there_is(tmp_path, monkeypatch):
+    tensors = [torch.full((5,), float(i)) for i in range(4)]
+    suspended = suspension.Suspension(torch.device("cpu"))
+    suspended.suspend(tensors, tmp_path)
+    resize, left = torch.UntypedStorage.resize_, [2]
+
+    def resized(storage, size):
+        if size:
+            if not left[0]:
+                raise RuntimeError("CUDA out of memory")
+            left[0] -= 1
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
+    with pytest.raises(RunError, match="cpu has no room for what was suspended .*generator.kv_cache_gib"):
+        suspended.resume()
+    assert suspended.is_suspended and not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+    left[0] = 4
+    suspended.resume()
+    assert [tensor.tolist() for tensor in tensors] == [[float(i)] * 5 for i in range(4)]
