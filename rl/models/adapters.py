@@ -28,12 +28,12 @@ class Adapters:
 
     def __init__(self, config: EngineConfig, sites: list[Site], tp_mesh: Any, device: torch.device):
         """sites: where adapters can be attached."""
-        self._frozen = config.adapters
+        self.frozen = config.adapters
         self._sites = sites
         self._tp_mesh = tp_mesh
         self._device = device
         self._members: dict[str, tuple[Adapter, Learner]] = {}
-        self._same_weights = _ranks_with_the_same_weights(config) if self._frozen else None
+        self._same_weights = _ranks_with_the_same_weights(config) if self.frozen else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)
@@ -56,7 +56,7 @@ class Adapters:
 
         Raises ConfigError where the model itself learns, the name is taken or the targets do not exist.
         """
-        if not self._frozen:
+        if not self.frozen:
             raise ConfigError(
                 "this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters"
             )
@@ -156,14 +156,15 @@ class Adapters:
         """Plain data from which `match` makes the same adapters."""
         return {name: asdict(adapter.lora) for name, (adapter, _) in self._members.items()}
 
-    def match(self, record: dict[str, Any], path: Path) -> None:
+    def match(self, record: dict[str, Any], frozen: bool | None, path: Path) -> None:
         """Become the adapters of a record, so that their weights can be loaded.
 
-        path: the checkpoint it is from. Raises RunError where the record has adapters and here the model
-        itself learns, or the reverse.
+        frozen: whether the model was; None in a checkpoint that does not say. path: of the checkpoint. Raises
+        RunError where the record has adapters and here the model itself learns, or the reverse.
         """
-        if bool(record) != self._frozen:
-            holds = "adapters" if record else "a model's weights"
+        frozen = bool(record) if frozen is None else frozen
+        if frozen != self.frozen:
+            holds = "adapters" if frozen else "a model's weights"
             raise RunError(
                 f"{path} holds {holds}, which is not what learns here; "
                 f"set EngineConfig.adapters (trainer.lora.rank) as it was"

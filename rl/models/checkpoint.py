@@ -7,7 +7,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +82,8 @@ class Checkpoints:
         self.wait()
         self._directory = path.parent
         checksums = checksum_files(dist.get_world_size())
-        record = {"state": state, "adapters": self._adapters.record(), "checksums": checksums}
+        learns = {"adapters": self._adapters.record(), "frozen": self._adapters.frozen}
+        record = {"state": state, "checksums": checksums, **learns}
         partial = path.with_name(path.name + ".partial")
         with agreed(self._reason, self._group):
             if dist.get_rank() == 0:
@@ -117,15 +118,19 @@ class Checkpoints:
         """Until the last checkpoint has its name. Raises RunError where it could not be written."""
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
-        failure: BaseException | None = None
-        try:
-            writing.result(self._timeout)
-        except TimeoutError as error:
-            self._writing, failure = writing, error  # it may still write: no other may start
-        except (Exception, CheckpointException) as error:
-            failure = _cause(error)
-        fail_together(None if failure is None else self._reason(failure), self._group)
+        writing = self._writing
+        wait([writing], self._timeout)
+        # Where one rank still writes, none starts another, and all come back to this one.
+        fail_together(None if writing.done() else self._late(), self._group)
+        self._writing = None
+        failure = writing.exception()
+        fail_together(None if failure is None else self._reason(_cause(failure)), self._group)
+
+    def _late(self) -> RunError:
+        return RunError(
+            f"a checkpoint could not be written in {self._timeout:g} s; raise deadlines.checkpoint, or use a "
+            f"faster disk; the one before it is still there"
+        )
 
     def _reason(self, failure: BaseException) -> RunError:
         words = _words(failure, self._directory)
@@ -141,7 +146,7 @@ class Checkpoints:
         with agreed(group=self._group):
             check_content(path, dist.get_rank(), dist.get_world_size())
         record = read_record(path)
-        self._adapters.match(record["adapters"], path)
+        self._adapters.match(record["adapters"], record.get("frozen"), path)
         random = saved_rng_state(path, self._device)
         self._read(path, self._tensors() | random)
         set_rng_state(random, self._device)

@@ -249,12 +249,12 @@ class Engine(ABC):
     def save_hf(self, out_dir: str | Path, adapter: str | None = None) -> None:
         """Export a Hugging Face directory in the compute dtype, which transformers and vLLM load.
 
-        With `adapter`, merged. Gathers one tensor at a time.
+        With `adapter`, merged. Gathers one tensor at a time. Raises ConfigError for its own directory.
         """
         self._suspension.require("save_hf")
         added = self.adapters[adapter] if adapter else None
         tensors = whole_tensors(self._tensors, self._dtype, self._split, added)
-        write_directory(Path(out_dir), tensors, self._write_hf)
+        write_directory(hf.another_than(self._model_dir, out_dir), tensors, self._write_hf)
 
     def _write_hf(self, out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Called on rank 0."""

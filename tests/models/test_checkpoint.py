@@ -244,6 +244,7 @@ def test_writing_may_take_as_long_as_its_own_deadline_says(model_dir, tmp_path, 
     engine.save(tmp_path / "step-1")
     assert is_complete(tmp_path / "step-1")
     engine = TitanEngine(model_dir, EngineConfig(seed=1, timeout_seconds=60, save_seconds=0.3))
-    with pytest.raises(RunError, match="could not be written: TimeoutError"):
-        engine.save(tmp_path / "step-2")
+    for _ in range(2):  # whoever comes back finds it still being written
+        with pytest.raises(RunError, match="not be written in 0.3 s; raise deadlines.checkpoint"):
+            engine.save(tmp_path / "step-2")
     time.sleep(1.5)

@@ -70,6 +70,8 @@ def test_hf_engine_computes_what_transformers_computes(tmp_path, name):
     ids = torch.from_numpy(batch.ranks[0][0].sample_ids)
     in_fp32, exact = in_fp32_and_fp64(reference, rows)
     assert_close_as(in_fp32, [logits[ids == i] for i in range(len(rows))], exact)
+    with pytest.raises(ConfigError, match="is the model that this engine reads; give another directory"):
+        engine.save_hf(tmp_path / "out/../in")
     engine.save_hf(tmp_path / "out")
     again = type(reference).from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), again.parameters(), strict=True))

@@ -216,6 +216,16 @@ def test_an_adapter_that_computes_something_else_is_refused(peft_dir, changes):
     assert f"has {key}={value!r}, which is not supported" in str(error.value)
 
 
+def test_a_checkpoint_from_before_the_first_adapter_is_loaded_by_those_alone_who_have_adapters(
+    make, model_dir, tmp_path
+):
+    make().save(tmp_path / "none", {"step": 0})
+    engine = make()
+    assert engine.load(tmp_path / "none") == {"step": 0} and not [*engine.adapters]
+    with pytest.raises(RunError, match="none holds adapters, which is not what learns here"):
+        ENGINES["titan"](model_dir).load(tmp_path / "none")
+
+
 def test_what_cannot_be_is_named(make, model_dir, tmp_path):
     engine = make()
     ENGINES["titan"](model_dir).save(tmp_path / "full")
