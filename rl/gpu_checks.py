@@ -123,10 +123,10 @@ def float8(model: Path) -> dict[str, Any]:
     from rl.models.hf import read_config
     from rl.types import OptimParams
 
-    plain, float8 = (make_engine(model, dtype="bfloat16", compile=True, float8=on) for on in (False, True))
-    batches = _batches(read_config(model)["vocab_size"], 5, float8.config.row_multiple)
-    figures, norms = _gap(plain, float8, batches), []
-    for engine in (plain, float8):
+    plain, rounded = (make_engine(model, dtype="bfloat16", compile=True, float8=on) for on in (False, True))
+    batches = _batches(read_config(model)["vocab_size"], 5, rounded.config.row_multiple)
+    figures, norms = _gap(plain, rounded, batches), []
+    for engine in (plain, rounded):
         for batch in batches:
             engine.forward_backward(batch, CrossEntropy())
         norms.append(engine.optim_step(OptimParams(lr=0.0))["grad_norm"])

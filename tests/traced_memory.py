@@ -5,6 +5,7 @@ where one of them allocates (https://github.com/python/cpython/issues/128679). T
 without `stop`.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -32,6 +33,7 @@ def _measure(work: Callable[[], object], write: int) -> None:
     code = 1
     try:
         signal.alarm(LIMIT_SECONDS)
+        gc.freeze()  # else what pytest left behind is collected meanwhile, and its finalizers are measured too
         tracemalloc.start()
         kept = work()
         os.write(write, pickle.dumps(tracemalloc.get_traced_memory()))
