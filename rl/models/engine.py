@@ -254,7 +254,7 @@ class Engine(ABC):
         self._suspension.require("save_hf")
         added = self.adapters[adapter] if adapter else None
         tensors = whole_tensors(self._tensors, self._dtype, self._split, added)
-        write_directory(hf.another_than(self._model_dir, out_dir), tensors, self._write_hf)
+        write_directory(hf.export_directory(out_dir, self._model_dir), tensors, self._write_hf)
 
     def _write_hf(self, out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Called on rank 0."""

@@ -211,7 +211,7 @@ def _open(path: Path) -> Any:
         raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
 
 
-def another_than(model_dir: str | Path, out_dir: str | Path) -> Path:
+def export_directory(out_dir: str | Path, model_dir: str | Path) -> Path:
     """out_dir. Raises ConfigError where that is the model's own directory: an export would destroy it."""
     if Path(out_dir).resolve() == Path(model_dir).resolve():
         raise ConfigError(f"{out_dir} is the model that this engine reads; give another directory")
