@@ -148,8 +148,16 @@ class Transport(Protocol):
         """In a trainer rank's process. `name`: "model", or an adapter's."""
         ...
 
+    def prefetch(self, manifest: Manifest) -> None:
+        """What takes long before a `fetch`, in another thread of one process of its host.
+
+        A generator decodes meanwhile. Does nothing where `fetch` is fast. Raises WeightsUnreachable where the
+        version cannot be reached.
+        """
+        ...
+
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
-        """In a thread of the process that computes with the weights."""
+        """In a thread of each process that computes with the weights."""
         ...
 
     async def release(self, manifest: Manifest) -> None:

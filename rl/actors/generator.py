@@ -1,5 +1,6 @@
 """A vLLM engine's rank as an actor, and the ranks of one generator as one."""
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -36,6 +37,7 @@ class Generator(Actor):
 
         # All of vLLM in one thread: CUDA's streams, and OpenMP's threads, belong to the one that made them.
         self._thread = ThreadPoolExecutor(1, "vllm")
+        self._transport = transport
         make = partial(copy_context().run, VLLM, config, transport)
         self._lockstep = Lockstep(self._thread.submit(make).result(), config.tensor_parallel)
         self._engine = GeneratorEngine(self._lockstep.tick, self._thread)
@@ -64,6 +66,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def load_weights(self, manifest: Manifest) -> None:
+        await asyncio.to_thread(self._transport.prefetch, manifest)  # it decodes meanwhile
         await self._engine.load_weights(manifest)
 
     @concurrent_endpoint

@@ -68,6 +68,11 @@ class SharedMemory:
         if not any(_take(file, path, num_bytes) for file in old):
             _reserve(path, num_bytes)
 
+    def prefetch(self, manifest: Manifest) -> None:
+        """Bring the files of another host. Raises WeightsUnreachable."""
+        for key in keys(manifest):
+            self._bring(*parts_of(key))
+
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
         """Map the version's files.
 
@@ -78,7 +83,8 @@ class SharedMemory:
         for key in keys(manifest):
             host, path = parts_of(key)
             try:
-                buffers[key] = self._here(host, path)
+                self._bring(host, path)
+                buffers[key] = _held(path)
             except FileNotFoundError as error:
                 raise RunError(
                     f"policy version {manifest.version} was released before it was read ({path} is gone); "
@@ -90,8 +96,8 @@ class SharedMemory:
         """On this host. Who has mapped the version keeps it until it drops its views."""
         release_files(keys(manifest))
 
-    def _here(self, host: str, path: str) -> torch.Tensor:
-        """Raises FileNotFoundError where it is released, RunError where it cannot be fetched."""
+    def _bring(self, host: str, path: str) -> None:
+        """Raises WeightsUnreachable where it is on another host and cannot be fetched."""
         if host not in ("", own_host()) and not os.path.exists(path):
 
             def reserve(partial: str, size: int, keep: str) -> None:
@@ -101,7 +107,6 @@ class SharedMemory:
             if count:  # no other process of this host was first
                 size = os.stat(path).st_size
                 print(f"{Path(path).name}: {count / 1e6:.1f} MB of {size / 1e6:.1f} came", flush=True)
-        return _held(path)
 
     def _path(self, name: str, version: PolicyVersion, rank: int) -> Path:
         return Path(self.directory) / f"{name}-v{version}-rank{rank}.bin"

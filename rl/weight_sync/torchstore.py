@@ -70,6 +70,9 @@ class TorchStore:
                 await torchstore.put(_key(name, version, rank), buffers[0])
         return published
 
+    def prefetch(self, manifest: Manifest) -> None:
+        """Nothing: `fetch` copies, and the generator does not decode meanwhile."""
+
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
         """Copies the version into this process. Raises RunError where it is gone.
 

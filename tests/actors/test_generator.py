@@ -106,3 +106,39 @@ def test_all_of_vllm_runs_in_the_thread_that_made_it(monkeypatch):
         generator._thread.shutdown()
     assert len(idents) >= 4 and len(set(idents)) == 1
     assert threading.get_ident() not in idents
+
+
+def test_it_decodes_while_a_version_comes_from_another_host(monkeypatch):
+    """vLLM has one thread: a transfer of a minute in it would be a minute in which no request goes on."""
+    order, sampled = [], threading.Event()
+
+    class VLLM:
+        def __init__(self, config, transport):
+            pass
+
+        def tick(self, commands):
+            order.extend(type(command).__name__ for command in commands)
+            done = Completion([1], [-1.0], VersionRange(0, 0), StopReason.STOP)
+            return Tick({c.id: done if isinstance(c, Admit) else None for c in commands}, 0)
+
+    class Far:
+        def prefetch(self, manifest):
+            order.append("prefetch")
+            assert sampled.wait(10)
+
+    monkeypatch.setitem(sys.modules, "rl.models.generator.vllm_engine", SimpleNamespace(VLLM=VLLM))
+    generator = Generator(VLLMConfig(""), Far())
+
+    async def main():
+        load_weights, sample = (getattr(Generator, n)._method.__wrapped__ for n in ("load_weights", "sample"))
+        load = asyncio.create_task(load_weights(generator, Manifest(1, ())))
+        await asyncio.sleep(0.01)
+        assert len(await sample(generator, [1], 1, SamplingParams(1), None, None)) == 1
+        sampled.set()
+        await load
+
+    try:
+        asyncio.run(main())
+    finally:
+        generator._thread.shutdown()
+    assert order == ["prefetch", "Admit", "Load"]

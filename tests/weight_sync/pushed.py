@@ -44,6 +44,9 @@ class Pushed:
             await asyncio.to_thread(process.push, buffer_name, data)
         return published
 
+    def prefetch(self, manifest: Manifest) -> None:
+        """Nothing: it was pushed."""
+
     def fetch(self, manifest: Manifest) -> dict[str, list[tuple[Shard, torch.Tensor]]]:
         process = _process(self.directory)
         process.join()

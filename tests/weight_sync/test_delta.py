@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rl.host_protocol import ask, greeting, request_of
 from rl.paths import lock
 from rl.weight_sync import delta, remote_files
-from rl.weight_sync.files import pattern_of, version_of, without_version
-from rl.weight_sync.manifest import LocalShard, Manifest
+from rl.weight_sync.files import AT, pattern_of, version_of, without_version
+from rl.weight_sync.manifest import LocalShard, Manifest, assemble
 from rl.weight_sync.remote_files import fetch_file, send_file
 from rl.weight_sync.shared_memory import SharedMemory
 
@@ -160,6 +160,18 @@ def test_few_bytes_go_for_few_changes_in_at_most_three_files(hosts):
         data, before = changed(data, 0.02, rng), manifest
     assert len(inodes) <= 5  # the same ones all the while
     assert {is_delta for base, is_delta in hosts.requests if base} == {True}
+
+
+def test_what_was_prefetched_does_not_come_again(hosts, monkeypatch):
+    data = weights(torch.Generator().manual_seed(0))
+    (shard,) = hosts.publish(1, data).shards
+    locator = shard.locator.partition(AT)[2].replace(str(hosts.source), str(hosts.target))
+    elsewhere = Manifest(1, (type(shard)(*_fields(shard), f"{hosts.address}{AT}{locator}"),))
+    hosts.reader.prefetch(elsewhere)
+    assert hosts.requests
+    monkeypatch.setattr(remote_files, "ask", None)
+    ((_, tensor),) = assemble(hosts.reader.fetch(elsewhere))
+    assert torch.equal(tensor, data)
 
 
 def test_who_missed_a_version_gets_a_whole_one(hosts):
