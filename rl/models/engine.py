@@ -35,7 +35,7 @@ from rl.models.cuda import limit_memory
 from rl.models.engine_config import EngineConfig
 from rl.models.export import named_state, shards, whole_tensors, write_directory
 from rl.models.learner import Learner
-from rl.models.load_weights import load_tensors
+from rl.models.load_weights import load_directory
 from rl.models.lora import Adapter, Site
 from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, measure, token_inputs
 from rl.models.packing import packing, score
@@ -268,10 +268,10 @@ class Engine(ABC):
     def load_weights(self, model_dir: str | Path) -> None:
         """Take over the weights of a directory that `save_hf` wrote; a value head, which it lacks, becomes 0.
 
-        Raises ConfigError where it lacks a tensor of this model, RunError where one has another shape.
+        All or nothing. Raises ConfigError where it lacks a tensor, RunError where one has another shape.
         """
         self._suspension.require("load_weights")
-        load_tensors(self._model, hf.HFWeights(model_dir), self._name, self._split, self.device)
+        load_directory(self._model, model_dir, self._name, self._split, self.device)
 
     # ---- checkpoints
 

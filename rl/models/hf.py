@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -166,12 +166,18 @@ class HFWeights:
         self._read: set[str] = set()
 
     def __call__(self, name: str) -> torch.Tensor:
+        self._read.add(name)
+        return self._file(name).get_tensor(name)
+
+    def shape(self, name: str) -> list[int]:
+        return self._file(name).get_slice(name).get_shape()
+
+    def _file(self, name: str) -> Any:
         if name not in self._files:
             raise ConfigError(
                 f"model directory {self._model_dir} has no tensor {name}, which its config.json asks for"
             )
-        self._read.add(name)
-        return self._files[name].get_tensor(name)
+        return self._files[name]
 
     def check_all_read(self, without_head: bool) -> None:
         """Raises ConfigError where a tensor was not asked for. without_head: by a model that has no head."""
@@ -201,6 +207,13 @@ def no_place(model_dir: str | Path, names: Iterable[str]) -> str:
     return (
         f"{model_dir} holds {len(names)} tensors that a model of its config.json has no place for, such as "
         f"{names[0]}; fix config.json, or remove them"
+    )
+
+
+def other_shape(name: str, shape: Iterable[int], expected: Iterable[int]) -> RunError:
+    return RunError(
+        f"{name} has shape {tuple(shape)} in the weights but {tuple(expected)} by config.json; use weights "
+        f"and a config.json of one model"
     )
 
 

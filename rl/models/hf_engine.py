@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl.errors import ConfigError, RunError
+from rl.errors import ConfigError
 from rl.micro_batch import MicroBatch
 from rl.models import hf, hf_checks
 from rl.models.activation_checkpointing import CHECKPOINTING
@@ -165,7 +165,7 @@ class HFEngine(Engine):
     def _read(self, model_dir: Path) -> transformers.PreTrainedModel:
         hf.check_weights(model_dir)
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, output_loading_info=True
+            model_dir, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
         self._check_loaded(model, loaded, model_dir)
         return model
@@ -184,8 +184,10 @@ class HFEngine(Engine):
     def _check_loaded(
         self, model: transformers.PreTrainedModel, loaded: dict[str, Any], model_dir: Path
     ) -> None:
-        """Raises ConfigError where transformers made a tensor up, or left one out."""
+        """Raises ConfigError where transformers made a tensor up, or left one out; RunError for a shape."""
         names = hf.tensor_names(model_dir)
+        for name, shape, expected in sorted(loaded["mismatched_keys"]):
+            raise hf.other_shape(name, shape, expected)
         if missing := sorted(loaded["missing_keys"]):
             raise ConfigError(
                 f"model directory {model_dir} lacks {len(missing)} tensors that its config.json asks "
@@ -229,11 +231,7 @@ class HFEngine(Engine):
         read = self._model  # other ranks read nothing
         with agreed():
             if dist.get_rank() == 0:
-                try:
-                    read = HFModel(self._read(Path(model_dir)), self.config.head == "value")
-                except RuntimeError as error:  # transformers', of shapes that differ
-                    problem = f"{model_dir} holds another model than {self._model_dir}: {error}"
-                    raise RunError(problem) from error
+                read = HFModel(self._read(Path(model_dir)), self.config.head == "value")
         tensors, whole = ([tensor for _, tensor in named_state(m)] for m in (self._model, read))
         self._take_from_first_rank(tensors, whole)
 

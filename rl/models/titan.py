@@ -21,7 +21,7 @@ from rl.models.decoder_config import model_spec
 from rl.models.engine import Engine
 from rl.models.gpu_attention import gpu_documents
 from rl.models.hf_checks import check_expert_width
-from rl.models.load_weights import VALUE_HEAD, load_tensors
+from rl.models.load_weights import VALUE_HEAD, load_directory, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
 
@@ -92,8 +92,7 @@ class TitanEngine(Engine):
             drawn = self.draw(self._model_dir, config.seed)
             load_tensors(model, drawn.__getitem__, self._name, self._split, self.device)
             return model
-        read = hf.HFWeights(self._model_dir)
-        load_tensors(model, read, self._name, self._split, self.device)
+        read = load_directory(model, self._model_dir, self._name, self._split, self.device)
         read.check_all_read(without_head=config.head == "value")
         return model
 

@@ -1,11 +1,13 @@
 """The engines' contract: gradients accumulate as sums, the denominator comes once, bad input is refused."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, NotFinite, RunError
@@ -14,6 +16,7 @@ from rl.loss.cross_entropy import CrossEntropy
 from rl.models import target_logprobs
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
+from rl.models.hf import weight_files
 from rl.models.layout import Layout
 from rl.models.learner import local
 from rl.models.titan import TitanEngine
@@ -371,3 +374,20 @@ def test_what_a_group_is_scored_on_together_meets_the_vocabulary_once(make, tmp_
     assert counted == [19 + 6 * 4] * 2
     assert_close_as(expected, got, exact, "logprobs")
     assert_close_as(gradient, gradients(engine), gradients(twin), "gradients")
+
+
+@pytest.mark.parametrize("fault", ["lacks the last", "has another shape"])
+def test_a_directory_that_is_not_of_this_model_is_taken_over_in_no_part(make, tmp_path, fault):
+    engine = make()
+    make(seed=2).save_hf(tmp_path / "hf")
+    (file,) = weight_files(tmp_path / "hf")
+    tensors = load_file(file)
+    last = engine._name([name for name, _ in engine._model.named_parameters()][-1])
+    tensor = tensors.pop(last)
+    if fault == "has another shape":
+        tensors[last] = tensor[1:].clone()
+    save_file(tensors, file)
+    before = weights(engine)
+    with pytest.raises((ConfigError, RunError), match=re.escape(last)):
+        engine.load_weights(tmp_path / "hf")
+    assert worst(before, weights(engine)) == 0

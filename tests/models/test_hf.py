@@ -11,6 +11,7 @@ from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, RunError
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models import hf, hf_checks
+from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.titan import TitanEngine
@@ -332,9 +333,13 @@ def test_a_models_own_dropout_is_off_unless_asked_for(tmp_path):
         TitanEngine(tmp_path / "qwen3", EngineConfig(dropout=True))
 
 
-def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):
+@pytest.mark.parametrize("kind", ENGINES)
+def test_weights_of_another_shape_than_the_config_are_refused(tmp_path, kind):
     write_model(tmp_path)
     write_config(tmp_path, intermediate_size=256)
-    message = r"gate_proj.weight has shape \(192, 64\) in the weights but \(256, 64\)"
+    message = (
+        r"gate_proj.weight has shape \(192, 64\) in the weights but \(256, 64\)"
+        r"|down_proj.weight has shape \(64, 192\) in the weights but \(64, 256\)"
+    )
     with pytest.raises(RunError, match=message):
-        TitanEngine(tmp_path)
+        ENGINES[kind](tmp_path)
