@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from monarch.actor import Actor, concurrent_endpoint
 
 from rl.actors.remote import Caller, Deadline, ProcessDied, ProcessSilent, only
-from rl.actors.replica import Pool, Replica, State
+from rl.actors.replica import Pool, Replica
 from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, Opening, Reply
@@ -167,10 +167,9 @@ class RewardPool(Pool[Replica[RewardProcess]]):
     async def open(self, problem: Problem, seed: int) -> AsyncIterator["RemoteEpisode"]:
         """A process for an episode, of the worker with the fewest of them. See interfaces.Episodes."""
         async with self._room:
-            await self.changed.wait_for(lambda: self.num_serving > 0 or self.num_alive == 0)
+            await self.changed.wait_for(lambda: self._taking_work() or self.num_alive == 0)
             self.check_alive()
-            serving = [replica for replica in self.replicas if replica.state is State.SERVING]
-            replica = min(serving, key=self._num_episodes.__getitem__)
+            replica = min(self._taking_work(), key=self._num_episodes.__getitem__)
             self._num_episodes[replica] += 1
             episode = RemoteEpisode(replica, problem, seed)
             try:
@@ -178,6 +177,9 @@ class RewardPool(Pool[Replica[RewardProcess]]):
             finally:
                 self._num_episodes[replica] -= 1
                 await asyncio.shield(episode.close())
+
+    def _taking_work(self) -> list[Replica[RewardProcess]]:
+        return [replica for replica in self.replicas if replica.takes_work]
 
 
 class RemoteEpisode:
@@ -227,7 +229,7 @@ class RemoteEpisode:
 
     async def _ask(self, invoke: Callable[[RewardProcess], Awaitable[T]]) -> T:
         replica = self._replica
-        if replica.num_restarts != self._life or replica.state is not State.SERVING:
+        if replica.num_restarts != self._life or not replica.takes_work:
             raise EpisodeLost
         try:
             return await replica.ask(invoke)

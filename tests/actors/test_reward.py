@@ -7,8 +7,11 @@ import pytest
 
 from configs.calculator import calculator
 from rl.actors import reward
-from rl.actors.reward import EpisodeCall, RewardWorker
+from rl.actors.remote import ProcessDied
+from rl.actors.replica import Replica
+from rl.actors.reward import EpisodeCall, RewardPool, RewardWorker
 from rl.errors import EpisodeLost
+from rl.waiting import Signal
 
 
 class Host:
@@ -71,5 +74,51 @@ def test_an_episode_that_is_given_up_while_its_process_starts_is_closed(monkeypa
         else:
             assert isinstance(answer, EpisodeLost)
         assert worker._host.open_ones == 0 and not worker._episodes
+
+    asyncio.run(main())
+
+
+class Dying:
+    """A worker's process that dies at the first episode that it is asked for."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    async def check(self):
+        await asyncio.Event().wait()
+
+    async def ask_episode(self, call):
+        self.num_asked += 1
+        raise ProcessDied("killed")
+
+    async def close_episode(self, number):
+        raise ProcessDied("killed")
+
+    async def kill(self):
+        pass
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_no_episode_is_opened_on_a_worker_that_is_known_to_be_lost(num_workers):
+    """Between its death and the turn of the loop in which its state follows."""
+
+    async def main():
+        processes, changed = [], Signal()
+
+        async def spawn():
+            processes.append(Dying())
+            return processes[-1]
+
+        replicas = [Replica(f"reward-{i}", spawn, 5, changed) for i in range(num_workers)]
+        pool = RewardPool("reward worker", replicas, changed, 8)
+        running = asyncio.create_task(pool.run())
+        await changed.wait_for(lambda: pool.num_serving == num_workers)
+        problem = calculator().env.train_problem(1)
+        for _ in range(3):
+            async with pool.open(problem, 1) as episode:
+                with pytest.raises(EpisodeLost):
+                    await episode.begin()
+        assert [process.num_asked for process in processes[:3]] == [1, 1, 1]
+        running.cancel()
 
     asyncio.run(main())

@@ -6,10 +6,14 @@ import socket
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
 
 import pytest
+import uvicorn
+from mcp.server import MCPServer
+from starlette.responses import PlainTextResponse
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
@@ -21,6 +25,7 @@ from rl.envs.adapters.trl import TRLTask
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.reasoning import ReasoningGym
 from rl.errors import ConfigError
+from rl.http_server import Server, url_of
 from rl.types import Problem, StopReason
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
@@ -356,6 +361,56 @@ def test_an_mcp_server_that_does_not_start_is_the_infrastructures(tokenizer, tmp
     said = ['<tool_call>{"name": "note", "arguments": {"text": "a"}}</tool_call>', "done"]
     rollout = play(tokenizer, FailingNotes(server=(sys.executable, str(path))), Problem("1", "note"), said)
     assert rollout.score.cause == "server" and "MCP server is gone" in rollout.score.error
+
+
+@contextmanager
+def shared_mcp_server(status, stateless):
+    """Its URL. The call of its tool with "fail" is answered with this status, by what is before it."""
+    server = MCPServer("shared")
+
+    @server.tool()
+    def note(text: str) -> str:
+        return text
+
+    app = server.streamable_http_app(stateless_http=stateless)
+
+    async def behind_a_proxy(scope, receive, send):
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        body = b""
+        while (part := await receive())["type"] == "http.request":
+            body += part.get("body", b"")
+            if not part.get("more_body"):
+                break
+        if b'"text":"fail"' in body:
+            return await PlainTextResponse("bad gateway", status)(scope, receive, send)
+        parts = iter([{"type": "http.request", "body": body}])
+
+        async def again():
+            return next(parts, None) or await receive()
+
+        await app(scope, again, send)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = Server(uvicorn.Config(behind_a_proxy, log_level="warning"))
+    thread = threading.Thread(target=running.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"{url_of(listener)}/mcp"
+    finally:
+        running.should_exit = running.force_exit = True
+        thread.join(30)
+
+
+@pytest.mark.parametrize(("status", "stateless"), [(404, False), (404, True), (502, False)])
+def test_an_mcp_server_behind_a_proxy_that_fails_is_the_infrastructures(tokenizer, status, stateless):
+    """The policy did nothing wrong, and is not told of it nor scored for it."""
+    call = '<tool_call>{"name": "note", "arguments": {"text": "TEXT"}}</tool_call>'
+    texts = [call.replace("TEXT", "a"), call.replace("TEXT", "fail"), "done"]
+    with shared_mcp_server(status, stateless) as url:
+        rollout = play(tokenizer, FailingNotes(server=(url,), max_turns=9), Problem("1", "note"), texts)
+    assert rollout.score.cause == "server" and "MCP server is gone" in rollout.score.error
+    assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == ["a"]
 
 
 PLAIN_SERVER = """

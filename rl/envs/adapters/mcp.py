@@ -18,6 +18,13 @@ from rl.errors import ConfigError, one_line
 from rl.waiting import run_apart, within
 
 _CONNECT_SECONDS = 30.0
+_OF_THE_CLIENT = (
+    (-32603, "Server returned an error response"),
+    (-32601, "Not Found"),
+    (-32600, "Session terminated"),
+)
+"""Errors that mcp 2.3's client makes of an HTTP status without an answer of the server: a proxy's 502, or a 404
+of a server that was started again."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def schema_of(tool: Any, name: str) -> Schema:
 async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> str:
     """The result's text. Raises RuntimeError where the call came to nothing.
 
-    Where the connection is gone, it raises the client's own error.
+    Where the server is gone, it raises the client's own error.
     """
     import anyio
     from mcp import MCPError
@@ -113,7 +120,7 @@ async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> str
     except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
         raise
     except MCPError as error:
-        if error.code == CONNECTION_CLOSED:
+        if error.code == CONNECTION_CLOSED or (error.code, error.message) in _OF_THE_CLIENT:
             raise
         raise RuntimeError(error.message) from error
     except Exception as error:  # the client refuses a result that does not suit the tool's schema
