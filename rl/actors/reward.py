@@ -167,7 +167,7 @@ class RewardPool(Pool[Replica[RewardProcess]]):
     async def open(self, problem: Problem, seed: int) -> AsyncIterator["RemoteEpisode"]:
         """A process for an episode, of the worker with the fewest of them. See interfaces.Episodes."""
         async with self._room:
-            await self.changed.wait_for(lambda: self._taking_work() or self.num_alive == 0)
+            await self.changed.wait_for(lambda: bool(self._taking_work()) or self.num_alive == 0)
             self.check_alive()
             replica = min(self._taking_work(), key=self._num_episodes.__getitem__)
             self._num_episodes[replica] += 1
