@@ -23,8 +23,10 @@ _OF_THE_CLIENT = (
     (-32601, "Not Found"),
     (-32600, "Session terminated"),
 )
-"""Errors that mcp 2.3's client makes of an HTTP status without an answer of the server: of a proxy's 502, or of
-the 404 of a server that was started again."""
+"""Errors that mcp 2.3's client makes of an HTTP status without an answer of the server.
+
+As of a proxy's 502, or of the 404 of a server that was started again.
+"""
 
 
 @dataclass(frozen=True)
