@@ -24,6 +24,9 @@ _CALL_CLOSED = re.compile(rf"\s*(?:{_CALL_END}|\Z)")
 _NEXT_CALL = re.compile(r"\s*(?:;\s*(?=\{)|\Z)")
 _LIST, _LIST_END = re.compile(r"\[\s*\w+\("), re.compile(r"\)\s*\]")
 _PYTHON_TAG = "<|python_tag|>"
+_LINE_WITH_CALL = re.compile(
+    r'^\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:', re.MULTILINE
+)
 _MAX_DEPTH = 64
 _MAX_BITS = 10_000  # Python writes integers of up to 4300 digits
 
@@ -135,9 +138,17 @@ def _hermes(text: str) -> ParsedTurn:
 
 
 def _llama3(text: str) -> ParsedTurn:
-    body = text.removeprefix(_PYTHON_TAG).strip()
+    """The calls begin the text, or follow words: after the tag, or in a line that begins with a call."""
+    before, tag, body = text.partition(_PYTHON_TAG)
+    if not tag and not text.lstrip().startswith("{"):
+        line = _LINE_WITH_CALL.search(text)
+        before, body = (text[: line.start()], text[line.start() :]) if line else (text, "")
+    elif not tag:
+        before, body = "", text
+    body = body.strip()
     if not body.startswith("{"):
         return ParsedTurn(text)
+    content = before.strip()
     calls: list[ToolCall] = []
     at = 0
     try:
@@ -149,8 +160,8 @@ def _llama3(text: str) -> ParsedTurn:
             calls.append(call)
             at = following.end()
     except _Unreadable as error:
-        return ParsedTurn("", tuple(calls), (str(error),))
-    return ParsedTurn("", tuple(calls))
+        return ParsedTurn(content, tuple(calls), (str(error),))
+    return ParsedTurn(content, tuple(calls))
 
 
 class _Unreadable(ValueError):

@@ -36,16 +36,18 @@ def test_a_call_that_is_read_is_json_and_text(data, written):
 @given(
     calls=st.lists(st.tuples(st.sampled_from(["echo", "add"]), ARGUMENTS), min_size=1, max_size=3),
     written=st.sampled_from(FORMATS),
+    content=st.sampled_from(["", "First.", "so {", "So:\n- a\n- b"]),
 )
 @settings(max_examples=150, deadline=None)
-def test_what_is_written_is_read_again_whatever_the_values(calls, written):
+def test_what_is_written_is_read_again_whatever_the_values(calls, written, content):
+    """Also after words, as `fold_tools` shows a turn to a template that knows no tools."""
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls if sound(arguments)]
     if written == "pythonic":
         functions = [f for f in functions if all(name.isidentifier() for name in f["arguments"])]
         if not all(name not in kwlist for f in functions for name in f["arguments"]):
             return
-    parsed = parse_turn(write_calls(functions, written), written)
-    assert not parsed.malformed and parsed.content == ""
+    parsed = parse_turn("\n".join(filter(None, [content, write_calls(functions, written)])), written)
+    assert not parsed.malformed and parsed.content == content
     assert [(call.name, call.arguments) for call in parsed.calls] == [
         (f["name"], f["arguments"]) for f in functions
     ]

@@ -1,7 +1,15 @@
 import pytest
 
 from rl.envs.chat.template import ChatTemplate
-from rl.envs.chat.tool_calls import ToolCall, call_format, describe_tools, fold_tools, parse_turn, write_calls
+from rl.envs.chat.tool_calls import (
+    ParsedTurn,
+    ToolCall,
+    call_format,
+    describe_tools,
+    fold_tools,
+    parse_turn,
+    write_calls,
+)
 from rl.errors import ConfigError
 from tests.envs.chat.templates import make_tokenizer
 
@@ -52,6 +60,23 @@ def test_words_around_calls_are_the_content_and_calls_keep_their_order():
     assert parsed.content == "First." and [call.name for call in parsed.calls] == ["a", "b"]
     two = parse_turn('{"name": "a", "parameters": {"x": "};{"}}; {"name": "b", "parameters": {}}', "llama3")
     assert [call.name for call in two.calls] == ["a", "b"] and not two.malformed
+    call = '{"name": "a", "parameters": {}}'
+    for text in (
+        f"First.\n{call}",
+        f"First.\n\n  {call}; {call}",
+        f"First.<|python_tag|>{call}",
+        f"First. <|python_tag|> {call}",
+    ):
+        first = parse_turn(text, "llama3")
+        assert first.content == "First." and {c.name for c in first.calls} == {"a"} and not first.malformed
+    for text in (
+        f"As in {call}, so here.",
+        f"First. {call}",
+        "<|python_tag|>print(1)",
+        'Data:\n{"x": 1}',
+        'It is:\n{"name": "a"}',
+    ):
+        assert parse_turn(text, "llama3") == ParsedTurn(text)
     several = parse_turn("[a(x=1), b(y='2')]", "pythonic")
     assert several.calls == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": "2"}))
 
