@@ -59,6 +59,18 @@ def test_the_cheapest_bin_with_room_is_taken_whatever_units_cost(units, random, 
     assert fill(lengths, costs, num_bins, max_tokens) == try_every_bin(lengths, costs, num_bins, max_tokens)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 50)), min_size=10, max_size=40),
+    st.integers(2, 6),
+    st.sampled_from([1.0, 1.05, 1.2]),
+)
+def test_the_cheapest_bin_is_left_where_a_dearer_one_has_room(units, num_bins, slack):
+    """Bins so tight that the cheapest is often too full for a unit."""
+    lengths, costs = (list(column) for column in zip(*units, strict=True))
+    max_tokens = max(12, math.ceil(slack * sum(lengths) / num_bins))
+    assert fill(lengths, costs, num_bins, max_tokens) == try_every_bin(lengths, costs, num_bins, max_tokens)
+
+
 @given(units(attention_costs=[0.0]), st.integers(1, 3))
 def test_without_the_work_to_try_every_number_the_rounds_are_the_fewest_all_the_same(units, num_ranks):
     lengths, costs, max_tokens = units

@@ -429,3 +429,27 @@ def test_the_wait_for_weights_that_cannot_be_reached_ends(monkeypatch):
             assert world.process() is not first
 
     asyncio.run(main())
+
+
+def test_what_is_forgotten_while_it_drains_is_not_loaded():
+    """A trainer that dies as a generator finishes its requests: then there is no version to take."""
+
+    async def main():
+        async with running(World(in_flight=False)) as world:
+            await world.publish(0)
+            await world.pool.wait_served(0)
+            world.process().release.clear()
+            under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+            await asyncio.sleep(0.01)
+            await world.publish(1)
+            await world.until(lambda: world.pool.replicas[0].state == State.DRAINING)
+            await world.pool.forget()
+            world.process().release.set()
+            await under_way
+            await asyncio.sleep(0.01)
+            assert world.process().loaded == [(MODEL, 0)] and world.process().given_up == 1
+            await world.publish(0)
+            await world.pool.wait_served(0)
+            assert world.process().loaded == [(MODEL, 0), (MODEL, 0)]
+
+    run(main)

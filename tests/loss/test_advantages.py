@@ -7,12 +7,14 @@ That is Python's statistics and plain loops, token by token.
 
 import math
 import random
+import re
 import statistics
 
 import numpy as np
 import pytest
 
-from rl.loss.advantages.base import Trajectory
+from rl.errors import RunError
+from rl.loss.advantages.base import Trajectory, estimate
 from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.advantages.reinforce_pp import ReinforcePP
@@ -170,3 +172,18 @@ def test_equal_rewards_are_no_advantage_to_anybody(reward):
     for estimator in (ReinforcePP(), ReinforcePP(baseline="group_mean"), GroupMean(), RLOO()):
         advantages = estimator(groups)
         assert all(not np.any(value) for group in advantages for value in group), estimator
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 1)])
+def test_an_estimate_that_is_not_one_for_each_token_is_refused(shape):
+    """Two rollouts of two tokens: the first is right, the second is not."""
+    groups = [group(1, 0)]
+
+    def estimator(groups):
+        return [[np.zeros(2), np.zeros(shape)]]
+
+    with pytest.raises(
+        RunError, match=rf"estimator returned {re.escape(str(shape))} advantages for \(2,\) tokens"
+    ):
+        estimate(estimator, groups)
+    assert len(estimate(lambda groups: [[np.zeros(2), 1.0]], groups)[0]) == 2

@@ -24,6 +24,19 @@ def test_the_objective_takes_the_weighted_entropy_off():
     assert gradient.tolist() == pytest.approx([-0.1, -0.025])
 
 
+@pytest.mark.parametrize(
+    ("bonus", "used"),
+    [
+        (EntropyBonus(), False),
+        (EntropyBonus(coef=0.01), True),
+        (EntropyBonus(target=0.01), True),
+        (EntropyBonus(coef=0.01, target=0.01), True),
+    ],
+)
+def test_entropy_is_computed_where_a_coefficient_or_a_target_asks_for_it(bonus, used):
+    assert bonus.used == used
+
+
 def test_a_fixed_coefficient_stays():
     control = EntropyControl(EntropyBonus(coef=0.1))
     for entropy in (5.0, 0.0, math.nan):

@@ -23,6 +23,7 @@ from rl.config import (
     RewardConfig,
     RunConfig,
     TrainerConfig,
+    WeightSyncConfig,
 )
 from rl.config.settle import NOT_STARTED, demand_of, facts_of, settle, why_no_plan
 from rl.controller import evaluate, replay
@@ -42,6 +43,8 @@ from rl.plan.roles import ENGINE_ROLES
 from rl.plan.shapes import why_not_sampled_by
 from rl.plan.show import show
 from rl.plan.types import Plan
+from rl.tinker.serve import ServeConfig
+from rl.tinker.serve import settle as settle_server
 from rl.types import LoRA
 from tests.plans import cluster
 from tests.traced_memory import traced_memory
@@ -538,6 +541,33 @@ def test_a_remedy_divides_the_heads(model):
 
 FULL = TrainerConfig(activation_checkpointing="full", micro_batch_tokens=32768)
 """With Qwen3-0.6B 17.9 GiB, beside 4.1 of a generator."""
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 32768])
+def test_no_remedy_makes_sequences_longer(model, tokens):
+    config = qwen(model, trainer=TrainerConfig(micro_batch_tokens=tokens), max_seq_len=2048)
+    lengths = {made.max_seq_len for _, made in changes_of(demand_of(config, "train"), cluster("1xL4-24"))}
+    assert max(lengths) == 2048
+
+
+def test_a_server_that_fits_nowhere_is_told_what_is_its_own(model):
+    """It has neither a sequence length nor a trainer to set."""
+    huge = model("llama-3.1-70b").path
+    with pytest.raises(
+        ConfigError, match=r"use a smaller model, context_length, limits.max_rank or limits.max_models"
+    ):
+        settle_server(ServeConfig(huge), ModelDir(huge).config(), cluster("1xL4-24"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "through"), [("shared_memory", "/dev/shm"), ("torchstore", "torchstore")]
+)
+def test_the_plan_says_what_weights_go_through(model, transport, through):
+    config = qwen(model, weight_sync=WeightSyncConfig(transport=transport))
+    (line,) = [
+        line for line in show("a run", settle(config, cluster=cluster("2xH100-80"))) if "weight sync" in line
+    ]
+    assert f"through {through}, which holds three" in line
 
 
 def test_roles_whose_gpu_is_full_take_turns_by_themselves(model):

@@ -56,6 +56,22 @@ def test_blocks_of_a_two_dimensional_layout_come_back_whole(tmp_path):
     assert torch.equal(fetch(transport, publish(transport, 1, blocks))["w"], full)
 
 
+def test_shards_come_back_whole_in_whatever_order_they_are_listed():
+    """Blocks that touch do not overlap, whichever comes first; blocks that share an element do."""
+    full = torch.arange(24.0).reshape(6, 4)
+    corners = [(row, column) for row in (0, 3) for column in (0, 2)]
+    blocks = [
+        (Shard("w", full.dtype, (6, 4), c, (3, 2), ""), full[c[0] : c[0] + 3, c[1] : c[1] + 2])
+        for c in corners
+    ]
+    for listed in itertools.permutations(blocks):
+        assert torch.equal(dict(assemble({"w": listed}))["w"], full)
+    row = Shard("w", full.dtype, (6, 4), (2, 0), (3, 2), "")
+    for listed in itertools.permutations([*blocks[:2], (row, full[2:5, :2]), blocks[3]]):
+        with pytest.raises(ValueError, match="or overlap"):
+            dict(assemble({"w": listed}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_is_put_together_has_the_dtype_of_its_parts(tmp_path, dtype):
     full = torch.arange(12).view(6, 2).to(dtype)

@@ -100,6 +100,13 @@ def test_a_call_that_cannot_be_read_is_named_and_not_made(text, written, why):
     assert not parsed.calls and len(parsed.malformed) == 1 and why in parsed.malformed[0]
 
 
+def test_what_follows_a_call_that_cannot_be_read_is_read():
+    text = '<tool_call>{"name": 1}</tool_call> then <tool_call>{"name": "b"}</tool_call> so'
+    parsed = parse_turn(text, "hermes")
+    assert [call.name for call in parsed.calls] == ["b"] and len(parsed.malformed) == 1
+    assert parsed.content.split() == ["then", "so"]
+
+
 def test_calls_are_read_after_the_thinking_only():
     text = '<think>perhaps <tool_call>{"name": "a"}</tool_call></think>No.'
     parsed = parse_turn(text, "hermes")
