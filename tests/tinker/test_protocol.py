@@ -86,6 +86,7 @@ def test_a_script_on_the_sdk_alone(server):
     sampled = sampler.sample(types.ModelInput.from_ints([5, 6]), 2, params).result()
     assert [s.tokens for s in sampled.sequences] == [[1, 2, 3], [2, 3, 4]]
     assert sampled.sequences[0].logprobs == pytest.approx([-3.25] * 3)
+    assert sampled.sequences[0].topk_logprobs is None and sampled.topk_prompt_logprobs is None
     path = training.save_state("one").result().path
     again = client(url).create_training_client_from_state_with_optimizer(path).result()
     assert value_of(again) == pytest.approx(3.25)

@@ -50,7 +50,7 @@ class Agent(AgentEnv):
         for _ in range(4 if episode.problem.question == "too many" else 2):
             reply = client.chat.completions.create(model="any", messages=messages, tools=[TOOL]).choices[0]
             messages.append(reply.message.to_dict())
-            for call in reply.message.tool_calls or []:
+            for call in reply.message.tool_calls if reply.finish_reason == "tool_calls" else []:
                 seen = f"{json.loads(call.function.arguments)['at']} is here"
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
         episode.state["reason"] = reply.finish_reason

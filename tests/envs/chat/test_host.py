@@ -12,8 +12,9 @@ import pytest
 
 from rl.envs.calculator import Calculator
 from rl.envs.chat import host as host_module
+from rl.envs.chat.episode import ServerLost
 from rl.envs.chat.host import EpisodeHost, HostedEpisode, _keep_output
-from rl.envs.chat.process import ENDED
+from rl.envs.chat.process import ENDED, perform
 from rl.envs.pipes import framed
 from rl.errors import EpisodeFailed, EpisodeLost
 from rl.types import Problem
@@ -164,3 +165,15 @@ def test_an_episodes_output_reaches_the_workers_log_but_no_more_than_its_beginni
 
     asyncio.run(main())
     assert capsys.readouterr().out == "first\nseco"
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(KeyError("fruit"), True), (ServerLost("its host"), False)])
+def test_an_error_of_an_environments_own_code_leaves_its_traceback_in_the_log(capsys, error, is_told):
+    """The sample's record has one line of it. An outage is no fault of that code."""
+
+    def begin():
+        raise error
+
+    runner = SimpleNamespace(begin=begin, step=None, act=None)
+    assert isinstance(perform(runner, "begin", ()), EpisodeFailed)
+    assert ("in begin" in capsys.readouterr().err) == is_told
