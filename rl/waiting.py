@@ -74,9 +74,22 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What it returns or raises, from an event loop in a thread of its own: the caller may have a loop."""
+    """What it returns or raises, from an event loop in a thread of its own: the caller may have a loop.
+
+    A thread of the coroutine's own, as the look-up of a host's name, is not waited for: it may take a minute.
+    """
+
+    async def run() -> T:
+        asyncio.get_running_loop().set_default_executor(_NotWaitedFor())
+        return await coroutine
+
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+        return thread.submit(asyncio.run, run()).result()
+
+
+class _NotWaitedFor(ThreadPoolExecutor):
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 async def finish_all(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -98,6 +98,18 @@ def test_its_seconds_bound_the_whole_verdict(how):
         assert time.monotonic() - began < 1.6
 
 
+def test_its_seconds_bound_the_look_up_of_its_name_too(monkeypatch):
+    def slow(*arguments, **settings):
+        time.sleep(4)
+        raise OSError("no such host")
+
+    monkeypatch.setattr("socket.getaddrinfo", slow)
+    began = time.monotonic()
+    with pytest.raises(JudgeUnreachable, match="did not answer within 0.5 s"):
+        Judge("http://judge.invalid/v1", "m", seconds=0.5).grade("q", "a")
+    assert time.monotonic() - began < 3  # holds: clock, the look-up takes 4 s
+
+
 def test_a_judge_that_is_busy_to_the_last_try_is_not_said_to_be_slow():
     with endpoint(503, 503) as (url, _), pytest.raises(JudgeUnreachable) as failed:
         Judge(url, "m", max_retries=1).grade("q", "a")
