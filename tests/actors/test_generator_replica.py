@@ -351,13 +351,17 @@ def test_what_was_published_may_be_forgotten_and_an_older_version_come(policy, w
             for number in range(2):
                 world.process(number).may_load.set()
             await asyncio.wait_for(forgetting, 1)
-            assert world.pool.served is None
+            assert world.pool.served is None and world.pool.num_serving == 0
+            early = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+            await asyncio.sleep(0.01)
+            assert not any(world.process(number).waves for number in range(2))
             await world.publish(4, policy)
             await world.until(lambda: world.pool.num_serving == 2)
             assert [replica.version for replica in world.pool.replicas] == [4, 4]
             for number in range(2):
                 assert world.process(number).given_up == 1
                 assert world.process(number).loaded[-1][1] == 4
+            assert (await early)[0].versions == VersionRange(4, 4)
             assert (await world.pool.at_least(4).sample([1], 1, PARAMS))[0].versions == VersionRange(4, 4)
 
     asyncio.run(main())
