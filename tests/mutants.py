@@ -103,7 +103,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
                 yield node, "constant", str(not value)
             case ast.Constant(int(value) | float(value)):
                 yield node, "constant", str(value + 1)
-            case ast.Return(value) if value is not None and not _is_none(value):
+            case ast.Return(value) if value is not None and not _is_none_or_false(value):
                 yield node, "return", "return None"
             case ast.Raise() | ast.Delete() | ast.Continue() | ast.Break():
                 yield node, "deleted", "pass"
@@ -129,17 +129,19 @@ def _calls(node: ast.Call) -> Iterator[tuple[ast.AST, str, str]]:
     ):
         yield node, "swapped", ast.unparse(ast.Call(node.func, node.args[::-1], node.keywords))
     for i, keyword in enumerate(node.keywords):
-        if keyword.arg not in (None, "strict"):  # zip's is an assertion
+        if keyword.arg not in (None, "strict"):
             rest = node.keywords[:i] + node.keywords[i + 1 :]
             yield node, f"without {keyword.arg}", ast.unparse(ast.Call(node.func, node.args, rest))
 
 
 def _code(node: ast.AST) -> Iterator[ast.AST]:
     """What runs: no annotations, no decorators, no texts, nothing for type checkers."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # zip's is an assertion
+        return
     yield node
-    if isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ):
+    if isinstance(node, ast.JoinedStr):
         return
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases"):
@@ -153,8 +155,8 @@ def _in_brackets(node: ast.expr) -> str:
     return f"({ast.unparse(node)})"
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_none_or_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def _is_log(node: ast.expr) -> bool:

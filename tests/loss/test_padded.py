@@ -30,6 +30,7 @@ from rl.loss import (
     padded_advantages,
     padded_loss,
 )
+from rl.loss.base import LossOutput
 
 LOSSES = [Clip(), Clip(dual=3.0), GSPO(), CISPO(), DRO(), ImportanceSampling()]
 
@@ -167,6 +168,16 @@ def test_both_old_logprobs_and_the_samplers_are_read_or_refused():
         padded_loss(Objective(Clip()), logprobs, mask, torch.ones(2), **both)
     weighed = Objective(Clip(), Correction(old_logprobs="trainer", tis_clip=2.0))
     assert "tis/weight" in padded_loss(weighed, logprobs, mask, torch.ones(2), **both).metrics
+
+
+def test_metrics_that_are_sums_become_means_of_a_token_and_others_stay():
+    def loss(logprobs, inputs):
+        size = float(len(logprobs))
+        return LossOutput(logprobs.sum(), {"a:sum": 2 * size, "b:max": 7.0, "c:min": -7.0, "d": 5.0})
+
+    (logprobs, _, _), mask = rows(0, [3, 1], 4)
+    done = padded_loss(loss, logprobs, mask, torch.ones(2))
+    assert done.metrics == {"a": 2.0, "b": 7.0, "c": -7.0, "d": 5.0}
 
 
 def test_what_would_be_ignored_is_refused():

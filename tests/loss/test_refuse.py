@@ -31,6 +31,7 @@ from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.base import TokenInputs
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
+from rl.loss.entropy import EntropyBonus
 from rl.loss.gspo import GSPO
 from rl.loss.kl import KL
 from rl.loss.objective import Objective
@@ -296,3 +297,22 @@ def test_values_that_used_to_compute_something_else():
     for build in (lambda: KL(estimator="k4"), lambda: GAE(lam=1.5), lambda: Clip(dual=1.0)):
         with pytest.raises(ConfigError):
             build()
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (Correction(level="sequence"), "level"),
+        (Correction("trainer", level="sequence", tis_clip=2.0), ""),
+        (Correction(level="sequence", mask_low=0.5), ""),
+        (Correction(level="sequence", mask_high=2.0), ""),
+        (Correction(), ""),
+        (EntropyBonus(adapt=0.1), "adapt"),
+        (EntropyBonus(adapt=0.1, target=0.3), ""),
+        (EntropyBonus(), ""),
+    ],
+)
+def test_a_field_that_nothing_reads_is_named_with_what_would_read_it(part, field):
+    lines = part.unread("a.b.")
+    assert len(lines) == bool(field) and all(line.startswith(f"a.b.{field}=") for line in lines)
+    assert all("has no effect with" in line and "; set " in line for line in lines)

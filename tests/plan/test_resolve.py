@@ -550,13 +550,20 @@ def test_no_remedy_makes_sequences_longer(model, tokens):
     assert max(lengths) == 2048
 
 
-def test_a_server_that_fits_nowhere_is_told_what_is_its_own(model):
+def test_generators_may_be_split_over_every_gpu_and_no_further(model):
+    tried = {words for words, _ in changes_of(demand_of(qwen(model), "train"), cluster("4xL4-24"))}
+    split = {words for words in tried if "tensor_parallel" in words}
+    assert split == {"set --generator.tensor_parallel 2", "set --generator.tensor_parallel 4"}
+
+
+@pytest.mark.parametrize(("cache", "begin"), [(0.0, "; "), (1.0, "; lower kv_cache_gib, or ")])
+def test_a_server_that_fits_nowhere_is_told_what_is_its_own(model, cache, begin):
     """It has neither a sequence length nor a trainer to set."""
     huge = model("llama-3.1-70b").path
-    with pytest.raises(
-        ConfigError, match=r"use a smaller model, context_length, limits.max_rank or limits.max_models"
-    ):
-        settle_server(ServeConfig(huge), ModelDir(huge).config(), cluster("1xL4-24"))
+    with pytest.raises(ConfigError) as refused:
+        settle_server(ServeConfig(huge, kv_cache_gib=cache), ModelDir(huge).config(), cluster("1xL4-24"))
+    own = "use a smaller model, context_length, limits.max_rank or limits.max_models"
+    assert begin + own in str(refused.value) and "--trainer" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def play(
         host, door = EpisodeHost(env, reward_seconds), AgentEndpoint(tokenizer)
         context = RolloutContext(policy, tokenizer, SamplingParams(900), max_tokens, through(host), door)
         try:
-            rollouts.extend(await env.drive(Prompt(problem, ()), n, context))
+            rollouts.extend(await env.drive(env.encode(problem, tokenizer), n, context))
         finally:
             await door.close()
             host.close()
