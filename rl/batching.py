@@ -21,7 +21,7 @@ def segments_sample(
     segments: Sequence[Segment], advantages: float | np.ndarray = 0.0, id: str = ""
 ) -> Sample:
     """One sequence. advantages: [M] of its sampled tokens, or one for all of them. Weight 1 each."""
-    segments = segments or [Segment.given([])]
+    segments = segments or [Segment.unsampled([])]
     tokens = joined([segment.tokens for segment in segments])
     loss_mask = np.repeat([segment.sampled for segment in segments], [len(s.tokens) for s in segments])
     weights = np.broadcast_to(np.float32(1), len(tokens))

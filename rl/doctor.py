@@ -65,16 +65,16 @@ def doctor_of_hosts(text: str) -> int:
     from rl.cluster.hosts import bandwidth, host_addresses, look_at
     from rl.errors import ConfigError
 
-    there, problems = list[str](), list[str]()
+    reachable, problems = list[str](), list[str]()
     for address in host_addresses(text):
         try:
             host = look_at(address)
             memory = f"{host.free_gib:.1f} GiB free, {host.shared_gib:.1f} of shared memory"
             print(f"{address:24} {host.num_cores} cores, {memory}, {len(host.gpus)} GPUs")
-            there.append(address)
+            reachable.append(address)
         except ConfigError as error:
             problems += str(error).splitlines()
-    for source, target in itertools.permutations(there, 2):
+    for source, target in itertools.permutations(reachable, 2):
         rate = bandwidth(source, target)
         if isinstance(rate, float):
             print(f"{source} to {target}: {rate:.2f} GB/s over one connection")

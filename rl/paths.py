@@ -29,15 +29,15 @@ def why_not_made(path: str) -> str:
     """Why a new directory cannot be made here, with the remedy; empty where it can, or is, empty."""
     if why := why_no_path(path):
         return why
-    there = os.path.abspath(path)
-    while not os.path.lexists(there):
-        there = os.path.dirname(there)
-    if not os.path.isdir(there):
-        kind = "a file" if os.path.exists(there) else "a link to nothing"
-        return f"cannot be made: {there} is {kind}; give another directory"
-    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
-        return f"cannot be made: {there} may not be written to; give another directory"
-    if there == os.path.abspath(path) and os.listdir(there):
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        kind = "a file" if os.path.exists(existing) else "a link to nothing"
+        return f"cannot be made: {existing} is {kind}; give another directory"
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        return f"cannot be made: {existing} may not be written to; give another directory"
+    if existing == os.path.abspath(path) and os.listdir(existing):
         return "exists and is not empty; give another directory"
     return ""
 

@@ -23,7 +23,7 @@ def are_equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A run of tokens that were all sampled by the policy, or all given to it. `logprobs` is 0 if given.
+    """A run of tokens that were all sampled by the policy, or all not; `logprobs` are then 0.
 
     It may be made of lists, which become arrays.
     """
@@ -39,7 +39,7 @@ class Segment:
         return are_equal(self, other)
 
     @classmethod
-    def given(cls, tokens: Sequence[int] | np.ndarray) -> "Segment":
+    def unsampled(cls, tokens: Sequence[int] | np.ndarray) -> "Segment":
         """Tokens that the policy did not sample."""
         return cls(np.asarray(tokens, np.int32), False, np.zeros(len(tokens), np.float32))
 

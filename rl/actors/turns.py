@@ -34,7 +34,7 @@ class Turns:
         self._engines = engines
         self._directory = str(directory)
         self._has_left = True  # whoever may not be there in this phase
-        self._there: set[str] = set()  # generators on their devices, or on their way to or from them
+        self._on_devices: set[str] = set()  # generators, those on their way to or from them too
 
     @property
     def alternate(self) -> bool:
@@ -61,14 +61,14 @@ class Turns:
         if self.alternate:
             self.phase, self._has_left = phase, False
             self.changed.notify()
-            await self.changed.wait_for(lambda: all(map(self.may_stay, self._there)))
+            await self.changed.wait_for(lambda: all(map(self.may_stay, self._on_devices)))
 
     async def come(self, name: str) -> None:
         """Of a generator that has not been spawned, or has left: wait until it may be there; it then is."""
         await self.changed.wait_for(lambda: self._has_left and self.may_stay(name))
-        self._there.add(name)
+        self._on_devices.add(name)
 
     def left(self, name: str) -> None:
         """Of a generator: it has left its devices, or is dead."""
-        self._there.discard(name)
+        self._on_devices.discard(name)
         self.changed.notify()

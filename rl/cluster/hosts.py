@@ -133,21 +133,21 @@ def check_as_planned(host: Host, planned: Host, needed_gib: float = 0.0) -> None
         (shared < _AS_LARGE * of_plan, f"{shared:.1f} GiB of shared memory", f"{of_plan:.1f}"),
         (lacks_bfloat16, "a CPU without instructions for bfloat16", "one with them"),
     ]
-    for is_short, there, wanted in differences:
+    for is_short, actual, wanted in differences:
         if is_short:
             raise ConfigError(
-                f"host {host.address} cannot be used: it has {there}, and the plan {wanted}; the run takes "
+                f"host {host.address} cannot be used: it has {actual}, and the plan {wanted}; the run takes "
                 f"one as it was planned"
             )
 
 
 def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
-    problems, here = [], versions()
-    for package in sorted({*answer["versions"], *here}):
-        there, ours = (each.get(package, "none") for each in (answer["versions"], here))
-        if there != ours:
+    problems, own_versions = [], versions()
+    for package in sorted({*answer["versions"], *own_versions}):
+        remote, local = (each.get(package, "none") for each in (answer["versions"], own_versions))
+        if remote != local:
             problems.append(
-                f"host {address} has {package} {there}, and this one {ours}; install the same on all hosts"
+                f"host {address} has {package} {remote}, and this one {local}; install the same on all hosts"
             )
     if abs(offset := answer["time"] - now) > _CLOCK_SECONDS:
         way = "ahead of" if offset > 0 else "behind"

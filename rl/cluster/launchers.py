@@ -230,15 +230,15 @@ def sharers(plan: Plan) -> dict[int, RoleName]:
     Engines have checkpoints in it, and a server's generators read its adapters.
     """
     roles = (*ENGINE_ROLES, *(["generator"] if plan.command == "serve" else []))
-    there = {p.host: r.role for r in reversed(plan.replicas) if r.role in roles for p in r.processes}
-    return {**dict.fromkeys(plan.spare_hosts, "trainer"), **there}
+    role_of_host = {p.host: r.role for r in reversed(plan.replicas) if r.role in roles for p in r.processes}
+    return {**dict.fromkeys(plan.spare_hosts, "trainer"), **role_of_host}
 
 
 def models_on(host: int, plan: Plan) -> list[str]:
     """The plan's names of the models that are read there."""
     spare = ENGINE_ROLES if host in plan.spare_hosts else ()
-    there = [r.spec for r in plan.replicas if r.role in spare or host in {p.host for p in r.processes}]
-    return sorted({spec.model for spec in there if not isinstance(spec, WorkerSpec)})
+    specs = [r.spec for r in plan.replicas if r.role in spare or host in {p.host for p in r.processes}]
+    return sorted({spec.model for spec in specs if not isinstance(spec, WorkerSpec)})
 
 
 def _as_needed(plan: Plan) -> list[Host]:
@@ -248,6 +248,6 @@ def _as_needed(plan: Plan) -> list[Host]:
 
 
 def _slot(number: int, host: Host, plan: Plan) -> Slot:
-    there = [replica for replica in plan.replicas if replica.processes[0].host == number]
-    needed = sum(process.peak for replica in there for process in replica.processes) / 2**30
-    return Slot(host, 0.0 if host.gpus else needed, ", ".join(replica.name for replica in there))
+    on_host = [replica for replica in plan.replicas if replica.processes[0].host == number]
+    needed = sum(process.peak for replica in on_host for process in replica.processes) / 2**30
+    return Slot(host, 0.0 if host.gpus else needed, ", ".join(replica.name for replica in on_host))

@@ -47,8 +47,8 @@ def shared_memory() -> int:
     """Bytes that /dev/shm holds, used ones too: what a killed run left there goes when one starts."""
     if not SHARED_MEMORY.is_dir():
         return 0
-    there = os.statvfs(SHARED_MEMORY)
-    return there.f_blocks * there.f_frsize or total_memory()  # 0: a tmpfs without a limit
+    status = os.statvfs(SHARED_MEMORY)
+    return status.f_blocks * status.f_frsize or total_memory()  # 0: a tmpfs without a limit
 
 
 def machine_name() -> str:

@@ -161,8 +161,8 @@ class Spawner:
 
     def _shown(self, host: int, gpus: Sequence[int]) -> dict[str, str]:
         """Which GPUs a process is shown, as its host calls them. Nothing on a host without GPUs."""
-        there = self._launcher.host(host).gpus
-        return {"CUDA_VISIBLE_DEVICES": ",".join(there[gpu].visible for gpu in gpus)} if there else {}
+        of_host = self._launcher.host(host).gpus
+        return {"CUDA_VISIBLE_DEVICES": ",".join(of_host[gpu].visible for gpu in gpus)} if of_host else {}
 
 
 def gpus_shown(replica: Replica, process: Process) -> tuple[int, ...]:
@@ -170,8 +170,8 @@ def gpus_shown(replica: Replica, process: Process) -> tuple[int, ...]:
     counts its GPUs by rank, and looks for a way from each to each (custom_all_reduce.py)."""
     if not isinstance(replica.spec, GeneratorSpec):
         return process.gpus
-    there = (other.gpus for other in replica.processes if other.host == process.host)
-    return tuple(dict.fromkeys(chain.from_iterable(there)))
+    of_host = (other.gpus for other in replica.processes if other.host == process.host)
+    return tuple(dict.fromkeys(chain.from_iterable(of_host)))
 
 
 def spec_of(replica: Replica, kind: type[S]) -> S:

@@ -103,8 +103,8 @@ async def receive_file(
         if path.exists():
             status = path.stat()
             same = path.is_file() and (status.st_size, status.st_mtime_ns) == (size, request["time"])
-            there = await asyncio.to_thread(_digest, path) if path.is_file() and not same else ""
-            writer.write(line({"wanted": False, "is_same": same, "digest": there}))
+            digest_here = await asyncio.to_thread(_digest, path) if path.is_file() and not same else ""
+            writer.write(line({"wanted": False, "is_same": same, "digest": digest_here}))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if size > (free := shutil.disk_usage(path.parent).free):

@@ -62,9 +62,9 @@ def check_resume(config: RunConfig) -> list[str]:
     example = "give runs/.../checkpoints/step-N"
     match = re.fullmatch(r"step-(\d+)", path.name)
     if match is None:
-        there = "" if path.exists() else "does not exist, and "
+        missing = "" if path.exists() else "does not exist, and "
         return [
-            f"{setting} {there}is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"
+            f"{setting} {missing}is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"
         ]
     try:
         record = read_record(path)
@@ -99,10 +99,10 @@ def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
     if differing := _differences(vars(saved.lora), vars(config.trainer.lora)):
         problems.append(f"{setting} was saved with another trainer.lora: {differing}; set it as it was")
     for name, value in saved.prompts.items():
-        if value != (here := getattr(config, name, None)):
+        if value != (current := getattr(config, name, None)):
             problems.append(
-                f"{setting} was saved with {name}={value}, and the run has {here}: prompts would come twice "
-                f"or never; set --{name} {value}"
+                f"{setting} was saved with {name}={value}, and the run has {current}: prompts would come "
+                f"twice or never; set --{name} {value}"
             )
     kind, weights = saved.reference, saved.reference_weights
     if config.algorithm.needs_reference and kind != config.reference_kind:

@@ -76,10 +76,10 @@ def _made_elsewhere(env: Env) -> list[str]:
     elsewhere, name = keys_elsewhere(env), type(env).__name__
     if isinstance(elsewhere, str):
         return [f"env {name} does not work in a process of its own: {elsewhere}; fix it"]
-    for here, there in zip(some_problems(env, anew=False), elsewhere, strict=False):
-        if here.key != there:
+    for local, other_key in zip(some_problems(env, anew=False), elsewhere, strict=False):
+        if local.key != other_key:
             return [
-                f"env {name}.generate() makes another problem in another process (of {here.id!r:.40}); draw "
+                f"env {name}.generate() makes another problem in another process (of {local.id!r:.40}); draw "
                 f"all from random.Random(seed), and sort what comes from a set"
             ]
     return []

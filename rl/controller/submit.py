@@ -107,6 +107,6 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
 
 def _plan_of(config: RunConfig, cluster: str, nodes: int) -> Plan | list[str]:
     """For hosts as --cluster says, or for as many as this one."""
-    here = look_at_host()
-    hosts = parse_cluster(cluster, here) if cluster else Cluster((here,) * nodes)
+    own_host = look_at_host()
+    hosts = parse_cluster(cluster, own_host) if cluster else Cluster((own_host,) * nodes)
     return plan_or_problems(config, "train", hosts)

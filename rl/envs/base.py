@@ -221,7 +221,7 @@ class Env:
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         """Walk the policy through the problem n times. For tools or several turns, see ChatEnv."""
-        prompt_segment = Segment.given(prompt.tokens)
+        prompt_segment = Segment.unsampled(prompt.tokens)
         if len(prompt.tokens) >= context.max_tokens:
             score = Score(0.0, no_room("prompt", len(prompt.tokens), context.max_tokens), cause="too_long")
             segments = lay_out([prompt_segment])

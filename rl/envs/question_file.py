@@ -74,10 +74,10 @@ class QuestionFile(Env):
     def _problems(self, num_trained: int) -> list[str]:
         """num_trained: how many problems there have to be beside the held-out ones."""
         try:
-            there = Path(self._file).is_file()
+            exists = Path(self._file).is_file()
         except ConfigError as error:
             return [str(error)]
-        if not there:
+        if not exists:
             setting = f"env.path={self.path!r} is not a file"
             return [f"{setting}; give a JSON-lines file with question and answer on each line"]
         try:

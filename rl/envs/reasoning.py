@@ -36,7 +36,7 @@ class ReasoningGym(Env):
         return Problem(id=str(seed), question=item["question"], answer=str(item["answer"]))
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
-        if stop != StopReason.STOP or (answer := self._given(response)) is None:
+        if stop != StopReason.STOP or (answer := self._final_answer(response)) is None:
             return 0.0
         entry = self._entry(int(problem.id))
         score = float(self._dataset(int(problem.id)).score_answer(answer, entry))
@@ -46,7 +46,7 @@ class ReasoningGym(Env):
             return score
         return _HALF / (1 + abs(float(answer) - float(problem.answer)) / _HALVED_AT)
 
-    def _given(self, response: str) -> str | None:
+    def _final_answer(self, response: str) -> str | None:
         if self.answers == "line":
             return response.strip().rpartition("\n")[2] or None
         if self.answers == "tag":

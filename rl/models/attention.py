@@ -67,9 +67,9 @@ def pack_documents(
     runs: list[tuple[np.ndarray, np.ndarray]] = []  # own tokens, and the path that they end
     for first, path in stretches(positions):
         for start, end in _ranges(pieces[rank]):
-            here = np.arange(max(first, start), min(path[-1] + 1, end))
-            if len(here):
-                runs.append((here, path[: positions[here[-1]] + 1]))
+            indices = np.arange(max(first, start), min(path[-1] + 1, end))
+            if len(indices):
+                runs.append((indices, path[: positions[indices[-1]] + 1]))
     buckets = []
     restore = np.zeros(len(pieces[rank]), int)
     num_computed = 0  # queries of the buckets so far, with padding

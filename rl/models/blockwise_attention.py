@@ -17,12 +17,12 @@ _BLOCK = 64
 
 
 class Block(NamedTuple):
-    """A bucket's queries from start to end. Each sees `every` keys or more, and none more than `some`."""
+    """A bucket's queries from start to end. Each sees `every` keys or more, and none more than `last_key`."""
 
     start: int
     end: int
     every: int
-    some: int
+    last_key: int
 
 
 class Bucket(NamedTuple):
@@ -159,13 +159,13 @@ def _weights(
     """Of each block: which of the q * G it has, which keys, and [n * M, c * G, keys] fp32."""
     groups = q.shape[1] // bucket.queries.shape[1]
     q, keys = q.float() * scale, k.float().transpose(1, 2)
-    for start, end, every, some in bucket.blocks:
+    for start, end, every, last_key in bucket.blocks:
         block = slice(start * groups, end * groups)
         first = 0 if window is None else max(0, every - window)
         sure = every if window is None else first  # every query sees the keys from first to here
-        scores = q[:, block] @ keys[..., first:some]
-        last, at = bucket.last[:, None, start:end, None, None], torch.arange(sure, some)
+        scores = q[:, block] @ keys[..., first:last_key]
+        last, at = bucket.last[:, None, start:end, None, None], torch.arange(sure, last_key)
         hidden = at > last if window is None else (at > last) | (at <= last - window)
-        by_query = scores.view(len(bucket.queries), -1, end - start, groups, some - first)
+        by_query = scores.view(len(bucket.queries), -1, end - start, groups, last_key - first)
         by_query[..., sure - first :].masked_fill_(hidden, -torch.inf)
-        yield block, slice(first, some), scores.softmax(-1)
+        yield block, slice(first, last_key), scores.softmax(-1)

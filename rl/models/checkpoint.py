@@ -175,8 +175,8 @@ def _cause(error: BaseException) -> BaseException:
 
 def _words(failure: BaseException, directory: Path) -> str:
     """torch's writer has many words for a full disk."""
-    there = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
-    free = shutil.disk_usage(there).free >> 20
+    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free >> 20
     if getattr(failure, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _FULL_MIB:
         return f"the disk of {directory} is full ({free} MiB free); make room"
     return one_line(failure)
@@ -196,8 +196,8 @@ def saved_rng_state(path: Path, device: torch.device) -> dict[str, torch.Tensor]
     random = rng_state(device)
     saved = {name for name in tensor_names(path) if name.startswith("rng.")}
     kinds = [name.rsplit(".", 1)[-1] for name in random]
-    here = {f"rng.{rank}.{kind}" for rank in range(dist.get_world_size()) for kind in kinds}
-    return random if saved == here else {}
+    expected = {f"rng.{rank}.{kind}" for rank in range(dist.get_world_size()) for kind in kinds}
+    return random if saved == expected else {}
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -163,14 +163,17 @@ class TitanEngine(Engine):
         """
         layout = self.config.layout
         pieces = row_pieces(len(micro.tokens), layout.context_parallel)
-        here = pieces[self._context_rank]
-        mine = np.flatnonzero(np.isin(micro.predictors, here))  # which of the target tokens
-        predictors = np.searchsorted(here, micro.predictors[mine])
-        targets = self._tensor(micro.targets[mine]) if with_targets else None
+        own_positions = pieces[self._context_rank]
+        own_targets = np.flatnonzero(np.isin(micro.predictors, own_positions))  # which of the target tokens
+        predictors = np.searchsorted(own_positions, micro.predictors[own_targets])
+        targets = self._tensor(micro.targets[own_targets]) if with_targets else None
         documents = pack_documents(micro.positions, self.device, pieces, self._context_rank)
-        tokens, positions = self._tensor(micro.tokens[here])[None], self._tensor(micro.positions[here])[None]
+        tokens, positions = (
+            self._tensor(micro.tokens[own_positions])[None],
+            self._tensor(micro.positions[own_positions])[None],
+        )
         outputs = self._model(tokens, positions, documents, self._tensor(predictors), targets)
-        index, total = self._tensor(mine), len(micro.targets)
+        index, total = self._tensor(own_targets), len(micro.targets)
         if not with_targets:
             return self._join(outputs, index, total)
         logprobs, entropy = outputs
@@ -179,11 +182,11 @@ class TitanEngine(Engine):
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _join(self, mine: torch.Tensor, index: torch.Tensor, total: int) -> torch.Tensor:
+    def _join(self, outputs: torch.Tensor, index: torch.Tensor, total: int) -> torch.Tensor:
         """[m, ...] of each rank -> [M, ...] on all of them; the gradient flows into this rank's."""
-        everyone = mine.new_zeros(total, *mine.shape[1:]).index_copy(0, index, mine.detach())
+        everyone = outputs.new_zeros(total, *outputs.shape[1:]).index_copy(0, index, outputs.detach())
         dist.all_reduce(everyone, group=self._context_group)
-        return everyone.index_copy(0, index, mine)
+        return everyone.index_copy(0, index, outputs)
 
 
 def _share_rope_tables(model: nn.Module) -> None:

@@ -95,32 +95,32 @@ class _Layer:
 
     def _attention(self) -> float:
         shape, size, learning = self._shape, self._size, self._learning
-        here = self._norm(shape.dim) / self._tp + self._gathered(*_QKV)
+        of_queries = self._norm(shape.dim) / self._tp + self._gathered(*_QKV)
         if shape.qk_norm:
-            here += self._norm(self._q) + self._norm(self._k)
+            of_queries += self._norm(self._q) + self._norm(self._k)
         if self._kind == "titan":
-            here += 2 * shape.head_dim * _FP32  # cosines and sines of the token's position
-        here += self._q * size  # as attention takes it
+            of_queries += 2 * shape.head_dim * _FP32  # cosines and sines of the token's position
+        of_queries += self._q * size  # as attention takes it
         keys = 2 * (self._q if self._expands_heads else self._k) * size
         # Its output, which the next layer shares with varlen attention alone; the CPU's computes it again.
         num_outputs = (not self._on_cpu) + (bool(learning.inputs(_OUT)) and (self._on_cpu or self._by_rows))
-        here += num_outputs * self._q * size + self._statistics()
-        return here / self._cp + keys  # keys and values are those of the whole row
+        of_queries += num_outputs * self._q * size + self._statistics()
+        return of_queries / self._cp + keys  # keys and values are those of the whole row
 
     def _feed_forward(self) -> float:
         inner = self._shape.hidden_dim * self._size / self._tp
-        here = self._norm(self._shape.dim) / self._tp + self._gathered(*_GATE_UP)
-        return (here + (3 + self._learning.inputs(_DOWN)) * inner) / self._cp
+        of_inputs = self._norm(self._shape.dim) / self._tp + self._gathered(*_GATE_UP)
+        return (of_inputs + (3 + self._learning.inputs(_DOWN)) * inner) / self._cp
 
     def _experts(self) -> float:
         """Each of K experts has a copy of the token, and its output. Tensor parallelism splits F alone."""
         shape, weights = self._shape, self._learning.weights
-        here = self._norm(shape.dim) / self._tp + shape.num_experts * _FP32  # with the router's scores
+        of_tokens = self._norm(shape.dim) / self._tp + shape.num_experts * _FP32  # with the router's scores
         if weights:
-            here += shape.dim * (self._size if self._on_cpu else _FP32)  # the router's input
+            of_tokens += shape.dim * (self._size if self._on_cpu else _FP32)  # the router's input
         routed = (3 + weights) * shape.expert_dim / self._tp + weights * shape.dim
         output = shape.dim * (_FP32 if self._kind == "titan" else self._size)  # to be scaled by the scores
-        return (here + shape.top_k * (routed * self._size + output)) / self._cp
+        return (of_tokens + shape.top_k * (routed * self._size + output)) / self._cp
 
     def _norm(self, width: float) -> float:
         """torch's kernel for GPUs saves its input. Elsewhere a norm is made of parts that compute in fp32."""

@@ -167,8 +167,8 @@ def engine_budgets(
         for role in (role for role in ENGINE_ROLES if role in roles):
             beside = max(
                 (sum(memory[neighbour][phase].total for neighbour in roles) - memory[role][phase].total) / GIB
-                for phase, there in present.items()
-                if there[role] == "whole"
+                for phase, presence in present.items()
+                if presence[role] == "whole"
             )
             budgets[role] = min(budgets.get(role, math.inf), room - beside)
     return budgets

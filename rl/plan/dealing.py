@@ -99,19 +99,19 @@ class _Devices:
 
     def on_host(self, host: int, count: int) -> list[Device] | None:
         """So many of one host; None where it has too few that are free."""
-        there = [device for device in self._all if device[0] == host]
+        devices = [device for device in self._all if device[0] == host]
         if not self._in_turn:
-            there = [device for device in there if device not in self._used]
-        if count > len(there):
+            devices = [device for device in devices if device not in self._used]
+        if count > len(devices):
             return None
-        first = self._next_of[(host,)] % len(there) if self._in_turn else 0
+        first = self._next_of[(host,)] % len(devices) if self._in_turn else 0
         self._next_of[(host,)] = first + count
-        return self._taken([there[i % len(there)] for i in range(first, first + count)])
+        return self._taken([devices[i % len(devices)] for i in range(first, first + count)])
 
     def rounds(self, host: int, count: int) -> int:
         """How often the host's GPUs have been dealt out, once so many more are."""
-        there = sum(device[0] == host for device in self._all)
-        return max(0, self._next_of[(host,)] + count - 1) // max(1, there) if self._in_turn else 0
+        num_devices = sum(device[0] == host for device in self._all)
+        return max(0, self._next_of[(host,)] + count - 1) // max(1, num_devices) if self._in_turn else 0
 
     def in_order(self, hosts: Hosts, count: int, on_one: bool) -> list[Device] | None:
         """So many of all hosts; on_one: all of one host, for which GPUs between are left out."""

@@ -80,8 +80,8 @@ def check_hosts(
         if role in ENGINE_ROLES:
             _check_even(role, hosts, demand, notes)
     for role in dict.fromkeys(role for role, _ in of_replicas):
-        there = [host for of, hosts in of_replicas if of == role for host in hosts]
-        _check_used(role, there, demand, cluster, notes)
+        hosts_of_role = [host for of, hosts in of_replicas if of == role for host in hosts]
+        _check_used(role, hosts_of_role, demand, cluster, notes)
     joining = {number for number, host in enumerate(cluster.hosts) if host.may_join}
     if not joining:
         return
@@ -120,9 +120,9 @@ def _check_even(role: RoleName, of_ranks: Sequence[int], demand: Demand, notes: 
     """Monarch starts a mesh with as many processes on each of its hosts. of_ranks: each rank's host."""
     counts = {host: of_ranks.count(host) for host in dict.fromkeys(of_ranks)}
     if len({*counts.values()}) > 1:
-        there = ", ".join(f"{count} on host {host}" for host, count in counts.items())
+        dealt = ", ".join(f"{count} on host {host}" for host, count in counts.items())
         notes.problem(
             "places",
-            f"{role} has {len(of_ranks)} processes, {there}: each of its hosts has to have as many; use "
+            f"{role} has {len(of_ranks)} processes, {dealt}: each of its hosts has to have as many; use "
             f"another layout, or name its hosts with --{demand.name(f'{role}.hosts')}",
         )

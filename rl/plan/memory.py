@@ -45,12 +45,12 @@ def engine_memory(
     if config.head == "value" and kind == "titan":
         shape = replace(shape, tied=True)  # a vector is in the place of the language model's head
     tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
-    here = shape.matrices / (fsdp * tp) + shape.vectors / fsdp
+    of_rank = shape.matrices / (fsdp * tp) + shape.vectors / fsdp
     frozen = config.adapters
-    parts = {"weights": here * (size if frozen else _FP32)}
+    parts = {"weights": of_rank * (size if frozen else _FP32)}
     adapter = shape.adapter_elements(lora) / tp if frozen and learns and lora.rank else 0.0
     parts["weights"] += adapter * _FP32
-    learned = (adapter if frozen else here) if learns else 0.0
+    learned = (adapter if frozen else of_rank) if learns else 0.0
     parts["gradients"] = learned * _FP32
     parts["optimizer"] = 2 * learned * _FP32
     parts["gathered"] = _gathered(shape, config, learns and not frozen, size)

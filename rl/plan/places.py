@@ -49,17 +49,17 @@ class Places:
 
     def beside(self, role: RoleName) -> bool:
         """Whether some process of a role shares its GPU."""
-        mine = {*self.devices_of(role)}
-        return any(len(roles) > 1 and device in mine for device, roles in self.on_devices().items())
+        devices = {*self.devices_of(role)}
+        return any(len(roles) > 1 and device in devices for device, roles in self.on_devices().items())
 
     def on_devices(self) -> dict[tuple[int, int | None], list[RoleName]]:
         """(host, GPU) -> the role of each process there; workers need no device."""
-        there: dict[tuple[int, int | None], list[RoleName]] = {}
+        roles_on: dict[tuple[int, int | None], list[RoleName]] = {}
         for member in self.started:
             if ROLES[member.role].kind != "worker":
                 for place in self.by_name[member.name]:
-                    there.setdefault((place.host, place.gpu), []).append(member.role)
-        return there
+                    roles_on.setdefault((place.host, place.gpu), []).append(member.role)
+        return roles_on
 
 
 def wanted(demand: Demand) -> tuple[Wanted, ...]:
@@ -125,7 +125,7 @@ def _settle_sharing(
         parts = " + ".join(f"{of.role} {of.num_procs}" for of in on_devices)
         notes.problem(
             "places",
-            f"{needed} processes ({parts}) need a GPU each but {_there(cluster)} {num_gpus}{apart}; use "
+            f"{needed} processes ({parts}) need a GPU each but {_have(cluster)} {num_gpus}{apart}; use "
             f"fewer, or set --placement side_by_side",
         )
     asked = demand.sharing != "auto"
@@ -134,11 +134,11 @@ def _settle_sharing(
     notes.settle(demand.name("placement"), demand.sharing, value, "asked for" if asked else why)
 
 
-def _there(cluster: Cluster) -> str:
+def _have(cluster: Cluster) -> str:
     return "the machine has" if len(cluster.hosts) == 1 else f"the {len(cluster.hosts)} hosts have"
 
 
-def _these(cluster: Cluster) -> str:
+def _cluster_name(cluster: Cluster) -> str:
     return "this machine" if len(cluster.hosts) == 1 else "these hosts"
 
 
@@ -186,7 +186,7 @@ def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> No
     if total > most:
         notes.problem(
             "places",
-            f"{total} processes are more than {_these(cluster)} can hold ({cluster}: at most {most}); "
+            f"{total} processes are more than {_cluster_name(cluster)} can hold ({cluster}: at most {most}); "
             f"use fewer",
         )
 
@@ -199,10 +199,10 @@ def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> d
         fixed["generator"] = 1
     if demand.generator is not None:
         asked["generator"] = demand.generator.num_threads
-    there = Counter(
+    counts = Counter(
         (member.role, place.host) for member in places.started for place in places.by_name[member.name]
     )
-    shares = {at: _share(*at, there, demand.overlap, cluster) for at in there}
+    shares = {at: _share(*at, counts, demand.overlap, cluster) for at in counts}
     settled = {}
     for member in places.started:
         own = asked.get(member.role) or fixed.get(member.role)
@@ -220,12 +220,12 @@ def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> d
 
 
 def _share(
-    role: RoleName, host: int, there: Mapping[tuple[RoleName, int], int], overlap: bool, cluster: Cluster
+    role: RoleName, host: int, counts: Mapping[tuple[RoleName, int], int], overlap: bool, cluster: Cluster
 ) -> tuple[int, str]:
     """Threads of each process of a role on a host, and why: its cores over who works at the same time."""
     beside = {*ROLES[role].beside}
     if overlap:
         beside |= {*(ENGINE_ROLES if role == "generator" else ("generator",))}
-    at_work = sum(there.get((neighbour, host), 0) for neighbour in beside)
+    at_work = sum(counts.get((neighbour, host), 0) for neighbour in beside)
     cores = cluster.hosts[host].num_cores
     return max(1, cores // at_work), f"{cores} cores for {at_work} at work at a time"

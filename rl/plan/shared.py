@@ -28,13 +28,13 @@ def check_shared_memory(
         taken = model + num_versions * shape.adapter_elements(adapter) * BYTES[numerics.dtype]
     ranks = [place.host for place in places.of("trainer")]
     for number in sorted({*ranks, *generators}):
-        there = cluster.hosts[number].shared_gib
+        capacity = cluster.hosts[number].shared_gib
         needed = taken if number in generators else taken * ranks.count(number) / len(ranks)
-        if there is not None and needed / GIB > there:
+        if capacity is not None and needed / GIB > capacity:
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "this host"
             otherwise = "" if demand.command == "serve" else ", or use --weight_sync.transport torchstore"
             notes.problem(
                 "shared memory",
-                f"{where} has {there:.2f} GiB of shared memory, and published weights take "
+                f"{where} has {capacity:.2f} GiB of shared memory, and published weights take "
                 f"{needed / GIB:.2f}; enlarge /dev/shm (docker run --shm-size=...){otherwise}",
             )

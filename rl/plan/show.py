@@ -81,13 +81,13 @@ def _idle(plan: Plan) -> list[str]:
 
 
 def _devices(plan: Plan) -> list[str]:
-    there: dict[tuple[int, int], list[tuple[Replica, int]]] = {}
+    ranks_on: dict[tuple[int, int], list[tuple[Replica, int]]] = {}
     for replica in plan.replicas:
         for rank, process in enumerate(replica.processes):
             for gpu in process.gpus:
-                there.setdefault((process.host, gpu), []).append((replica, rank))
+                ranks_on.setdefault((process.host, gpu), []).append((replica, rank))
     lines = []
-    for (host, gpu), members in sorted(there.items()):
+    for (host, gpu), members in sorted(ranks_on.items()):
         room = plan.cluster.hosts[host].gpus[gpu].gib * USABLE
         needed = _by_phase(members)
         names = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)

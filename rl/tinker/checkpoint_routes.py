@@ -51,7 +51,10 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
         return [_run(row, {kind: newest.get((row.id, kind)) for kind in KINDS}) for row in rows]
 
     def _run(row: Row, newest: Mapping[str, Row | None]) -> Any:
-        last = {kind: None if there is None else _checkpoint(there) for kind, there in newest.items()}
+        last = {
+            kind: None if checkpoint is None else _checkpoint(checkpoint)
+            for kind, checkpoint in newest.items()
+        }
         return {
             "training_run_id": row.id,
             "base_model": base_model,

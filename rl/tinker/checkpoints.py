@@ -54,14 +54,14 @@ class Checkpoints:
         if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             return await self._save_for_session(request, model, body)
         path = CheckpointPath.make(model.id, kind, name or f"{request.number:08d}")
-        there = self._get(path)
-        if there is not None and there.request != request.id:
+        existing = self._get(path)
+        if existing is not None and existing.request != request.id:
             if not body.get("overwrite"):
                 raise UserError(f"{path} is there already; choose another name, or set overwrite")
-        elif there is not None:  # written before a restart
+        elif existing is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
         recipients = body.get("age_encryption_recipients") or ()
-        old_bytes = 0 if there is None else there.num_bytes
+        old_bytes = 0 if existing is None else existing.num_bytes
         with new_directory(path.parent(self._root), path.name) as directory:
             await self._write(model, directory, kind == "weights", recipients, old_bytes)
         # From here on a row may name the directory, also where the database's answer is lost.

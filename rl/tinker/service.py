@@ -129,10 +129,10 @@ class Service:
     ) -> str:  # fmt: skip
         id = f"{session}:train:{number}"
         check_metadata(body.get("user_metadata"))
-        there = self._database.get(models, id)
-        if there is None:
+        known = self._database.get(models, id)
+        if known is None:
             self._insert_model(id, session, tenant, asdict(lora), seed, source, optimizer, body)
-        elif there.source != source:
+        elif known.source != source:
             raise UserError(f"{id} is there already, with other weights; take another model_seq_id")
         return self.submit(tenant, "create_model", id, 0, json.dumps(dict(body)).encode())
 
@@ -156,8 +156,8 @@ class Service:
         source, id = self.checkpoints.loadable(tenant, path), f"{session}:train:{number}"
         copy = await self.checkpoints.copy(source, tenant, id, ttl_seconds)
         if self._database.get(models, id) is None:
-            there = self.checkpoints.own(tenant, id, copy.kind, copy.name).directory
-            self._insert_model(id, session, tenant, source.lora, 0, there, copy.kind == "weights", {})
+            copied_to = self.checkpoints.own(tenant, id, copy.kind, copy.name).directory
+            self._insert_model(id, session, tenant, source.lora, 0, copied_to, copy.kind == "weights", {})
         return str(copy)
 
     def list_models(self, tenant: str, limit: int, offset: int) -> Sequence[Row]:

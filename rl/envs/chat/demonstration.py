@@ -25,7 +25,7 @@ def chat_sample(env: ChatEnv, problem: Problem, seed: int, tokenizer: Tokenizer)
         tokens = template.continuation(prompt, tools) if segments else template.prompt(prompt, tools)
         target = template.assistant_tokens(message)
         taught = Segment(np.array(target), True, np.zeros(len(target)))
-        segments += [Segment.given(tokens), taught]
+        segments += [Segment.unsampled(tokens), taught]
         prompt = []
     return segments_sample(segments, id=f"{problem.id}, demonstration")
 

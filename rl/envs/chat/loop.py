@@ -175,7 +175,7 @@ class _Walk:
 
     def _rollout(self, score: Score) -> Rollout:
         session = self._session
-        branches = session.branches or ((Segment.given([]),),)
+        branches = session.branches or ((Segment.unsampled([]),),)
         turns = session.turns
         score = check_parts(score, [len(turn.completion.tokens) for turn in turns])
         score = _in_order(score, turns, session.turns_of_branches)

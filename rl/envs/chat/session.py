@@ -38,7 +38,7 @@ class Turn:
     """A turn of the policy, equal to itself alone. `before`: the turn whose tokens it goes on after."""
 
     before: "Turn | None"
-    given: np.ndarray  # int32, since `before`, or the whole prompt
+    new_tokens: np.ndarray  # int32, since `before`, or the whole prompt
     completion: Completion
     message: Message
     parsed: ParsedTurn  # of a turn that was cut off: its text alone
@@ -70,7 +70,7 @@ class Turn:
         """The whole sequence up to its end."""
         tokens: list[int] = []
         for turn in self.path:
-            tokens += turn.given.tolist()
+            tokens += turn.new_tokens.tolist()
             tokens += turn.completion.tokens.tolist()
         return tokens
 
@@ -109,12 +109,12 @@ class ChatSession:
             raise NoTurnsLeft("the episode's turns are used up (env.max_turns)")
         before, new = self._find(messages, tools)
         try:
-            given = (
+            new_tokens = (
                 self._template.continuation(new, tools) if before else self._template.prompt(messages, tools)
             )
         except ConfigError as error:
             raise Unwritable(str(error)) from error
-        prompt = [*(before.tokens if before else ()), *given]
+        prompt = [*(before.tokens if before else ()), *new_tokens]
         room = self._max_tokens - len(prompt)
         if room < 1:
             self.was_refused = True
@@ -124,7 +124,7 @@ class ChatSession:
         limit = min(self._params.max_new_tokens, room, max_new_tokens or room)
         params = replace(self._params, max_new_tokens=limit, seed=seed)
         completion = (await self._sampler.sample(prompt, 1, params))[0]
-        turn = self._turn(before, given, completion, has_tools=bool(tools))
+        turn = self._turn(before, new_tokens, completion, has_tools=bool(tools))
         self.turns.append(turn)
         if turn.is_complete:
             self._known[_key([*messages, turn.message], tools)] = turn
@@ -176,15 +176,15 @@ class ChatSession:
         return None, messages
 
     def _turn(
-        self, before: Turn | None, given: Sequence[int], completion: Completion, has_tools: bool
+        self, before: Turn | None, new_tokens: Sequence[int], completion: Completion, has_tools: bool
     ) -> Turn:
         text = self._template.text(completion.tokens.tolist())
         if completion.stop is not StopReason.STOP:
             message: Message = {"role": "assistant", "content": text}
-            return Turn(before, np.array(given, np.int32), completion, message, ParsedTurn(text), text)
+            return Turn(before, np.array(new_tokens, np.int32), completion, message, ParsedTurn(text), text)
         parsed = self._template.parse(text, has_tools)
         message = as_message(parsed, text, f"call{len(self.turns):03d}")
-        return Turn(before, np.array(given, np.int32), completion, message, parsed, text)
+        return Turn(before, np.array(new_tokens, np.int32), completion, message, parsed, text)
 
 
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:
@@ -192,9 +192,9 @@ def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     for step in turn.path:
         completion = step.completion
-        segments.append(Segment.given(step.given))
+        segments.append(Segment.unsampled(step.new_tokens))
         if id(step) in trained:
-            segments.append(Segment.given(completion.tokens))
+            segments.append(Segment.unsampled(completion.tokens))
         else:
             segments.append(Segment(completion.tokens, True, completion.logprobs))
             trained.add(id(step))

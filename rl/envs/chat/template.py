@@ -63,9 +63,9 @@ class ChatTemplate:
                 text = self._render([*before, *messages], tools)
             except ConfigError:
                 continue
-            _, there, rest = text.rpartition(_STAND_IN)
+            _, stand_in, rest = text.rpartition(_STAND_IN)
             _, ended, after = rest.partition(self._end)
-            if there and ended:
+            if stand_in and ended:
                 return self._tokens(after)
         raise ConfigError(
             f"the model's chat template does not take {messages[0]['role']} messages after an assistant's "
@@ -107,9 +107,9 @@ class ChatTemplate:
     def _turn_end(self) -> tuple[int, str]:
         """The token that ends the assistant's turns, and its text."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
-        _, there, after = self._render(turns, (), prompt=False).rpartition(_STAND_IN)
+        _, stand_in, after = self._render(turns, (), prompt=False).rpartition(_STAND_IN)
         tokens = self._tokenizer.encode_plain(after)
-        if there and tokens:
+        if stand_in and tokens:
             text = self._tokenizer.decode_with_special(tokens[:1])
             if not self._tokenizer.decode(tokens[:1]) and after.startswith(text):
                 return tokens[0], text
@@ -133,7 +133,7 @@ class ChatTemplate:
             }
             for result in results
         ]
-        called = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[:1])]
+        called = [{"role": "assistant", "content": "", "tool_calls": part} for part in (calls, calls[:1])]
         return [*([user, turn] for turn in called), [user, plain]]
 
 

@@ -23,10 +23,8 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _CALL_CLOSED = re.compile(rf"\s*(?:{_CALL_END}|\Z)")
 _NEXT_CALL = re.compile(r"\s*(?:;\s*(?=\{)|\Z)")
 _LIST, _LIST_END = re.compile(r"\[\s*\w+\("), re.compile(r"\)\s*\]")
-_PYTHON_TAG = "<|python_tag|>"
-_LINE_WITH_CALL = re.compile(
-    r'^\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:', re.MULTILINE
-)
+_NAMED = r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
+_FIRST_CALL = re.compile(rf"<\|python_tag\|>|\A\s*(?=\{{)|(?m:^)\s*(?={_NAMED})")
 _MAX_DEPTH = 64
 _MAX_BITS = 10_000  # Python writes integers of up to 4300 digits
 
@@ -139,16 +137,11 @@ def _hermes(text: str) -> ParsedTurn:
 
 def _llama3(text: str) -> ParsedTurn:
     """The calls begin the text, or follow words: after the tag, or in a line that begins with a call."""
-    before, tag, body = text.partition(_PYTHON_TAG)
-    if not tag and not text.lstrip().startswith("{"):
-        line = _LINE_WITH_CALL.search(text)
-        before, body = (text[: line.start()], text[line.start() :]) if line else (text, "")
-    elif not tag:
-        before, body = "", text
-    body = body.strip()
-    if not body.startswith("{"):
+    start = _FIRST_CALL.search(text)
+    body = text[start.end() :].strip() if start else ""
+    if start is None or not body.startswith("{"):
         return ParsedTurn(text)
-    content = before.strip()
+    content = text[: start.start()].strip()
     calls: list[ToolCall] = []
     at = 0
     try:
