@@ -22,12 +22,13 @@ P = 3
 
 
 def group(index, version, kind):
-    """kind: differ (a signal), same (none), fail (no reward)."""
+    """kind: differ (a signal), same (none), fail (no reward), half (one of two has none)."""
     segments = (Segment([1], False, [0.0]), Segment([2], True, [-1.0]))
     rollout = Rollout(
         Problem(str(index), "q", "a"), segments, "", StopReason.STOP, VersionRange(version, version)
     )
-    scores = [Score(float(i and kind == "differ"), "failed" if kind == "fail" else None) for i in range(2)]
+    failed = {"fail": 2, "half": 1}.get(kind, 0)
+    scores = [Score(float(i and kind == "differ"), "failed" if i < failed else None) for i in range(2)]
     return Group(index, (rollout,) * 2, tuple(scores))
 
 
@@ -147,7 +148,7 @@ def run(world):
     k=st.integers(0, 4),
     num_steps=st.integers(1, 8),
     max_filtered=st.sampled_from([0, P, 2 * P]),
-    kinds=st.sampled_from([("differ",), ("differ", "same"), ("differ", "same", "fail"), ("same",)]),
+    kinds=st.sampled_from([("differ",), ("differ", "same"), ("differ", "same", "fail", "half"), ("same",)]),
     streamed=st.booleans(),
 )
 def test_whatever_happens_the_bound_holds_every_prompt_ends_once_and_nothing_waits_for_ever(

@@ -174,3 +174,10 @@ def test_a_run_saves_by_time_and_keeps_the_newest(tmp_path, monkeypatch):
         "step-3", "step-5", "step-8", "step-10", "step-13", "step-14",
     ]  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-13", "step-14"]
+
+
+def test_before_the_first_evaluation_none_is_waited_for():
+    clock = iter([0.0, 29.8, 30.1])
+    saves = SaveClock(1.0, clock.__next__)
+    assert not saves.is_due(evaluates=True)  # 29.8 s of work, and a step as long
+    assert saves.is_due(evaluates=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.errors import RunError
 from rl.loss.base import TokenInputs
 from rl.loss.cispo import CISPO
 from rl.loss.clip import Clip
@@ -317,3 +318,22 @@ def test_distillation_has_the_gradient_of_the_reverse_kl():
     )
     Distillation()(logprobs, everything).loss.backward()  # every token, weighted by its probability
     assert torch.allclose(sampled.grad, exact.grad, atol=1e-12)
+
+
+def test_the_dual_clip_counts_the_tokens_that_it_bounds_and_no_others():
+    """Ratios of 10: of an advantage of -1 it bounds the term at -3; of 1 the ratio is clipped; 1.1 is neither."""
+    ratios, advantages = torch.tensor([10.0, 10.0, 1.1, 1.1]), torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    ids = torch.arange(4)
+    inputs = TokenInputs(torch.zeros(4), advantages, torch.ones(4), ids)
+    output = Clip(dual=3.0)(ratios.log(), inputs)
+    assert output.metrics["dual_clip_fraction:sum"] == 1
+    assert output.loss.item() == pytest.approx(3.0 - 1.28 + 1.1 - 1.1)
+
+
+def test_a_batch_without_tokens_has_every_loss_input_empty():
+    """A rank may have none; others have, of a name that it does not know."""
+    nothing = torch.zeros(0)
+    assert TokenInputs(nothing, nothing, nothing, nothing.long()).loss_input("ref_logprobs").shape == (0,)
+    one = torch.zeros(1)
+    with pytest.raises(RunError, match="'ref_logprobs', which the samples do not carry"):
+        TokenInputs(one, one, one, one.long()).loss_input("ref_logprobs")

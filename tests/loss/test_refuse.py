@@ -35,6 +35,7 @@ from rl.loss.entropy import EntropyBonus
 from rl.loss.gspo import GSPO
 from rl.loss.kl import KL
 from rl.loss.objective import Objective
+from rl.loss.shaping import Shaping
 
 DATA = {TokenInputs, Trajectory}  # what parts are given: tensors and arrays, made for every micro-batch
 NEEDED = {Objective: {"loss": Clip()}, Correction: {"old_logprobs": "trainer"}}  # for a value that is tried
@@ -310,6 +311,10 @@ def test_values_that_used_to_compute_something_else():
         (EntropyBonus(adapt=0.1), "adapt"),
         (EntropyBonus(adapt=0.1, target=0.3), ""),
         (EntropyBonus(), ""),
+        (Shaping(overlong_penalty=2.0), "overlong_penalty"),
+        (Shaping(overlong_tokens=5, overlong_penalty=0.0), "overlong_tokens"),
+        (Shaping(overlong_tokens=5, overlong_penalty=2.0), ""),
+        (Shaping(overlong_tokens=5), ""),
     ],
 )
 def test_a_field_that_nothing_reads_is_named_with_what_would_read_it(part, field):

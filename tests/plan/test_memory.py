@@ -240,6 +240,9 @@ def test_of_files_with_more_elements_than_such_a_decoder_has_no_sizes_are_known(
     tied = CONFIG | {"tie_word_embeddings": True}
     both = ModelShape.of(tied).num_parameters + 10 * 8  # the head is written, too
     assert ModelFacts.of(tied, 100, num_elements=both).shape is not None
+    twice = int(1.04 * (ModelShape.of(tied).num_parameters + CONFIG["vocab_size"] * CONFIG["hidden_size"]))
+    assert ModelFacts.of(tied, 100, num_elements=twice).shape is not None
+    assert ModelFacts.of(tied, 100, num_elements=int(1.02 * twice)).shape is None
 
 
 def test_which_models_have_tied_embeddings_unless_they_say_otherwise():

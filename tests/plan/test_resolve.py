@@ -40,7 +40,7 @@ from rl.plan.model_shape import ModelShape
 from rl.plan.remedies import changes as changes_of
 from rl.plan.resolve import resolve
 from rl.plan.roles import ENGINE_ROLES
-from rl.plan.shapes import why_not_sampled_by
+from rl.plan.shapes import MAX_LORA_RANK, why_not_sampled_by
 from rl.plan.show import show
 from rl.plan.types import Plan
 from rl.tinker.serve import ServeConfig
@@ -548,6 +548,23 @@ def test_no_remedy_makes_sequences_longer(model, tokens):
     config = qwen(model, trainer=TrainerConfig(micro_batch_tokens=tokens), max_seq_len=2048)
     lengths = {made.max_seq_len for _, made in changes_of(demand_of(config, "train"), cluster("1xL4-24"))}
     assert max(lengths) == 2048
+
+
+def test_an_adapter_is_of_a_rank_and_of_layers_that_there_are(model):
+    def lines(lora):
+        return problems(qwen(model, trainer=TrainerConfig(lora=lora)), "1xH100-80")
+
+    assert lines(LoRA(rank=MAX_LORA_RANK)) == []
+    assert any("the most that vLLM serves" in line for line in lines(LoRA(rank=MAX_LORA_RANK + 1)))
+    demand = demand_of(
+        qwen(model, trainer=TrainerConfig(lora=LoRA(rank=8, targets=("q_proj", "k_prj")))), "train"
+    )
+    facts = facts_of(qwen(model), demand)
+    trainer = replace(facts.models["trainer"], layers=frozenset({"q_proj", "k_proj"}))
+    (problem,) = resolve(
+        demand, replace(facts, models={**facts.models, "trainer": trainer}), cluster("1xH100-80")
+    )
+    assert "targets names k_prj, which the model does not have; its layers: k_proj, q_proj" in problem.text
 
 
 def test_generators_may_be_split_over_every_gpu_and_no_further(model):

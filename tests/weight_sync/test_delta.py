@@ -150,6 +150,7 @@ def test_few_bytes_go_for_few_changes_in_at_most_three_files(hosts):
             hosts.release(before)
         count, got = hosts.fetch(version)
         assert torch.equal(got, data)
+        assert len(hosts.requests) == version * (1 + remote_files.STREAMS)
         # holds: meaning, 2% of the values are a sixteenth of the bytes at most, and a whole version is all
         assert count >= NUM_BYTES if version == 1 else 0 < count < 0.1 * NUM_BYTES
         assert hosts.fetch(version)[0] == 0  # another process of the host

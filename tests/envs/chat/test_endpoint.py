@@ -42,7 +42,11 @@ class Agent(AgentEnv):
     def generate(self, seed):
         return Problem(str(seed), "look around")
 
+    def start(self, episode):
+        episode.state["started"] = True
+
     def agent(self, episode, base_url, api_key):
+        assert episode.state["started"]
         if episode.problem.question == "fails":
             raise ValueError("no agent")
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
