@@ -46,6 +46,13 @@ def transport(place: str) -> str:
     return f"{'tls' if is_on() else 'tcp'}://{place}"
 
 
+def _no_passphrase() -> str:
+    """OpenSSL would ask for one at the terminal, of each connection."""
+    raise ConfigError(
+        "RL_TLS_KEY is encrypted; name one without a passphrase: openssl pkey -in KEY -out PLAIN_KEY"
+    )
+
+
 def _context(protocol: int) -> ssl.SSLContext | None:
     if not is_on():
         return None
@@ -54,8 +61,8 @@ def _context(protocol: int) -> ssl.SSLContext | None:
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(authority)
-        context.load_cert_chain(cert, key)
-    except ssl.SSLError as error:
+        context.load_cert_chain(cert, key, password=_no_passphrase)
+    except (ssl.SSLError, OSError) as error:
         names = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
         raise ConfigError(f"{names}: not a certificate, its key and an authority's ({error})") from error
     return context

@@ -44,8 +44,8 @@ class Authority:
             _pem(self._builder(self._name, self._key).add_extension(whose, True), self._key)
         )
 
-    def variables(self, name: str, addresses: Sequence[str]) -> dict[str, str]:
-        """What a host with these addresses has in its environment."""
+    def variables(self, name: str, addresses: Sequence[str], passphrase: bytes = b"") -> dict[str, str]:
+        """What a host with these addresses has in its environment. passphrase: of its key; empty: none."""
         key, cert = self._directory / f"{name}.key", self._directory / f"{name}.pem"
         own = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName(
@@ -54,7 +54,10 @@ class Authority:
         uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = self._builder(_name(name), own).add_extension(names, False).add_extension(uses, False)
         cert.write_bytes(_pem(builder, self._key))
-        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        locked = (
+            serialization.BestAvailableEncryption(passphrase) if passphrase else serialization.NoEncryption()
+        )
+        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, locked
         key.write_bytes(own.private_bytes(*form))
         return {"RL_TLS_CERT": str(cert), "RL_TLS_KEY": str(key), "RL_TLS_CA": str(self.file)}
 

@@ -125,6 +125,9 @@ class HostAgent:
             writer.write(line({"error": str(refusal)}))
         except (ConnectionError, ValueError, TimeoutError, asyncio.IncompleteReadError):
             pass  # no controller, or one that is gone
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"is asked as another rl does ({error!r}); install the same on all hosts"
+            writer.write(line({"error": problem}))
         except OSError as error:  # of this host's files or processes
             writer.write(line({"error": f"failed: {error}"}))
         finally:
@@ -164,6 +167,7 @@ class HostAgent:
             "versions": versions(),
             "time": time.time(),
             "machine": machine_name(),
+            "address": self.address,
         }
 
     async def _send_file(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:

@@ -23,6 +23,10 @@ _AS_LARGE = 0.99
 """Of what was planned: drivers keep a little of a GPU's memory for themselves, and not all the same."""
 
 
+class ClockOff(ConfigError):
+    """A host's, as it may be for a while after the host has booted."""
+
+
 def host_addresses(text: str) -> list[str]:
     """Of the setting `hosts`, as their workers call themselves: with IP addresses. Raises ConfigError."""
     addresses, problems = list[str](), list[str]()
@@ -88,8 +92,11 @@ def look_at(address: str) -> Host:
         raise ConfigError(str(error)) from error
     connection.close()
     try:
-        if problems := _problems(address, answer, (began + time.time()) / 2):
-            raise ConfigError("\n".join(problems))
+        clock = _of_clock(address, answer["time"] - (began + time.time()) / 2)
+        if problems := _problems(address, answer):
+            raise ConfigError("\n".join([*problems, *clock]))
+        if clock:
+            raise ClockOff(*clock)
         gpus = tuple(GPU(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in answer["gpus"])
         shared_gib, machine = float(answer["shared_gib"]), str(answer["machine"])
         num_cores, free_gib = answer["num_cores"], answer["free_gib"]
@@ -141,7 +148,14 @@ def check_as_planned(host: Host, planned: Host, needed_gib: float = 0.0) -> None
             )
 
 
-def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
+def _of_clock(address: str, offset: float) -> list[str]:
+    if abs(offset) <= _CLOCK_SECONDS:
+        return []
+    way = "ahead of" if offset > 0 else "behind"
+    return [f"host {address}'s clock is {abs(offset):.0f} s {way} this one's; set it (ntp)"]
+
+
+def _problems(address: str, answer: dict[str, Any]) -> list[str]:
     problems, own_versions = [], versions()
     for package in sorted({*answer["versions"], *own_versions}):
         remote, local = (each.get(package, "none") for each in (answer["versions"], own_versions))
@@ -149,9 +163,9 @@ def _problems(address: str, answer: dict[str, Any], now: float) -> list[str]:
             problems.append(
                 f"host {address} has {package} {remote}, and this one {local}; install the same on all hosts"
             )
-    if abs(offset := answer["time"] - now) > _CLOCK_SECONDS:
-        way = "ahead of" if offset > 0 else "behind"
-        problems.append(f"host {address}'s clock is {abs(offset):.0f} s {way} this one's; set it (ntp)")
+    if (name := answer["address"]) != address:  # its processes would be looked for elsewhere
+        remedy = f"name it so, or start rl worker --listen {address} there"
+        problems.append(f"host {address} calls itself {name}; {remedy}")
     if answer["shared_gib"] < _LEAST_SHARED_GIB:
         problems.append(
             f"host {address} has {answer['shared_gib']:.2f} GiB of shared memory; mount a larger /dev/shm"

@@ -16,6 +16,7 @@ import psutil
 
 from rl.actors.remote import ProcessDied
 from rl.cluster.host_agent import SILENCE_SECONDS
+from rl.cluster.hosts import ClockOff
 from rl.cluster.unshared import send_files
 from rl.errors import ConfigError
 from rl.host_protocol import (
@@ -190,8 +191,12 @@ class Lease:
                 if not self._may_return:
                     raise HostUnreachable(f"host {self.address} has left the run")
                 await self.connect()
-                await self._check_return()
-                await self.send_models()
+                try:
+                    await self._check_return()
+                    await self.send_models()
+                except BaseException:  # else the next start would take it as one with the models
+                    self._lose()
+                    raise
             await self._ask({"do": "worker"})
         except HostUnreachable as error:
             self._refused = time.monotonic(), error
@@ -199,12 +204,16 @@ class Lease:
         return self._worker
 
     async def _check_return(self) -> None:
-        """A host that was lost may come back with other GPUs, or another rl. Raises HostDiffers."""
+        """A host that was lost may come back with other GPUs, or another rl. Raises HostDiffers.
+
+        One whose clock is not set yet, or that refuses for now, is asked again: it raises HostUnreachable.
+        """
         try:
             await asyncio.to_thread(self._check)
+        except ClockOff as error:
+            raise HostUnreachable(str(error)) from error
         except ConfigError as error:
-            self._lose()
-            if type(error.__cause__) is HostUnreachable:  # it is gone again
+            if isinstance(error.__cause__, HostUnreachable):  # it is gone again
                 raise error.__cause__ from None
             raise HostDiffers(str(error)) from error
 

@@ -47,7 +47,7 @@ class Group:
 
 def group_of(environment: Mapping[str, str]) -> Group | None:
     """None where this process was started alone. Raises ConfigError."""
-    if int(environment.get("WORLD_SIZE", "1")) > 1:
+    if _number(environment, "WORLD_SIZE", 1) > 1:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 "rl train is one process on each host, and starts the others itself; write torchrun "
@@ -59,24 +59,33 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
                 f"WORLD_SIZE is set and {', '.join(missing)} not; set all of {', '.join(names)}"
             )
         has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        rank, size, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return Group(rank, size, environment["MASTER_ADDR"], port, has_store, attempt)
     # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
     # In a shell that salloc gives SLURM_NTASKS is the allocation's; SLURM_STEP_NUM_TASKS, 1, is its step's.
-    num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
-    if int(num_tasks) > 1 and "SLURM_STEP_ID" in environment:
-        if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", num_tasks):
+    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
+    if num_tasks > 1 and "SLURM_STEP_ID" in environment:
+        if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", str(num_tasks)):
             raise ConfigError(
                 "rl train is one process on each host, and starts the others itself; write srun "
                 "--ntasks-per-node 1"
             )
         address = environment.get("MASTER_ADDR") or _first_node(environment)
-        job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        port = int(environment.get("MASTER_PORT") or 20_000 + (job + 997 * step) % 10_000)
-        rank = int(environment["SLURM_PROCID"])
-        return Group(rank, int(num_tasks), address, port, name=f"{job}.{step}")
+        job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        port = _number(environment, "MASTER_PORT", 20_000 + (job + 997 * step) % 10_000)
+        return Group(_number(environment, "SLURM_PROCID"), num_tasks, address, port, name=f"{job}.{step}")
     return None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """default: where it is not set, or empty. Raises ConfigError where it is no number."""
+    text = environment.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} is no number; set it as torchrun or Slurm does, or unset it")
+    return int(text)
 
 
 def _first_node(environment: Mapping[str, str]) -> str:

@@ -44,7 +44,8 @@ def answers(monkeypatch):
         answer = made[address]
         if isinstance(answer, Exception):
             raise answer
-        said = {**GOOD, "versions": versions(), "time": time.time(), "machine": address, **answer}
+        said = {**GOOD, "versions": versions(), "time": time.time(), "machine": address, "address": address}
+        said |= answer
         return {name: value for name, value in said.items() if value is not None}, Nothing()
 
     monkeypatch.setattr(module, "ask", ask)
@@ -164,3 +165,10 @@ def test_a_list_of_hosts_that_cannot_be_read(text, answers):
     with pytest.raises(ConfigError, match=BAD[text]) as error:
         look_at_hosts(text)
     assert all(line.startswith(f"hosts={text!r}") for line in str(error.value).splitlines())
+
+
+def test_a_host_that_calls_itself_otherwise_is_refused(answers):
+    """Behind a floating IP, say: its processes would be looked for under a name that nobody has."""
+    answers |= {A: {}, B: {"address": "192.168.0.7:7000"}}
+    with pytest.raises(ConfigError, match=f"host {B} calls itself 192.168.0.7:7000; name it so, or start"):
+        look_at_hosts(f"{A},{B}")

@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -66,6 +67,18 @@ def test_torchrun_names_the_first_hosts_store():
         group_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="WORLD_SIZE is set and RANK, MASTER_PORT not"):
         group_of({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "text"),
+    [("torchrun", "WORLD_SIZE", "x"), ("torchrun", "RANK", ""), ("torchrun", "MASTER_PORT", "tcp://10.0.0.1:29500"),
+     ("srun", "SLURM_NTASKS", "2(x3)"), ("srun", "SLURM_PROCID", ""), ("srun", "MASTER_PORT", "port")],
+)  # fmt: skip
+def test_a_variable_that_is_no_number_is_named(base, name, text):
+    environment = {"torchrun": TORCHRUN, "srun": SRUN | {"MASTER_ADDR": "10.0.0.1"}}[base]
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={text!r} is no number; set it as")):
+        group_of(environment | {name: text})
+    assert group_of({"WORLD_SIZE": ""}) is None
 
 
 def test_sruns_first_node_is_asked_of_slurm(monkeypatch):

@@ -199,3 +199,11 @@ def test_monarchs_processes_speak_tls_and_refuse_who_has_no_certificate(tmp_path
     finally:
         worker.kill()
         worker.wait()
+
+
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_passphrase(tmp_path, authority):
+    """OpenSSL would ask at the terminal, and hold up the whole event loop."""
+    with environment(authority.variables("host", [HOME], b"secret")):
+        for context in (host_tls.server_context, host_tls.client_context):
+            with pytest.raises(ConfigError, match="RL_TLS_KEY is encrypted; name one without a passphrase"):
+                context()
