@@ -7,14 +7,14 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.cluster.jobs import FILES
 from rl.config.names import MOVED, with_new_names
 from rl.config.run import RunConfig
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 from rl.fields import settable
 from rl.paths import LOCK, write_whole
 
@@ -102,7 +102,7 @@ def to_json(value: Any) -> Any:
     if inspect.isroutine(value) and (owner := _owner(value)) is not None:
         return {"method": value.__name__, "of": to_json(owner)}
     if hasattr(value, "__qualname__") and (inspect.isroutine(value) or isinstance(value, type)):
-        return {"python": _name(value)}
+        return {"python": _name(value)} if not _is_wrapped(value) else {"repr": repr(value)}
     if isinstance(value, enum.Enum):
         return {"enum": _name(type(value)), "name": value.name}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -166,10 +166,7 @@ def _from_dict(data: dict[str, Any], where: str, fallback: Any) -> Any:
             values = {
                 f: from_json(value, where, getattr(own, f, None)) for f, value in fields.items() if known[f]
             }
-            try:
-                return kind(**values)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{where}: {name} cannot be made again ({error}); give a recipe") from error
+            return _made_again(lambda: kind(**values), name, where)
         case {"dict": list(items)}:
             made = fallback if isinstance(fallback, dict) else {}
             keys = [from_json(key, where) for key, _ in items]
@@ -194,8 +191,21 @@ def _from_dict(data: dict[str, Any], where: str, fallback: Any) -> Any:
                     f"{where} names {name!r} of {kind}, which is not there; give a recipe"
                 ) from error
         case {"named": str(kind), "values": list(items)}:
-            return _find(kind, where)(*_items(items, where, fallback))
+            parts = _items(items, where, fallback)
+            return _made_again(lambda: _find(kind, where)(*parts), kind, where)
     raise ConfigError(f"{where} holds {data!s:.60}, which cannot be read back; give a recipe")
+
+
+def _made_again(make: Callable[[], Any], name: str, where: str) -> Any:
+    """The class may be the user's own, and raise whatever it does."""
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {name} cannot be made again ({one_line(error)}); give a recipe"
+        ) from error
 
 
 def _owner(routine: Any) -> Any:
@@ -217,6 +227,14 @@ def _name(thing: Any) -> str:
     """module:name of a class or a function. A method of a class in C, as str.lower, only knows its class."""
     named = thing if getattr(thing, "__module__", None) else getattr(thing, "__objclass__", type(thing))
     return f"{named.__module__}:{thing.__qualname__}"
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether its name is another's: functools.wraps gives a function the name of the one that it calls."""
+    try:
+        return _find(_name(value), "") is not value
+    except ConfigError:
+        return False
 
 
 def _find(name: str, where: str) -> Any:

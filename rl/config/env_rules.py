@@ -1,6 +1,7 @@
 """What is wrong with a run's environment: it is asked, before anything starts, for what the run will ask."""
 
 import dataclasses
+import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,12 @@ def _not_an_env(env: Env) -> list[str]:
     if "__dataclass_fields__" not in vars(made_of) and vars(made_of).get("__annotations__"):
         problems.append(
             f"env {name} is no dataclass, so that its own fields are ignored; add @dataclass(frozen=True)"
+        )
+    own_fields = {field.name for field in dataclasses.fields(env)}
+    parameters = inspect.signature(made_of).parameters.keys()
+    if init_vars := sorted((made_of.__dataclass_fields__.keys() - own_fields) & parameters):
+        problems.append(
+            f"env {name} has {init_vars[0]} as an InitVar, which config.json would lose; make it a field"
         )
     try:
         hash(env)

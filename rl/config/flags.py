@@ -14,7 +14,7 @@ import tyro
 from rl.command_flags import flag_name, repeated
 from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 from rl.fields import check_fields, describe_type, expand_paths, postpone_refusals, settable, short, shown
 from rl.type_hints import type_hints
 
@@ -75,7 +75,13 @@ def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str =
     else:
         hint = type_hints(type(owner)).get(name, Any)
         new = _read(path, type(current) if hint is Any else hint, current, values)
-    return dataclasses.replace(owner, **{name: new})
+    try:
+        return dataclasses.replace(owner, **{name: new})
+    except ConfigError:
+        raise
+    except Exception as error:  # of a class of the user's own
+        refused = f"{type(owner).__name__} refuses it ({one_line(error)})"
+        raise ConfigError(f"--{path} {short(shlex.join(values))}: {refused}; give another value") from error
 
 
 def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:

@@ -3,18 +3,16 @@
 import time
 from collections.abc import Sequence
 
-from rl.cluster.jobs import LAUNCHERS, JobConfig
+from rl.cluster.jobs import LAUNCHERS, JobConfig, KubernetesJob, SlurmJob
 from rl.cluster.machine import look_at_host
 from rl.command_flags import flag_name, take_switch, take_value
 from rl.config.flags import override, settings_of
 from rl.config.recipes import from_anywhere, load_recipe
-from rl.config.run import RunConfig
 from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe, write_plan
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.plan.cluster import Cluster, parse_cluster
-from rl.plan.types import Plan
 
 _OF_JOBS = tuple(f"--{name}." for name in LAUNCHERS)
 _NOT_OF_JOBS = {
@@ -58,7 +56,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     text = job.text(run_dir, job.command(source, _without(rest, "--run_dir"), run_dir))
     place = job.place(run_dir)
     file = place / job.file
-    result = _plan_of(config, cluster, job.nodes) if is_dry else None
+    result = plan_or_problems(config, "train", _hosts_of(job, launcher, cluster)) if is_dry else None
     if isinstance(result, list):
         raise ConfigError("\n".join(result))
     try:
@@ -105,8 +103,20 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def _plan_of(config: RunConfig, cluster: str, nodes: int) -> Plan | list[str]:
-    """For hosts as --cluster says, or for as many as this one."""
+def _hosts_of(job: SlurmJob | KubernetesJob, launcher: str, cluster: str) -> Cluster:
+    """As --cluster says, or as many as the job asks for, each like this one. Raises ConfigError."""
     own_host = look_at_host()
-    hosts = parse_cluster(cluster, own_host) if cluster else Cluster((own_host,) * nodes)
-    return plan_or_problems(config, "train", hosts)
+    if not cluster:
+        return Cluster((own_host,) * job.nodes)
+    hosts = parse_cluster(cluster, own_host)
+    num_gpus = max(len(host.gpus) for host in hosts.hosts)
+    wanted = {"nodes": (job.nodes, len(hosts.hosts))}
+    if job.gpus_per_node:
+        wanted["gpus_per_node"] = (job.gpus_per_node, num_gpus)
+    if problems := [
+        f"{launcher}.{name}={of_job} and --cluster {cluster!r} differ; set --{launcher}.{name} {of_cluster}"
+        for name, (of_job, of_cluster) in wanted.items()
+        if of_job != of_cluster
+    ]:
+        raise ConfigError("\n".join(problems))
+    return hosts

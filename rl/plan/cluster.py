@@ -95,7 +95,7 @@ def parse_cluster(text: str, here: Host) -> Cluster:
     Raises ConfigError.
     """
     if text == "cpu":
-        return Cluster((Host(here.num_cores, here.free_gib, bfloat16=here.bfloat16),))
+        return Cluster((replace(here, gpus=()),))
     match = re.fullmatch(r"(?:(\d{1,4}) x )?(?:(\d{1,4})x)?([A-Za-z]\w*)-(\d{1,4})", text)
     if (
         match is None

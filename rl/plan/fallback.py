@@ -1,17 +1,18 @@
 """Fallbacks: where engines go on when hosts are lost for good. Settled before the run starts, as all else."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 
 from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
-from rl.plan.cluster import Cluster
+from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.memory import GIB
 from rl.plan.resolve import resolve
 from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
-from rl.plan.types import GeneratorSpec, Plan, Problem, Replica, Settled
+from rl.plan.types import PHASES, GeneratorSpec, Plan, Problem, Replica, Settled
 
 _MOST_LOSSES = 64  # of one number of hosts
 
@@ -72,7 +73,22 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     if taken := (_devices(engines) - _devices(_engines(plan))) & _devices(staying):
         host, gpu = min(taken)
         return f"GPU {host}:{gpu} has another role; give engines hosts of their own"
-    return engines
+    no_room = "" if plan.takes_turns else _without_room(engines, staying, plan.cluster)
+    return no_room or engines
+
+
+def _without_room(engines: Sequence[Replica], staying: Sequence[Replica], cluster: Cluster) -> str:
+    """On which of their GPUs engines have no room beside what stays there; empty: on none."""
+    for host, gpu in sorted(_devices(engines)):
+        processes = [p for r in (*engines, *staying) for p in r.processes if p.host == host and gpu in p.gpus]
+        needed = max(sum(p.memory[phase].total for p in processes if p.memory) for phase in PHASES) / GIB
+        room = cluster.hosts[host].gpus[gpu].gib * USABLE
+        if needed > room:
+            return (
+                f"GPU {host}:{gpu} would need {needed:.1f} of {room:.1f} GiB; give engines hosts of their "
+                f"own, or generators less memory"
+            )
+    return ""
 
 
 def engine_hosts(plan: Plan) -> Hosts:

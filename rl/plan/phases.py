@@ -25,7 +25,7 @@ def presences(demand: Demand, roles: Sequence[RoleName], notes: Notes) -> Presen
         notes.problem(
             "phases",
             "placement=by_turns does not go with max_offpolicy_steps or stream_groups, with which generators "
-            "and trainer work at the same time; set both to 0, or placement to side_by_side",
+            "and trainer work at the same time; set both to 0, or placement to auto",
         )
     return {phase: {role: _presence(role, phase) for role in roles} for phase in PHASES}
 

@@ -47,6 +47,12 @@ def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
             f"{demand.name('trainer.micro_batch_tokens')}={tokens} holds no sequence of {longest} tokens; "
             f"raise it, or lower {demand.name('max_seq_len')}",
         )
+    if demand.reference is not None and (positions := facts.models["reference"].positions) < longest:
+        notes.problem(
+            "shapes",
+            f"the reference's model has {positions} positions, and sequences may have {longest} tokens; set "
+            f"--max_seq_len {positions}, or give another --reference.model.path",
+        )
 
 
 def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, TrainerConfig
 from rl.config.codec import from_json, to_json, write_config
-from rl.config.flags import override
+from rl.config.env_rules import check_env
+from rl.config.flags import override, settings_of
 from rl.config.names import with_new_names
 from rl.config.recipes import load_recipe, recipe_names, source_of
+from rl.envs.calculator import Calculator
 from rl.errors import ConfigError
 from rl.loss.kl import KL
 from rl.models.sources import ModelDir
@@ -99,6 +101,39 @@ def test_what_a_recipe_alone_can_make_is_taken_from_it_and_all_else_from_the_run
         load_recipe(str(tmp_path / "run"))
 
 
+WRAPPED = """
+import functools
+from rl.config import RunConfig
+from rl.envs.sort_letters import SortLetters
+from rl.models.sources import TinyQwen3
+
+def plain(logprobs, inputs):
+    return 1
+
+def scaled(loss, factor):
+    @functools.wraps(loss)
+    def wrapper(logprobs, inputs):
+        return factor * loss(logprobs, inputs)
+    return wrapper
+
+def mine() -> RunConfig:
+    return RunConfig(model=TinyQwen3("0123456789"), env=SortLetters(), loss=LOSS)
+"""
+
+
+def test_a_function_that_has_anothers_name_is_not_read_back_as_that_one(tmp_path):
+    """functools.wraps gives it: the run would go on with another loss, and nobody would be told."""
+    path = tmp_path / "wrapped.py"
+    path.write_text(WRAPPED.replace("LOSS", "scaled(plain, 2)"))
+    _, config = load_recipe(str(path))
+    assert config.loss(0, 0) == 2
+    write_config(tmp_path / "run", f"{path}:mine", config)
+    assert load_recipe(str(tmp_path / "run"))[1].loss(0, 0) == 2
+    path.write_text(WRAPPED.replace("LOSS", "plain"))
+    with pytest.raises(ConfigError, match="plain at .*, which cannot be read back; give a recipe"):
+        load_recipe(str(tmp_path / "run"))
+
+
 def test_a_recipe_of_ones_own_with_a_class_a_function_and_a_module_beside_it(tmp_path):
     (tmp_path / "beside.py").write_text('ANSWER = "42"\n')
     (tmp_path / "mine.py").write_text(MINE)
@@ -131,6 +166,42 @@ def test_what_cannot_be_read_back_is_named():
     with pytest.raises(ConfigError, match="cannot be read back"):
         from_json(to_json(object()))
     assert json.dumps(to_json(dataclasses.make_dataclass("D", ["a", "b"])((Path("x"), 1.5), {1, 2})))
+
+
+@dataclass(frozen=True)
+class Fussy:
+    """Whose making fails, as where its data are gone."""
+
+    path: str = ""
+    level: int = 1
+
+    def __post_init__(self):
+        if self.path:
+            raise FileNotFoundError(2, "No such file", self.path)
+        if self.level > 3:
+            raise ArithmeticError("level is 1 to 3")
+
+
+@dataclass(frozen=True)
+class Holder:
+    part: Fussy = Fussy()
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+def test_what_a_class_of_the_users_raises_is_told_in_one_line():
+    for change, words in (({"path": "/gone"}, "No such file"), ({"level": 4}, "level is 1 to 3")):
+        with pytest.raises(ConfigError, match=f"Fussy cannot be made again .*{words}.*; give a recipe"):
+            from_json(to_json(Fussy()) | change)
+        ((name, value),) = change.items()
+        _, problems = settings_of(Holder(), [f"--part.{name}", str(value)])
+        assert len(problems) == 1 and problems[0].startswith(f"--part.{name} {value}: Fussy refuses it (")
+        assert words in problems[0] and problems[0].endswith("; give another value")
+    with pytest.raises(ConfigError, match=r"Point cannot be made again \(.*\); give a recipe"):
+        from_json({**to_json(Point(1, 2)), "values": [1, 2, 3]})
 
 
 @dataclass(frozen=True)
@@ -318,3 +389,17 @@ def test_fields_of_ones_own_come_back_and_are_set_as_they_are(tmp_path):
     assert len(problems) == 1 and problems[0].startswith("unknown setting --env.twice")
     assert changed.env.twice == 14
     assert (changed.loss.names, changed.loss.weights) == (["a", "b"], {"a": 1.5})
+
+
+@dataclass(frozen=True)
+class WithInitVar(Calculator):
+    level: dataclasses.InitVar[int] = 1
+
+    def __post_init__(self, level):
+        object.__setattr__(self, "num_eval", level)
+
+
+def test_a_value_that_is_no_field_is_refused():
+    """config.json would not have it, and a flag of its section would take its default again."""
+    (line,) = check_env(replace(quickstart(), env=WithInitVar(level=3)))
+    assert line == "env WithInitVar has level as an InitVar, which config.json would lose; make it a field"

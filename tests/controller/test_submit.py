@@ -227,10 +227,12 @@ REFUSED = {
     (*SLURM, "--hosts", "a:1"): ["--hosts has no effect here: the scheduler chooses hosts; leave it out"],
     (*SLURM, "--resume", "latest"): ["--resume has no effect here: a job goes on from the newest checkpoint"],
     (*SLURM, "--cluster", "8xH100-80"): ["--cluster has no effect without --dry_run; leave it out"],
+    (*SLURM, "--dry_run", "--cluster", "4 x 8xH100-80"): ["slurm.nodes=2 and --cluster '4 x 8xH100-80' differ; set --slurm.nodes 4"],
+    (*SLURM, "--slurm.gpus_per_node", "4", "--dry_run", "--cluster", "2 x 8xH100-80"): ["slurm.gpus_per_node=4 and --cluster '2 x 8xH100-80' differ; set --slurm.gpus_per_node 8"],
     (*SLURM, "--stepz", "2"): ["unknown setting --stepz"],
     (*SLURM, "--steps", "0", "--sloth", "1"): ["steps=0 must be at least 1", "unknown setting --sloth"],
     ("--launcher", "kubernetes"): ["--kubernetes.image is missing; give it", "--kubernetes.claim is missing; give it"],
-    (*SLURM, "--dry_run", "--cluster", "1xH100-80", "--placement", "alone"): ["2 processes (trainer 1 + generator 1) need a GPU each"],
+    ("--launcher", "slurm", "--dry_run", "--cluster", "1xH100-80", "--placement", "alone"): ["2 processes (trainer 1 + generator 1) need a GPU each"],
 }  # fmt: skip
 
 

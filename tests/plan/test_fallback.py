@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from configs.gpu import qwen3_1_7b
 from configs.quickstart import quickstart
 from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
 from rl.config.settle import engines_without, plan_or_problems
@@ -182,3 +183,25 @@ def test_a_replay_has_neither_guests_nor_fallbacks():
     settings = replace(settings, generator=replace(settings.generator, num_replicas=2))
     assert isinstance(plan_or_problems(settings, "train", CPUS), Plan)
     assert isinstance(plan_or_problems(settings, "replay", CPUS), Plan)
+
+
+def test_engines_that_grow_have_room_beside_the_generators_that_stay_on_their_gpu(monkeypatch, tmp_path):
+    """Which are not dealt out anew: the GPU of the lost host that they might have is lost, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    trainer = TrainerConfig(
+        layout=Layout(shard=2), micro_batch_tokens=8192, activation_checkpointing="full", min_hosts=1
+    )
+    settings = replace(
+        qwen3_1_7b(),
+        trainer=trainer,
+        max_seq_len=4096,
+        generator=GeneratorConfig(num_replicas=1, kv_cache_gib=40.0),
+    )
+    gpus = cluster("2 x 1xH100-80")
+    (text,) = plan_or_problems(settings, "train", gpus)
+    assert text.startswith(
+        "trainer.min_hosts: without host 1 GPU 0:0 would need 81.8 of 72.5 GiB; give engines hosts"
+    )
+    less = replace(settings, generator=replace(settings.generator, kv_cache_gib=20.0))
+    assert after(less, 1, hosts=gpus) == (Layout(), [0])

@@ -34,7 +34,7 @@ from rl.loss.kl import KL
 from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
-from rl.plan.cluster import GPU, USABLE, Cluster, Host
+from rl.plan.cluster import GPU, USABLE, Cluster, Host, parse_cluster
 from rl.plan.demand import ModelFacts
 from rl.plan.model_shape import ModelShape
 from rl.plan.remedies import changes as changes_of
@@ -571,6 +571,25 @@ def test_generators_may_be_split_over_every_gpu_and_no_further(model):
     tried = {words for words, _ in changes_of(demand_of(qwen(model), "train"), cluster("4xL4-24"))}
     split = {words for words in tried if "tensor_parallel" in words}
     assert split == {"set --generator.tensor_parallel 2", "set --generator.tensor_parallel 4"}
+
+
+def test_a_teacher_has_a_position_for_each_token(model):
+    """Else the run would end at the first long sequence."""
+    short = model("qwen3-1.7b")
+    path = Path(short.path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 512}))
+    config = qwen(model, kl=KL(coef=0.1), reference=ReferenceConfig(model=short), max_seq_len=1024)
+    (line,) = problems(config, "2xH100-80")
+    assert (
+        "reference's model has 512 positions, and sequences may have 1024 tokens; set --max_seq_len 512"
+        in line
+    )
+    assert problems(replace(config, max_seq_len=512), "2xH100-80") == []
+
+
+def test_this_host_without_gpus_keeps_its_shared_memory():
+    here = Host(num_cores=2, free_gib=24.0, shared_gib=0.001, gpus=cluster("1xH100-80").hosts[0].gpus)
+    assert parse_cluster("cpu", here) == Cluster((replace(here, gpus=()),))
 
 
 @pytest.mark.parametrize(("cache", "begin"), [(0.0, "; "), (1.0, "; lower kv_cache_gib, or ")])
