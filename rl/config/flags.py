@@ -86,6 +86,8 @@ def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str =
 
 def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:
     """A value of a type from words, as tyro reads it. name: of the setting, for the error."""
+    if kind == tuple[str, ...]:
+        return tuple(values)  # as of a command: tyro would take "-m" for a flag
     default = dataclasses.field(default_factory=lambda: current)  # it may be a list
     holder = dataclasses.make_dataclass("Setting", [("value", kind, default)])
     try:

@@ -51,7 +51,10 @@ def validate(
         with break_silence(f"making problems of {type(config.env).__name__}"):
             env_problems = check_env(config)
         problems += env_problems
-    problems += check_algorithm(config) + without_effect(config) + check_judge(config) + check_replay(config)
+    # What a command does not read cannot be changed by its flags either.
+    problems += check_algorithm(config) + without_effect(config) if command != "eval" else []
+    problems += check_judge(config) if command != "replay" else []
+    problems += check_replay(config)
     problems += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas
     )

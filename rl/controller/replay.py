@@ -55,7 +55,7 @@ def replay(arguments: Sequence[str]) -> int:
     config, problems = override(config, rest, prog="rl replay")
     problems += without_effect(rest, UNREAD, "rl replay")
     checkpoint = _checkpoint_before(run_dir, step)
-    config = replace(config, resume=str(checkpoint))
+    config = replace(config, resume=str(checkpoint), joining_hosts=0)  # it has no generators
     if problems := validate(config, problems, command="replay"):
         raise ConfigError("\n".join(problems))
     config = with_drawn_weights(config, run_dir)

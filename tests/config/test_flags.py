@@ -83,3 +83,15 @@ def test_a_setting_that_is_none_takes_words_and_numbers_where_it_may_have_them()
     assert line.startswith("--env.level most must be")
     _, misread = override(config, ["--env.judge", "x"], "rl")
     assert misread == ["--env.judge is a part that is made in Python; set it in a recipe of your own"]
+
+
+@dataclass(frozen=True)
+class Command:
+    command: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "words", [("python", "-m", "agent"), ("python", "-c", "print(1)"), ("a b", "-", "-1")]
+)
+def test_the_words_of_a_command_may_begin_with_a_dash(words):
+    assert settings_of(Command(), ["--command", *words]) == (Command(words), [])
