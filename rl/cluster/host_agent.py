@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -56,6 +57,7 @@ class HostAgent:
         self._host, self._port = host, port
         self.address = ""
         self._runs: dict[str, HostedRun] = {}  # by the run's id
+        self._starting: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._gpus: list[dict[str, Any]] = []
         self._answering: set[asyncio.Future[None]] = set()
         self._join = join
@@ -184,12 +186,18 @@ class HostAgent:
     async def _lease(
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        await asyncio.to_thread(remove_unowned, Path(request["shared"]).parent.parent)  # other runs go on
-        if before := self._runs.get(request["run"]):
-            await before.end()
-        run = self._runs[request["run"]] = HostedRun(request, self._host, self.address)
+        # In threads: a file system may hang, and other runs go on.
+        await asyncio.to_thread(remove_unowned, Path(request["shared"]).parent.parent)
+        run = None
         try:
-            await run.start_worker()
+            async with self._starting[
+                request["run"]
+            ]:  # a lease's directories go before the next one makes them
+                if before := self._runs.get(request["run"]):
+                    await before.end()
+                run = await asyncio.to_thread(HostedRun, request, self._host, self.address)
+                self._runs[request["run"]] = run
+                await run.start_worker()
             writer.write(line({"worker": run.worker_address, "sees_directory": run.sees_directory}))
             while True:  # not by wait_for, which may forget that this task is to end
                 async with within(SILENCE_SECONDS):
@@ -202,9 +210,10 @@ class HostAgent:
                 if asked.get("do") == "close":
                     break
         finally:
-            await run.end()
-            if self._runs.get(request["run"]) is run:
-                del self._runs[request["run"]]
+            if run is not None:
+                await run.end()
+                if self._runs.get(request["run"]) is run:
+                    del self._runs[request["run"]]
 
 
 async def _look_at_gpus() -> list[dict[str, Any]]:

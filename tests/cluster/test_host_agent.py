@@ -699,3 +699,64 @@ def test_gpus_that_do_not_answer_end_the_worker(monkeypatch, tmp_path):
     monkeypatch.setattr(host_agent, "_LOOK_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"GPUs did not answer within 0 s; see whether nvidia-smi does"):
         asyncio.run(LOOK_AT_GPUS())
+
+
+def test_a_lease_keeps_its_directory_whoever_asked_beside_it_while_one_before_ended(tmp_path, monkeypatch):
+    """To remove gigabytes of shared memory takes a second; a caller that is cancelled meanwhile asks no more."""
+    remove = hosted_run.HostedRun._remove
+
+    def slowly(run):
+        if run._kept._exit_callbacks:
+            time.sleep(1)
+        remove(run)
+
+    monkeypatch.setattr(hosted_run.HostedRun, "_remove", slowly)
+
+    async def main():
+        async with an_agent() as agent:
+            first, cancelled, last = (a_lease(agent.address, tmp_path) for _ in range(3))
+            await first.connect()
+            first._writer.close()
+            await asyncio.sleep(0.2)
+            asking = asyncio.create_task(cancelled.connect())
+            await asyncio.sleep(0.2)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await last.connect()
+            for _ in range(8):
+                await last.ping()
+                await asyncio.sleep(0.5)
+            assert last.is_held and shared(tmp_path).is_dir() and is_owned(shared(tmp_path))
+            await last.close()
+            async with asyncio.timeout(10):
+                while shared(tmp_path).exists():
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+def test_a_runs_file_system_that_hangs_holds_up_no_other_run(tmp_path, monkeypatch):
+    init, hangs = hosted_run.HostedRun.__init__, threading.Event()
+
+    def slowly(run, request, *arguments):
+        if request["run"] == "slow":
+            hangs.set()
+            time.sleep(3)
+        init(run, request, *arguments)
+
+    monkeypatch.setattr(hosted_run.HostedRun, "__init__", slowly)
+
+    async def main():
+        async with an_agent() as agent:
+            healthy = a_lease(agent.address, tmp_path)
+            await healthy.connect()
+            began = time.monotonic()
+            slow = asyncio.create_task(a_lease(agent.address, tmp_path, "slow").connect())
+            while not hangs.is_set():
+                await asyncio.sleep(0.01)
+            await healthy.ping()
+            assert time.monotonic() - began < 1.5  # holds: clock, the file system hangs for 3 s
+            await asyncio.gather(slow, return_exceptions=True)
+            await healthy.close()
+
+    asyncio.run(main())
