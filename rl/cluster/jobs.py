@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rl.bounds import NonNegativeInt, PositiveInt
+from rl.cluster.slurm_time import seconds_of
 from rl.errors import ConfigError, RunError
 
 _SUBMIT_SECONDS = 60.0
@@ -63,7 +64,12 @@ class SlurmJob:
         return _train(sys.executable, recipe, arguments, run_dir)
 
     def text(self, run_dir: Path, command: Sequence[str]) -> str:
-        """The script. command: what runs on each node."""
+        """The script. command: what runs on each node. Raises ConfigError."""
+        if (seconds := seconds_of(self.time)) is not None and seconds <= self.signal_seconds:
+            raise ConfigError(
+                f"slurm.time={self.time} is not over slurm.signal_seconds={self.signal_seconds}, so that the "
+                f"run would be told to end as it starts, again and again; raise it"
+            )
         options = {
             "job-name": f"rl-{run_dir.name}",
             "nodes": self.nodes,

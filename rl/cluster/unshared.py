@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rl.host_protocol import (
     HostRefuses,
@@ -177,11 +177,24 @@ def send_files(address: str, run: str, directory: Path, connected: Connected = l
 
 
 def _send(address: str, run: str, path: Path, connected: Connected) -> int:
-    size, changed = path.stat().st_size, path.stat().st_mtime_ns
+    try:
+        size, changed = path.stat().st_size, path.stat().st_mtime_ns
+        file = path.open("rb")
+    except OSError as error:
+        raise HostUnreachable(
+            f"{path}, which host {address} needs, cannot be read here ({error.strerror}); permit it"
+        ) from error
+    with file:
+        return _send_opened(address, run, path, file, size, changed, connected)
+
+
+def _send_opened(
+    address: str, run: str, path: Path, file: BinaryIO, size: int, changed: int, connected: Connected
+) -> int:
     request = {"do": "put", "run": run, "path": str(path.absolute()), "size": size, "time": changed}
     answer, connection = ask(address, request, _LOOK_SECONDS, connected)
     try:
-        with connection, path.open("rb") as file:
+        with connection:
             if not answer["wanted"]:
                 if not answer["is_same"] and answer["digest"] != _digest(path):
                     raise HostRefuses(

@@ -381,3 +381,11 @@ def test_another_file_of_the_same_size_is_neither_taken_nor_overwritten(tmp_path
             await lease.close()
 
     asyncio.run(main())
+
+
+def test_a_file_that_cannot_be_read_here_is_not_the_other_hosts_fault(tmp_path):
+    """As where it goes while others are sent."""
+    with pytest.raises(
+        HostUnreachable, match=r"gone, which host 127.0.0.1:9 needs, cannot be read here \(No such file"
+    ):
+        unshared._send("127.0.0.1:9", "run", tmp_path / "gone", lambda _: None)

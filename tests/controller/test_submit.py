@@ -14,6 +14,7 @@ import yaml
 
 from configs.quickstart import quickstart
 from rl.cli import _dispatch
+from rl.cluster.slurm_time import seconds_of
 from rl.config.codec import write_config
 from rl.config.recipes import load_recipe
 from rl.config.validate import validate
@@ -229,6 +230,9 @@ REFUSED = {
     (*SLURM, "--cluster", "8xH100-80"): ["--cluster has no effect without --dry_run; leave it out"],
     (*SLURM, "--dry_run", "--cluster", "4 x 8xH100-80"): ["slurm.nodes=2 and --cluster '4 x 8xH100-80' differ; set --slurm.nodes 4"],
     (*SLURM, "--slurm.gpus_per_node", "4", "--dry_run", "--cluster", "2 x 8xH100-80"): ["slurm.gpus_per_node=4 and --cluster '2 x 8xH100-80' differ; set --slurm.gpus_per_node 8"],
+    (*SLURM, "--slurm.time", "2"): ["slurm.time=2 is not over slurm.signal_seconds=120, so that the run would be told to end"],
+    (*SLURM, "--slurm.time", "0-0:01:59"): ["slurm.time=0-0:01:59 is not over"],
+    (*SLURM, "--slurm.time", "01:00:00", "--slurm.signal_seconds", "3600"): ["slurm.time=01:00:00 is not over"],
     (*SLURM, "--stepz", "2"): ["unknown setting --stepz"],
     (*SLURM, "--steps", "0", "--sloth", "1"): ["steps=0 must be at least 1", "unknown setting --sloth"],
     ("--launcher", "kubernetes"): ["--kubernetes.image is missing; give it", "--kubernetes.claim is missing; give it"],
@@ -311,3 +315,12 @@ def test_a_job_starts_in_the_directory_that_its_submission_wrote_to(launcher, tm
     (run_dir / "thesis.tex").write_text("years")
     (problem,) = validate(config, in_place=True)
     assert "exists and is not empty; give another directory" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3", 180), ("3:05", 185), ("1:02:03", 3723), ("1-2", 93600), ("1-2:3", 93780), ("1-2:3:4", 93784), ("UNLIMITED", None), ("", None)],
+)  # fmt: skip
+def test_a_time_of_slurms_in_seconds(text, seconds):
+    """Its formats are in sbatch's manual, at --time."""
+    assert seconds_of(text) == seconds
