@@ -124,7 +124,6 @@ def test_a_recipe_can_be_composed_without_torch():
 
 
 COMMANDS = {"rl.controller.check", "rl.controller.evaluate", "rl.controller.replay", "rl.controller.run"}
-COMMANDS |= {"rl.controller.submit"}
 COMMANDS |= {"rl.gpu_stack_checks"}
 
 
