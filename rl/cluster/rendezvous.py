@@ -247,22 +247,39 @@ def _wait_for_end(store: Any, group: Group) -> int:
     """Signals are the first host's business: it saves a checkpoint, for which this host is needed."""
     for number in INTERRUPTS:
         signal.signal(number, lambda *_: None)
-    answered = time.monotonic()
-    while True:
-        try:
-            if store.check([_OVER]):
-                code = int(store.get(_OVER))
-                store.set(f"ended-{group.rank}", "")
-                return code
-            answered = time.monotonic()
-        except Exception as error:
-            if (
-                time.monotonic() - answered > _SILENT_SECONDS
-                or "reset" in str(error)
-                or "closed" in str(error)
-            ):
-                raise RunError("the first host is gone; start the run again with --resume latest") from error
+    asking = _Asking(store, group)
+    asking.start()
+    while asking.code is None:
+        if asking.is_gone or time.monotonic() - asking.answered > _SILENT_SECONDS:
+            raise RunError("the first host is gone; start the run again with --resume latest")
         time.sleep(_LOOK_SECONDS)
+    return asking.code
+
+
+class _Asking(threading.Thread):
+    """Asks the first host whether the run is over, and with which code.
+
+    In a thread: a host that is frozen, or has lost its power, leaves torch's store waiting for an answer.
+    """
+
+    def __init__(self, store: Any, group: Group):
+        super().__init__(name="asks the first host", daemon=True)
+        self._store, self._rank = store, group.rank
+        self.code: int | None = None
+        self.is_gone = False
+        self.answered = time.monotonic()
+
+    def run(self) -> None:
+        while self.code is None and not self.is_gone:
+            try:
+                if self._store.check([_OVER]):
+                    code = int(self._store.get(_OVER))
+                    self._store.set(f"ended-{self._rank}", "")
+                    self.code = code
+                self.answered = time.monotonic()
+            except Exception as error:  # torch's own kinds
+                self.is_gone = "reset" in str(error) or "closed" in str(error)
+            time.sleep(_LOOK_SECONDS)
 
 
 def _end_of_all(store: Any, group: Group, code: int) -> None:

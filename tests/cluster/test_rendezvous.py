@@ -107,16 +107,16 @@ def own_worker(host):
 
 
 def rank(group, answers, code, dies, seconds=5.0):
-    """seconds: for which hosts wait for each other."""
+    """dies: by this signal; 0: it does not. seconds: for which hosts wait for each other."""
     rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, seconds
     rendezvous._own_address = lambda group, store: f"10.0.0.{group.rank + 1}"
-    rendezvous._STOP_SECONDS = seconds
+    rendezvous._STOP_SECONDS = rendezvous._SILENT_SECONDS = seconds
 
     def train(hosts):
         answers.put((group.rank, hosts))
         if dies:
             time.sleep(1.0)
-            os._exit(9)
+            os.kill(os.getpid(), dies)
         if isinstance(code, BaseException):
             raise code
         return code
@@ -154,7 +154,15 @@ class FakeStore:
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """Ranks are threads, which may not handle signals."""
-    for name in ("_own_worker", "_own_address", "_store", "_LOOK_SECONDS", "_START_SECONDS", "_STOP_SECONDS"):
+    for name in (
+        "_own_worker",
+        "_own_address",
+        "_store",
+        "_LOOK_SECONDS",
+        "_START_SECONDS",
+        "_STOP_SECONDS",
+        "_SILENT_SECONDS",
+    ):
         monkeypatch.setattr(rendezvous, name, getattr(rendezvous, name))
     monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
 
@@ -164,7 +172,7 @@ def together(code=0, ranks=(0, 1, 2), seconds=5.0):
     answers, store = queue.Queue(), FakeStore()
     rendezvous._store = lambda group: store
     threads = [
-        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", 1), answers, code, False, seconds))
+        threading.Thread(target=rank, args=(Group(i, 3, "127.0.0.1", 1), answers, code, 0, seconds))
         for i in ranks
     ]
     for thread in threads:
@@ -231,17 +239,20 @@ def test_a_first_host_whose_name_is_its_own_loopback_learns_its_address_from_oth
         rendezvous._own_address(Group(0, 2, "node1", 1), FakeStore())
 
 
-def test_where_the_first_is_killed_the_others_end():
+@pytest.mark.parametrize("dies", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_the_first_is_killed_or_frozen_the_others_end(dies):
+    """The kernel of a frozen host still takes what it is sent: no call to its store ends by itself."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     answers = context.Queue()
     processes = [
-        context.Process(target=rank, args=(Group(i, 2, "127.0.0.1", port), answers, 0, True)) for i in (0, 1)
+        context.Process(target=rank, args=(Group(i, 2, "127.0.0.1", port), answers, 0, dies)) for i in (0, 1)
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(60)
-        assert not process.is_alive()
+    processes[1].join(60)
+    assert not processes[1].is_alive()
+    processes[0].kill()
+    processes[0].join(60)
     said = by_rank(answers)
     answers.close()
     multiprocessing.resource_tracker._resource_tracker._stop()  # a process, which other tests would see
