@@ -114,18 +114,17 @@ class _Devices:
         return max(0, self._next_of[(host,)] + count - 1) // max(1, num_devices) if self._in_turn else 0
 
     def in_order(self, hosts: Hosts, count: int, on_one: bool) -> list[Device] | None:
-        """So many of all hosts; on_one: all of one host, for which GPUs between are left out."""
-        of_hosts = [device for device in self._all if device[0] in hosts]
-        devices, first = of_hosts, self._next_of[hosts]
-        if not self._in_turn:  # what roles on other sets of hosts have is left out
-            devices, first = [device for device in of_hosts[first:] if device not in self._used], 0
+        """So many of all hosts; on_one: all of one host. GPUs between are left to later roles."""
+        devices, first = [device for device in self._all if device[0] in hosts], self._next_of[hosts]
+        if not self._in_turn:
+            devices, first = [device for device in devices if device not in self._used], 0
         if on_one:
             first = self._on_one_host(count, first, devices)
         last = first + count
         if last > len(devices) and not self._in_turn:
             return None
         taken = self._taken([devices[i % len(devices)] for i in range(first, last)])
-        self._next_of[hosts] = last if self._in_turn else of_hosts.index(taken[-1]) + 1
+        self._next_of[hosts] = last
         return taken
 
     def _taken(self, devices: list[Device]) -> list[Device]:

@@ -592,6 +592,37 @@ def test_this_host_without_gpus_keeps_its_shared_memory():
     assert parse_cluster("cpu", here) == Cluster((replace(here, gpus=()),))
 
 
+def test_gpus_that_a_generator_leaves_in_between_are_for_later_roles(model):
+    """Its ranks are of one host: after two of the trainer's, two are left there for the critic."""
+    config = qwen(
+        model,
+        advantages=GAE(),
+        critic=CriticConfig(layout=Layout(shard=2)),
+        trainer=TrainerConfig(layout=Layout(shard=2)),
+        generator=GeneratorConfig(num_replicas=1, tensor_parallel=4),
+        placement="alone",
+    )
+    made = plan_or_problems(config, "2 x 4xH100-80")
+    assert isinstance(made, Plan), made
+    devices = [(p.host, gpu) for replica in made.replicas for p in replica.processes for gpu in p.gpus]
+    assert sorted(devices) == [(host, gpu) for host in range(2) for gpu in range(4)]
+    assert {p.host for p in made.of("generator")[0].processes} == {1}
+
+
+def test_of_a_model_of_unknown_sizes_sharing_is_not_asked_for_where_each_has_a_gpu(model, tmp_path):
+    unknown = qwen(model)
+    path = Path(unknown.model.path) / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 100})
+    )
+    for hosts, remedy in (
+        ("2xH100-80", "each has one of its own: set --placement alone"),
+        ("1xH100-80", "use a GPU for each"),
+    ):
+        lines = problems(replace(unknown, placement="side_by_side"), hosts)
+        assert any(remedy in line for line in lines), lines
+
+
 @pytest.mark.parametrize(("cache", "begin"), [(0.0, "; "), (1.0, "; lower kv_cache_gib, or ")])
 def test_a_server_that_fits_nowhere_is_told_what_is_its_own(model, cache, begin):
     """It has neither a sequence length nor a trainer to set."""
