@@ -188,15 +188,12 @@ class HostAgent:
     ) -> None:
         # In threads: a file system may hang, and other runs go on.
         await asyncio.to_thread(remove_unowned, Path(request["shared"]).parent.parent)
-        run = None
+        name, run = request["run"], None
         try:
-            async with self._starting[
-                request["run"]
-            ]:  # a lease's directories go before the next one makes them
-                if before := self._runs.get(request["run"]):
+            async with self._starting[name]:  # directories go before they are made again
+                if before := self._runs.get(name):
                     await before.end()
-                run = await asyncio.to_thread(HostedRun, request, self._host, self.address)
-                self._runs[request["run"]] = run
+                run = self._runs[name] = await asyncio.to_thread(HostedRun, request, self._host, self.address)
                 await run.start_worker()
             writer.write(line({"worker": run.worker_address, "sees_directory": run.sees_directory}))
             while True:  # not by wait_for, which may forget that this task is to end
@@ -212,8 +209,8 @@ class HostAgent:
         finally:
             if run is not None:
                 await run.end()
-                if self._runs.get(request["run"]) is run:
-                    del self._runs[request["run"]]
+                if self._runs.get(name) is run:
+                    del self._runs[name]
 
 
 async def _look_at_gpus() -> list[dict[str, Any]]:
