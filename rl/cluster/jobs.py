@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from rl.bounds import NonNegativeInt, PositiveInt
+from rl.cluster.rendezvous import PATIENCE
 from rl.cluster.slurm_time import seconds_of
 from rl.errors import ConfigError, RunError
 
 _SUBMIT_SECONDS = 60.0
 _TERMINATED = 128 + 15  # what `rl train` ends with where a signal had it save a checkpoint and end
 _PORT = 29500
+_PODS_SECONDS = "3600"  # pods start as nodes come; one that gives up counts as a failure of the job
 _LONGEST_NAME = 45  # of 63 characters of a label; the rest is for what tells runs, and pods, from others
 
 
@@ -194,6 +196,7 @@ class KubernetesJob:
                 {"name": "WORLD_SIZE", "value": str(self.nodes)},
                 {"name": "MASTER_ADDR", "value": f"{service}-0.{service}"},
                 {"name": "MASTER_PORT", "value": str(_PORT)},
+                {"name": PATIENCE, "value": _PODS_SECONDS},
             ],
             "envFrom": [{"secretRef": {"name": self.secret}}] if self.secret else [],
             "resources": {"limits": resources, "requests": resources},

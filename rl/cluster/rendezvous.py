@@ -23,6 +23,8 @@ from rl.errors import ConfigError, RunError, exit_code
 from rl.host_protocol import address_of, listen, written
 from rl.processes import INTERRUPTS, end_with_parent
 
+PATIENCE = "RL_HOSTS_SECONDS"
+"""The variable with the seconds for which hosts wait for each other."""
 _START_SECONDS = 300.0
 _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 30.0
@@ -43,10 +45,13 @@ class Group:
     """The launcher keeps one there."""
     name: str = "0"
     """Tells it from others that meet at the same address."""
+    patience: float = _START_SECONDS
+    """Seconds for which hosts wait for each other."""
 
 
 def group_of(environment: Mapping[str, str]) -> Group | None:
     """None where this process was started alone. Raises ConfigError."""
+    patience = float(_number(environment, PATIENCE, int(_START_SECONDS)))
     if _number(environment, "WORLD_SIZE", 1) > 1:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
             raise ConfigError(
@@ -61,7 +66,7 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
         has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         rank, size, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Group(rank, size, environment["MASTER_ADDR"], port, has_store, attempt)
+        return Group(rank, size, environment["MASTER_ADDR"], port, has_store, attempt, patience)
     # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
     # In a shell that salloc gives SLURM_NTASKS is the allocation's; SLURM_STEP_NUM_TASKS, 1, is its step's.
     num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
@@ -74,7 +79,8 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
         address = environment.get("MASTER_ADDR") or _first_node(environment)
         job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         port = _number(environment, "MASTER_PORT", 20_000 + (job + 997 * step) % 10_000)
-        return Group(_number(environment, "SLURM_PROCID"), num_tasks, address, port, name=f"{job}.{step}")
+        rank, name = _number(environment, "SLURM_PROCID"), f"{job}.{step}"
+        return Group(rank, num_tasks, address, port, name=name, patience=patience)
     return None
 
 
@@ -133,12 +139,12 @@ def _store(group: Group) -> Any:
         listener = _listener(group) if is_master else None
         store = TCPStore(
             group.address, group.port, is_master=is_master, wait_for_workers=False,
-            timeout=timedelta(seconds=_START_SECONDS), master_listen_fd=listener,
+            timeout=timedelta(seconds=group.patience), master_listen_fd=listener,
         )  # fmt: skip
     except Exception as error:
         raise RunError(
             f"the first host's store at {group.address}:{group.port} is not reached ({error}); open its "
-            f"port, or set MASTER_ADDR and MASTER_PORT"
+            f"port, set MASTER_ADDR and MASTER_PORT, or {PATIENCE} where hosts come later"
         ) from error
     return PrefixStore(f"rl-{group.name}", store)
 
@@ -164,8 +170,8 @@ def _addresses(store: Any, group: Group) -> list[str]:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         numbers = " ".join(map(str, missing[:_MOST_NAMED])) + " ..." * (len(missing) > _MOST_NAMED)
         raise RunError(
-            f"{group.size - len(missing)} of {group.size} hosts are there after {_START_SECONDS:.0f} s; see "
-            f"the output of rank {numbers}"
+            f"{group.size - len(missing)} of {group.size} hosts are there after {group.patience:.0f} s; see "
+            f"the output of rank {numbers}, or raise {PATIENCE} where hosts come later"
         ) from error
 
 
@@ -226,7 +232,7 @@ def _own_address(group: Group, store: Any) -> str:
     except ConfigError:
         if group.rank:
             raise
-        return _told_address(store)
+        return _told_address(store, group)
     if group.rank:
         store.set(_FIRST, first)
     with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -234,12 +240,13 @@ def _own_address(group: Group, store: Any) -> str:
         return str(way.getsockname()[0])
 
 
-def _told_address(store: Any) -> str:
+def _told_address(store: Any, group: Group) -> str:
     try:
         return str(store.get(_FIRST).decode())
     except Exception as error:
         raise RunError(
-            f"no other host is there after {_START_SECONDS:.0f} s; see the output of the other ranks"
+            f"no other host is there after {group.patience:.0f} s; see the output of the other ranks, or "
+            f"raise {PATIENCE} where hosts come later"
         ) from error
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import psutil
@@ -65,6 +66,11 @@ def test_torchrun_names_the_first_hosts_store():
     assert group_of(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
     with pytest.raises(ConfigError, match="one process on each host.*--nproc-per-node 1"):
         group_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"})
+    assert (
+        group_of(TORCHRUN).patience == 300
+        and group_of(TORCHRUN | {"RL_HOSTS_SECONDS": "3600"}).patience == 3600
+    )
+    assert group_of(SRUN | {"MASTER_ADDR": "10.0.0.1", "RL_HOSTS_SECONDS": "7"}).patience == 7
     with pytest.raises(ConfigError, match="WORLD_SIZE is set and RANK, MASTER_PORT not"):
         group_of({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
 
@@ -111,6 +117,7 @@ def rank(group, answers, code, dies, seconds=5.0):
     rendezvous._own_worker, rendezvous._LOOK_SECONDS, rendezvous._START_SECONDS = own_worker, 0.1, seconds
     rendezvous._own_address = lambda group, store: f"10.0.0.{group.rank + 1}"
     rendezvous._STOP_SECONDS = rendezvous._SILENT_SECONDS = seconds
+    group = replace(group, patience=seconds)
 
     def train(hosts):
         answers.put((group.rank, hosts))
@@ -236,7 +243,7 @@ def test_a_first_host_whose_name_is_its_own_loopback_learns_its_address_from_oth
     monkeypatch.setattr(rendezvous, "_START_SECONDS", 0.1)
     threading.current_thread().rank = 0
     with pytest.raises(RunError, match="no other host is there after 0 s; see the output of the other ranks"):
-        rendezvous._own_address(Group(0, 2, "node1", 1), FakeStore())
+        rendezvous._own_address(Group(0, 2, "node1", 1, patience=0.1), FakeStore())
 
 
 @pytest.mark.parametrize("dies", [signal.SIGKILL, signal.SIGSTOP])

@@ -116,6 +116,7 @@ def test_a_manifest_for_kubernetes(tmp_path):
     assert variables == {
         "RANK": None,
         "WORLD_SIZE": "3",
+        "RL_HOSTS_SECONDS": "3600",
         "MASTER_ADDR": f"{name}-0.{name}",
         "MASTER_PORT": "29500",
     }
