@@ -79,12 +79,13 @@ def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
     A thread of the coroutine's own, as the look-up of a host's name, is not waited for: it may take a minute.
     """
 
-    async def run() -> T:
-        asyncio.get_running_loop().set_default_executor(_NotWaitedFor())
-        return await coroutine
+    def run() -> T:
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(_NotWaitedFor())
+            return runner.run(coroutine)
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, run()).result()
+        return thread.submit(run).result()
 
 
 class _NotWaitedFor(ThreadPoolExecutor):
