@@ -62,7 +62,7 @@ def _context(protocol: int) -> ssl.SSLContext | None:
     try:
         context.load_verify_locations(authority)
         context.load_cert_chain(cert, key, password=_no_passphrase)
-    except (ssl.SSLError, OSError) as error:
+    except OSError as error:
         names = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
         raise ConfigError(f"{names}: not a certificate, its key and an authority's ({error})") from error
     return context

@@ -9,11 +9,11 @@ import asyncio
 import json
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rl.cluster.hosted_run import HostedRun
 from rl.cluster.link_speed import measure, send_noise
@@ -57,7 +57,7 @@ class HostAgent:
         self._host, self._port = host, port
         self.address = ""
         self._runs: dict[str, HostedRun] = {}  # by the run's id
-        self._starting: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._starting = WeakValueDictionary[str, asyncio.Lock]()  # by the run's id, while a lease holds it
         self._gpus: list[dict[str, Any]] = []
         self._answering: set[asyncio.Future[None]] = set()
         self._join = join
@@ -189,8 +189,9 @@ class HostAgent:
         # In threads: a file system may hang, and other runs go on.
         await asyncio.to_thread(remove_unowned, Path(request["shared"]).parent.parent)
         name, run = request["run"], None
+        one_at_a_time = self._starting.setdefault(name, asyncio.Lock())
         try:
-            async with self._starting[name]:  # directories go before they are made again
+            async with one_at_a_time:  # directories go before they are made again
                 if before := self._runs.get(name):
                     await before.end()
                 run = self._runs[name] = await asyncio.to_thread(HostedRun, request, self._host, self.address)

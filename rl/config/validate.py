@@ -52,8 +52,10 @@ def validate(
             env_problems = check_env(config)
         problems += env_problems
     # What a command does not read cannot be changed by its flags either.
-    problems += check_algorithm(config) + without_effect(config) if command != "eval" else []
-    problems += check_judge(config) if command != "replay" else []
+    if command != "eval":
+        problems += check_algorithm(config) + without_effect(config)
+    if command != "replay":
+        problems += check_judge(config)
     problems += check_replay(config)
     problems += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
         not 0 <= b < 1 for b in config.trainer.betas

@@ -139,16 +139,22 @@ def test_in_flight_a_running_request_goes_on_with_the_new_weights():
     run(main)
 
 
+async def draining(world):
+    """The request that version 1 waits for, with version 0 served."""
+    await world.publish(0)
+    await world.pool.wait_served(0)
+    world.process().release.clear()
+    under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+    await asyncio.sleep(0.01)
+    await world.publish(1)
+    await world.until(lambda: world.pool.replicas[0].state == State.DRAINING)
+    return under_way
+
+
 def test_draining_a_running_request_finishes_first_and_no_other_begins():
     async def main():
         async with running(World(in_flight=False)) as world:
-            await world.publish(0)
-            await world.pool.wait_served(0)
-            world.process().release.clear()
-            under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
-            await asyncio.sleep(0.01)
-            await world.publish(1)
-            await world.until(lambda: world.pool.replicas[0].state == State.DRAINING)
+            under_way = await draining(world)
             later = asyncio.create_task(world.pool.sample([2], 1, PARAMS))
             await asyncio.sleep(0.01)
             assert len(world.process().waves) == 1 and world.process().version == 0
@@ -440,13 +446,7 @@ def test_what_is_forgotten_while_it_drains_is_not_loaded():
 
     async def main():
         async with running(World(in_flight=False)) as world:
-            await world.publish(0)
-            await world.pool.wait_served(0)
-            world.process().release.clear()
-            under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
-            await asyncio.sleep(0.01)
-            await world.publish(1)
-            await world.until(lambda: world.pool.replicas[0].state == State.DRAINING)
+            under_way = await draining(world)
             await world.pool.forget()
             world.process().release.set()
             await under_way
