@@ -4,7 +4,9 @@ A cause that the policy can bring about is always its score: the reward is 0 and
 Otherwise a policy could void its failures. Only the infrastructure's failures are dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 _POLICY = {
     "raised": "the agent, step() or the reward raised at what the policy wrote",
@@ -20,7 +22,7 @@ _INFRASTRUCTURE = {
     "server": "a server that the environment needs is gone",
     "sandbox": "this machine cannot isolate code",
     "judge": "the judge does not answer",
-    "lost": "the episode's worker died several times",
+    "lost": "the episode's worker, or its generator, died several times",
 }
 CAUSES: Mapping[str, str] = _POLICY | _INFRASTRUCTURE
 """Name -> when it happens."""
@@ -29,3 +31,22 @@ CAUSES: Mapping[str, str] = _POLICY | _INFRASTRUCTURE
 def is_policys(cause: str) -> bool:
     """Whether the policy can bring it about. False of a cause that the table lacks."""
     return cause in _POLICY
+
+
+_outages: ContextVar[list[str] | None] = ContextVar("outages", default=None)
+
+
+@contextmanager
+def noting_outages(outages: list[str]) -> Iterator[None]:
+    """Processes that die while the body waits for them are added to the list."""
+    token = _outages.set(outages)
+    try:
+        yield
+    finally:
+        _outages.reset(token)
+
+
+def note_outage(why: str) -> None:
+    """For whoever asked to know."""
+    if (outages := _outages.get()) is not None:
+        outages.append(why)

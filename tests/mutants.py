@@ -1,12 +1,14 @@
 """What of the code could be wrong without a test that fails: `make mutants`, which writes docs/mutants.md.
 
 A mutant is the code with one small mistake, as `<=` in the place of `<`. The tests of its module run on it, by
-`[tool.mutants]` of pyproject.toml; where none fails, it has survived. A sample of all mutants is drawn with the commit's
+`[tool.mutants]` of pyproject.toml, those that reach its statement, or all where only an import does; where none
+fails, it has survived. A sample of all mutants is drawn with the commit's
 hash as seed, in random order: `--minutes` ends with fewer of them. Mutants that change nothing are listed, with the reason, in tests/equivalent_mutants.txt.
 """
 
 import argparse
 import ast
+import json
 import math
 import os
 import random
@@ -19,12 +21,15 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+
+from tests import reached
 
 ROOT = Path(__file__).parent.parent
 PAGE, EQUIVALENT = ROOT / "docs/mutants.md", ROOT / "tests/equivalent_mutants.txt"
@@ -49,6 +54,7 @@ class Mutant:
     kind: str
     before: str
     after: str
+    statement: int  # the first line of the innermost one that holds it
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.kind} | {_short(self.before)} -> {_short(self.after)}"
@@ -70,15 +76,16 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     lines = [0]
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
-    made = []
-    for node, kind, after in _changes(ast.parse(source)):
-        start, end = (
-            lines[node.lineno - 1] + node.col_offset,
-            lines[node.end_lineno - 1] + node.end_col_offset,
-        )
-        mutant = Mutant(path, node.lineno, start, end, kind, source[start:end].decode(), after)
+    made, tree = [], ast.parse(source)
+    statements, whole = reached.statements(tree), ast.dump(tree)
+    for node, kind, after in _changes(tree):
+        start = lines[node.lineno - 1] + node.col_offset
+        end = lines[node.end_lineno - 1] + node.end_col_offset
+        place = (node.lineno, node.col_offset)
+        statement = max(first[0] for first, last in statements if first <= place < last)
+        mutant = Mutant(path, node.lineno, start, end, kind, source[start:end].decode(), after, statement)
         try:
-            changed = ast.dump(ast.parse(mutant.of(source))) != ast.dump(ast.parse(source))
+            changed = ast.dump(ast.parse(mutant.of(source))) != whole
         except SyntaxError:  # a statement that has to stand there
             continue
         if changed:
@@ -198,22 +205,39 @@ class Copies:
                 shutil.copy(ROOT / file, copy / file)
             self._free.put(copy)
 
-    def tests_fail(self, mutant: Mutant | None, tests: Sequence[str]) -> bool:
-        """Of the mutant; without one, of the code as it is."""
+    def reached(self, tests: Sequence[str], files: Collection[str]) -> dict[str, dict[str, list[str]]]:
+        """File -> first line of a statement -> the tests that reach it. Raises RuntimeError where a test fails."""
+        out = "reached.json"
+        noting = {file: reached.noting(file, (ROOT / file).read_text()).encode() for file in files}
+        with self._copy(noting) as copy:
+            if _fail(copy, tests, reached.Notes(copy / out)):
+                output = (copy / "output").read_text()[-3000:]
+                raise RuntimeError(f"{' '.join(tests)} fail on the code as it is:\n{output}")
+            return json.loads((copy / out).read_text())
+
+    def tests_fail(self, mutant: Mutant, tests: Sequence[str], ids: set[str]) -> bool:
+        """ids: of the tests that may fail, all of them where it is empty."""
+        source = (ROOT / mutant.path).read_bytes()
+        if ids:
+            tests = sorted({test.partition("::")[0] for test in ids})
+        with self._copy({mutant.path: mutant.of(source)}) as copy:
+            return _fail(copy, tests, *[reached.Only(ids)] * bool(ids))
+
+    @contextmanager
+    def _copy(self, changed: Mapping[str, bytes]) -> Iterator[Path]:
+        """One of the copies, in which these files are changed. changed: path -> source."""
         copy = self._free.get()
-        file = copy / mutant.path if mutant else None
-        source = file.read_bytes() if file else b""
         try:
-            if mutant and file:
-                file.write_bytes(mutant.of(source))
-            return _fail(copy, tests)
+            for path, source in changed.items():
+                (copy / path).write_bytes(source)
+            yield copy
         finally:
-            if file:
-                file.write_bytes(source)
+            for path in changed:
+                (copy / path).write_bytes((ROOT / path).read_bytes())
             self._free.put(copy)
 
 
-def _fail(copy: Path, tests: Sequence[str]) -> bool:
+def _fail(copy: Path, tests: Sequence[str], *plugins: object) -> bool:
     """In a fork, which has torch and pytest already; the package is read there, from the copy."""
     pid = os.fork()
     if pid == 0:
@@ -228,11 +252,12 @@ def _fail(copy: Path, tests: Sequence[str]) -> bool:
             sys.path[:] = [str(copy), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
             os.environ["PYTHONPATH"] = str(copy)
             for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "rl")]:
-                del sys.modules[name]
+                if name != reached.__name__:
+                    del sys.modules[name]
             import pytest
 
             options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-            code = int(pytest.main([*options, *tests]))
+            code = int(pytest.main([*options, *tests], plugins))
         finally:
             os._exit(code)
     deadline = time.monotonic() + SECONDS
@@ -288,14 +313,15 @@ def main() -> int:
     parser.add_argument("--module", default="", help="only files whose path has this")
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
     options = parser.parse_args()
-    by_file = {file: tests for file, tests in modules().items() if options.module in file}
+    by_file = modules()
     every = [mutant for file in by_file for mutant in mutants_of(file, (ROOT / file).read_bytes())]
-    names = {mutant.name for file in modules() for mutant in mutants_of(file, (ROOT / file).read_bytes())}
+    names = {mutant.name for mutant in every}
     if stale := [name for name in equivalent() if name not in names]:
         raise ValueError(f"{EQUIVALENT.name} names what is no mutant any more: {stale}")
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
+    every = [mutant for mutant in every if options.module in mutant.path]
     chosen = random.Random(commit).sample(every, min(options.sample, len(every)))
     same = [mutant for mutant in chosen if mutant.name in equivalent()]
     drawn = [mutant for mutant in chosen if mutant.name not in equivalent()]
@@ -312,17 +338,17 @@ def main() -> int:
         ThreadPoolExecutor(options.processes) as pool,
     ):
         copies = Copies(Path(base), options.processes)
-        whole = sorted({tuple(by_file[mutant.path]) for mutant in drawn})
-        for tests, do_fail in zip(whole, pool.map(partial(copies.tests_fail, None), whole), strict=True):
-            if do_fail:
-                output = "\n".join(path.read_text()[-3000:] for path in Path(base).glob("*/output"))
-                raise RuntimeError(f"{' '.join(tests)} fail on the code as it is:\n{output}")
+        sets = sorted({tuple(by_file[mutant.path]) for mutant in drawn})
+        of_set = dict(zip(sets, pool.map(partial(copies.reached, files=list(by_file)), sets), strict=True))
         deadline = time.monotonic() + (60 * options.minutes or math.inf)
 
         def is_noticed(mutant: Mutant) -> bool | None:
             """None where there is no time left for it."""
-            is_late = time.monotonic() > deadline
-            return None if is_late else copies.tests_fail(mutant, by_file[mutant.path])
+            if time.monotonic() > deadline:
+                return None
+            tests = by_file[mutant.path]
+            lines = of_set[tuple(tests)].get(mutant.path, {})
+            return copies.tests_fail(mutant, tests, set(lines.get(str(mutant.statement), ())))
 
         judged, survived = [], []
         for mutant, verdict in zip(drawn, pool.map(is_noticed, drawn), strict=True):

@@ -1,6 +1,13 @@
-"""Which small mistakes are made: none that nothing could tell from the code by its kind."""
+"""Which small mistakes are made, none that nothing could tell from the code by its kind; by which tests they are judged."""
 
-from tests.mutants import mutants_of
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import reached
+from tests.mutants import ROOT, mutants_of
 
 SOURCE = b"""\
 if TYPE_CHECKING:
@@ -25,3 +32,62 @@ def test_mistakes_are_those_that_somebody_could_make():
         "7 constant | False -> True",
         "8 return | return g(a) -> return None",
     }
+
+
+CODE = '''\
+"""What it is."""
+from __future__ import annotations
+
+LIMIT = 3
+
+def size(of):
+    """Its size."""
+    if of:
+        return len(of)
+    elif of is None:
+        return -1
+    return 0
+'''
+TESTS = """\
+import subprocess, sys
+import pytest
+from code_of_tests import size
+
+@pytest.fixture(scope="module")
+def none(): return size(None)
+
+def test_full(): assert size("ab") == 2
+def test_none(none): assert none == -1
+def test_beside(): pass
+def test_process(): subprocess.run([sys.executable, "-c", "import code_of_tests; code_of_tests.size('')"], check=True)
+"""
+
+
+def test_a_mutant_is_judged_by_the_tests_that_reach_its_statement(tmp_path: Path):
+    (tmp_path / "code_of_tests.py").write_text(reached.noting("code.py", CODE))
+    (tmp_path / "test_code.py").write_text(TESTS)
+    run = f"import pytest; from tests.reached import Notes; from pathlib import Path; pytest.main(['-q', '-p', 'no:cacheprovider'], [Notes(Path({str(tmp_path)!r}, 'out'))])"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    tests = {
+        line: [name.partition("::")[2] for name in names]
+        for line, names in json.loads((tmp_path / "out").read_text())["code.py"].items()
+    }
+    everyone = [
+        "test_full",
+        "test_none",
+        "test_beside",
+        "test_process",
+    ]  # the first fixture's lines are all tests'
+    assert "4 passed" in done.stdout
+    assert tests["9"] == ["test_full"] and tests["12"] == ["test_process"]
+    assert tests["8"] == tests["10"] == tests["11"] == everyone
+    assert tests["4"] == ["test_process"]  # it is the one that imports the code
+
+
+def test_the_statement_of_a_mutant_is_the_innermost():
+    lines = {f"{m.line} {m.kind} {m.before}": m.statement for m in mutants_of("code.py", CODE.encode())}
+    assert lines["8 condition of"] == 8 and lines["9 return return len(of)"] == 9
+    assert lines["10 comparison of is None"] == 10

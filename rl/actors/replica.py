@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from rl.actors.member import Member, Visitor
 from rl.actors.remote import EarlyDeaths, ProcessDied, ProcessSilent
+from rl.causes import note_outage
 from rl.errors import RunError
 from rl.waiting import Signal
 
@@ -227,11 +228,14 @@ class Pool(Generic[R]):
             chosen = self._choose(takes, prefer)
             if chosen is None:
                 self.check_alive()
+                if any(r.num_restarts and r.state is State.STARTING for r in self.replicas):
+                    note_outage(f"no {self._name} serves: its processes start again")
                 await self.changed.wait()
                 continue
             try:
                 return await invoke(chosen)
             except ProcessDied as death:
+                note_outage(str(death))
                 num_deaths += 1
                 if num_deaths == max_deaths:
                     raise

@@ -217,12 +217,13 @@ class RolloutBuffer:
     async def _run(self, prompt: _Prompt) -> None:
         try:
             group = await self._generate(prompt.index, prompt.begun)
+            is_kept = self._is_kept(group)
         except Exception as error:
             return self._fail(error)
         del self._running[prompt.index]
         self._running_since -= Counter([prompt.begun])  # keeps no zeros
         finished = Finished(prompt.index, prompt.begun, group)
-        if self._is_kept(group):
+        if is_kept:
             self._finished[prompt.index] = finished
         else:
             self._spare.append(finished)
@@ -231,6 +232,8 @@ class RolloutBuffer:
 
     def _ended(self, index: int, task: asyncio.Task) -> None:
         self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._fail(error)
         if task.cancelled() and not self._is_closed:
             why = "its environment cancels it, or a library of that: let no CancelledError out"
             self._fail(RunError(f"prompt {index} was cancelled before its end; {why}"))

@@ -127,6 +127,8 @@ class RunStages:
         learning, algorithm, buffer = self._learning, self._controls.algorithm, self.buffer
         inputs = scorers(algorithm, self._actors)
         if buffer is None:
+            if inputs:
+                await self._actors.enter("score")
             return await self._data.batch(step, learning.pace.groups_per_step, algorithm, inputs)
         batch = await self._next_part(buffer, step, inputs)
         for _ in range(1, learning.num_parts):

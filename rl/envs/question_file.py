@@ -3,21 +3,19 @@
 import codecs
 import json
 import random
-import re
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from rl.bounds import FilePath
 from rl.envs.base import Env
+from rl.envs.numbers import NUMBER, last_number, value
 from rl.errors import ConfigError, one_line
 from rl.hub import data_file
 from rl.types import Problem, StopReason
 
 _FINAL = "####"
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<![\d.])\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class QuestionFile(Env):
             return 0.0
         if self.match == "exact":
             return float(response.strip() == problem.answer.strip())
-        numbers = [_number(text) for text in _NUMBER.findall(response)]
-        return float(bool(numbers) and numbers[-1] == _number(problem.answer))
+        number = last_number(response)
+        return float(number is not None and value(number) == value(problem.answer))
 
     def demonstration(self, problem: Problem, seed: int) -> str:
         row = self._row(problem)
@@ -95,7 +93,7 @@ class QuestionFile(Env):
             problem = f"every question of {self.path} is among the {self.num_eval} held-out ones"
             return [f"{problem}; lower env.num_eval"]
         if self.match == "number":
-            bad = [p.id for p in self._read() if not _NUMBER.fullmatch(p.answer.strip())]
+            bad = [p.id for p in self._read() if not NUMBER.fullmatch(p.answer.strip())]
             if bad:
                 problem = f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}"
                 return [f"{problem}; set --env.match exact, or fix them"]
@@ -113,11 +111,6 @@ class QuestionFile(Env):
 
     def _modified(self) -> int:
         return Path(self._file).stat().st_mtime_ns
-
-
-def _number(text: str) -> Decimal:
-    """Exact, whatever its length: 7.0 is 7, and 2**53 + 1 is not 2**53."""
-    return Decimal(text.replace(",", ""))
 
 
 @lru_cache(maxsize=8)

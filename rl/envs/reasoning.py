@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.envs.base import Env
+from rl.envs.numbers import last_number
 from rl.rewards import is_success
 from rl.types import Problem, StopReason
 
 _HALF, _HALVED_AT = 0.5, 5.0
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -52,8 +52,7 @@ class ReasoningGym(Env):
         if self.answers == "tag":
             tagged = _TAGGED.findall(response)
             return tagged[-1].strip() if tagged else None
-        numbers = _NUMBER.findall(response)
-        return numbers[-1].replace(",", "") if numbers else None
+        return last_number(response)
 
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401  2 s

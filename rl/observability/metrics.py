@@ -76,6 +76,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [score.reward for score in scores if not score.is_dropped]
     lengths = [sum(rollout.turn_lengths) for rollout in rollouts]
+    compared = [group for group in groups if sum(not score.is_dropped for score in group.scores) > 1]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
@@ -83,7 +84,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
         **_by_name("reward/part", [s.components for s in scores if not s.is_dropped], statistics.fmean),
         **_by_name("episode", [rollout.counts for rollout in rollouts], statistics.fmean),
-        "group/with_signal": statistics.fmean(group.has_signal for group in groups),
+        "group/with_signal": statistics.fmean(g.has_signal for g in compared) if compared else math.nan,
         "tokens/sampled": sum(lengths),
         "rollout/length": statistics.fmean(lengths),
         "rollout/truncated": statistics.fmean(rollout.stop == StopReason.LENGTH for rollout in rollouts),

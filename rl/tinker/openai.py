@@ -6,7 +6,7 @@ their token ids and, with `logprobs`, each token's logprob.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, chat_logprobs, choice, head, text_logprobs, usage
 from rl.tinker.json_schemas import of_response_format
-from rl.tinker.openai_chat import Chats, Deltas, Turn
+from rl.tinker.openai_chat import THINK, Chats, Deltas, Turn
 from rl.tinker.openai_requests import ChatRequest, CompletionsRequest, Prompts, SamplingRequest
 from rl.tinker.openai_stream import SLICE_TOKENS, EventStream, PartialText, Piece, interleaved, pieces
 from rl.tinker.paths import EXTERNAL
@@ -24,6 +24,7 @@ from rl.types import Completion
 from rl.waiting import together
 
 _APART = 1_000_003  # seeds of neighbouring slices
+_TAIL = 16  # tokens of a prompt's end: room for the tag that opens the reasoning
 _GONE = 499  # the client's status, which nobody reads
 
 
@@ -130,7 +131,12 @@ class _Sampler:
                 **settings,
             },
         }
-        return await self._service.sample_now(self._tenant, body.model, asked)
+        return await self._service.sampling.sample(self._tenant, self._directory, asked)
+
+    @cached_property
+    def _directory(self) -> str | None:
+        """The same for all slices, also where the checkpoint is saved anew meanwhile."""
+        return self._service.sampled_directory(self._tenant, self._body.model)
 
     def text(self, completion: Completion) -> str:
         _, text, _ = self._partial_text().add(completion.tokens.tolist(), is_end=True)
@@ -192,7 +198,8 @@ def _text_records(
 def _chat_records(
     body: ChatRequest, sampler: _Sampler, prompt: Sequence[int], turn: Turn
 ) -> AsyncGenerator[dict[str, Any]]:
-    deltas = [Deltas(turn) for _ in range(body.n)]
+    thinks = sampler.tokenizer.decode_with_special(prompt[-_TAIL:]).rstrip().endswith(THINK)
+    deltas = [Deltas(turn, thinks) for _ in range(body.n)]
 
     def entry(index: int, piece: Piece) -> dict[str, Any]:
         part = choice(index, piece.completion, body.return_token_ids)

@@ -14,14 +14,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rl.envs.chat.template import ChatTemplate, for_template
-from rl.envs.chat.tool_calls import CallFormat, ParsedTurn, ToolCall, as_message
+from rl.envs.chat.tool_calls import THINK, CallFormat, ParsedTurn, ToolCall, as_message
 from rl.errors import ConfigError
 from rl.models.tokenizer import HFTokenizer
 from rl.tinker.backend import UserError
 from rl.tinker.json_schemas import of_one_call, of_response_format
 from rl.types import Message, StopReason
 
-_THINK, _THOUGHT = "<think>", "</think>"
+_THOUGHT = "</think>"
 _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length"}
 _CALL_MARKS: Mapping[CallFormat, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -169,9 +169,10 @@ class Turn:
 class Deltas:
     """One turn as the deltas of a stream."""
 
-    def __init__(self, turn: Turn):
+    def __init__(self, turn: Turn, thinks: bool = False):
+        """thinks: whether the prompt ends within the reasoning."""
         self._turn = turn
-        self._text = ""
+        self._text = self._prompted = THINK if thinks and turn.parse else ""
         self._sent = {"reasoning_content": "", "content": ""}
         self._begun = False
 
@@ -184,7 +185,11 @@ class Deltas:
         if parsed is None:
             kind = "reasoning_content" if self._turn.tools and _is_thought(self._text) else "content"
             return self._delta({kind: self._sent[kind] + self._unsent()}), _FINISH[end]
-        delta = self._delta({"reasoning_content": parsed.reasoning, "content": parsed.content})
+        fields = {"reasoning_content": parsed.reasoning, "content": parsed.content}
+        for name, sent in self._sent.items():
+            if not fields[name].startswith(sent) and not sent.startswith(fields[name]):
+                self._sent[name] = ""  # words before the thoughts: they stay with the client
+        delta = self._delta(fields)
         if calls := _as_message(parsed).get("tool_calls"):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return delta, "tool_calls" if parsed.calls else _FINISH[end]
@@ -195,7 +200,7 @@ class Deltas:
         return {} if self._turn.schema else shown(self._text, self._turn.written)
 
     def _unsent(self) -> str:
-        start = 0
+        start = len(self._prompted)
         for sent in self._sent.values():
             start = self._text.find(sent, start) + len(sent)
         return self._text[start:]
@@ -226,18 +231,18 @@ def _one_call(text: str) -> ParsedTurn | None:
 
 def _is_thought(text: str) -> bool:
     """Whether it ends within the reasoning."""
-    return text.lstrip().startswith(_THINK) and _THOUGHT not in text
+    return text.lstrip().startswith(THINK) and _THOUGHT not in text
 
 
 def shown(text: str, written: CallFormat) -> dict[str, str]:
     """What of a turn under way will stay: its reasoning, and its content up to what may be a call."""
     thoughts, tag, rest = text.rpartition(_THOUGHT)
     if tag:
-        return {"reasoning_content": thoughts.replace(_THINK, "").strip()} | _content(rest, written)
+        return {"reasoning_content": thoughts.replace(THINK, "").strip()} | _content(rest, written)
     begun = text.lstrip()
     if _is_thought(text):
-        return {"reasoning_content": _before(begun.removeprefix(_THINK), (_THOUGHT,)).strip()}
-    return {} if _THINK.startswith(begun) else _content(text, written)
+        return {"reasoning_content": _before(begun.removeprefix(THINK), (_THOUGHT,)).strip()}
+    return {} if THINK.startswith(begun) else _content(text, written)
 
 
 def _content(text: str, written: CallFormat) -> dict[str, str]:

@@ -23,7 +23,7 @@ from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
 from rl.tinker.settings import check_adam, check_fits, check_metadata, check_ttl, read_lora
 from rl.tinker.training import Training
-from rl.types import Completion, LoRA, OptimParams
+from rl.types import LoRA, OptimParams
 from rl.waiting import beside
 
 
@@ -275,14 +275,12 @@ class Service:
             self.sampling.submit(request, load)
         return request.id
 
-    async def sample_now(self, tenant: str, model: str, body: Mapping[str, Any]) -> list[Completion]:
-        """model: a name of the base model, or a checkpoint's path. Not kept: a restart loses it."""
-        directory = None
+    def sampled_directory(self, tenant: str, model: str) -> str | None:
+        """Of a checkpoint; None for a name of the base model. Raises UserError and NotFound for others."""
         if model.startswith("tinker://"):
-            directory = self.checkpoints.loadable(tenant, model).directory
-        else:
-            self._check_base(model)
-        return await self.sampling.sample(tenant, directory, body)
+            return self.checkpoints.loadable(tenant, model).directory
+        self._check_base(model)
+        return None
 
     def cancel(self, tenant: str, request_id: str) -> None:
         row = self._database.get(requests, request_id, "id")

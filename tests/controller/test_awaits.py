@@ -121,6 +121,11 @@ class Scenario:
     def world(self, directory) -> World:
         return World(self.config, directory, **(self.options or {}))
 
+    @property
+    def may_fail(self) -> bool:
+        """Without an event of the test's: what it is about ends the run, or something dies."""
+        return bool(self.before or {"fail_on", "mismatch"} & (self.options or {}).keys())
+
 
 SYNC, ASYNC = base(), base(max_offpolicy_steps=1)
 REFERENCE = base(kl=KL(coef=0.1), reference=ReferenceConfig(refresh_every=1))
@@ -159,6 +164,7 @@ SCENARIOS = {
     "recorded batches": Scenario(base(record_batches=1)),
     "demonstrations": Scenario(base(sft, warmup=WarmupConfig())),
     "preferences": Scenario(base(dpo)),
+    "preferences by turns": Scenario(base(dpo, placement="by_turns")),
     "episodes": Scenario(EPISODES),
     "two ranks": Scenario(TWO_RANKS),
     "two generators": Scenario(ASYNC, {"num_generators": 2}),
@@ -340,6 +346,7 @@ def reached(undisturbed):
     names: dict[Await, list[str]] = {}
     for name, outcome in undisturbed.items():
         assert outcome.happened, f"{name}: what it is about has not happened"
+        assert SCENARIOS[name].may_fail or outcome.error is None, f"{name}: {outcome.error}"
         for place in outcome.turns:
             names.setdefault(place, []).append(name)
     return {place: names[place] for file in FILES for place in awaits(file) if place in names}

@@ -466,3 +466,19 @@ def test_a_failure_of_the_processes_reaches_who_waits_for_the_batch():
                 await asyncio.wait_for(buffer.take(0), 1)
 
     asyncio.run(main())
+
+
+def test_a_filter_that_raises_ends_the_run():
+    """So does whatever comes after a group was generated: whoever takes the batch hears of it."""
+
+    async def main():
+        async def generate(index, version):
+            return group(index, version, "differ")
+
+        buffer = RolloutBuffer(generate, Pace(P, 3, 0, 0), keep=lambda g: g.scores < 3, num_steps_done=0)
+        changed = Signal()
+        async with beside(buffer.follow(lambda: 0, changed)):
+            with pytest.raises(TypeError, match="not supported"):
+                await buffer.take(0, P)
+
+    run_virtually(main())

@@ -92,6 +92,9 @@ def test_skyrl_gym(tokenizer, tmp_path):
     rollout = play(tokenizer, env, problem, ["#### 5", "#### 4", "#### 4"])
     assert rollout.score.error is None and rollout.counts["turns"] >= 2
     assert rollout.score.parts.turns[0] < 1 and sum(rollout.score.parts.turns) >= 1
+    # As in SkyRL, the environment sees the thoughts too.
+    rollout = play(tokenizer, env, problem, ["<think>#### 4</think> I know.", "#### 5", "#### 5"])
+    assert rollout.counts["turns"] == 1 and rollout.score.parts.turns[0] >= 1
 
 
 def test_trl_reward_functions_and_environments(tokenizer):

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from decimal import Decimal
 from itertools import product
 
 import pyarrow
@@ -10,6 +11,7 @@ from configs.algorithms import distillation
 from configs.smollm2 import work_out
 from rl.controller.rollouts import Rollouts
 from rl.envs.base import Env, RolloutContext, derive_seed
+from rl.envs.numbers import last_number, value
 from rl.envs.question_file import QuestionFile
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError
@@ -283,3 +285,20 @@ def test_smollm2s_demonstrations_are_right():
     for a, b, sign in product(range(100), range(100), "+-"):
         sides = work_out(f"{a} {sign} {b}").split("=")
         assert {eval(side) for side in sides} == {a + b if sign == "+" else a - b}
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("It is .5", "0.5"), ("pages 10-12", "12"), ("from 3-5", "5"), ("so x=\u22125", "-5"), ("x=-5", "-5"),
+        ("1,2,3", "3"), ("1,234,567.5", "1234567.5"), ("(3)-5", "5"), ("-.25", "-0.25"), ("- 5", "5"),
+        ("3.5.", "3.5"), ("1,2345", "2345"),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert value(last_number(text)) == Decimal(number)
+    assert Decimal(last_number(text)) == Decimal(number)
+
+
+def test_a_text_without_digits_has_no_number():
+    assert last_number("none at all - or, perhaps.") is None

@@ -139,3 +139,43 @@ def test_requests_of_one_group_alone_share_cached_prefixes():
     alone, grouped = (Admit(0, (1, 2), replace(PARAMS, cache_group=group)) for group in ("", "me"))
     assert alone.vllm_prompt() == {"prompt_token_ids": [1, 2]}
     assert grouped.vllm_prompt() == {"prompt_token_ids": [1, 2], "cache_salt": "me"}
+
+
+def test_where_one_of_n_samples_fails_the_others_end():
+    """Nobody waits for them any more."""
+
+    class Third(Fake):
+        def tick(self, commands):
+            tick = super().tick(commands)
+            failing = [c for c in commands if isinstance(c, Admit) and c.params.seed == 102]
+            self.left = {c: n for c, n in self.left.items() if c not in failing}
+            return Tick({**tick.answers, **{c.id: RunError("no JSON") for c in failing}}, len(self.left))
+
+    fake = Third()
+
+    async def main(engine):
+        with pytest.raises(RunError, match="no JSON"):
+            await engine.sample([1], 4, SamplingParams(1000, seed=100), key=7)
+        while engine.progress.num_requests or fake.left:
+            await asyncio.sleep(0)
+        await engine.sample([2], 1, PARAMS)
+
+    with ThreadPoolExecutor(1) as thread:
+        asyncio.run(asyncio.wait_for(main(GeneratorEngine(fake.tick, thread)), 10))
+    admitted = [c.id for c in fake.ticks[0]]
+    (abort,) = [c for tick in fake.ticks for c in tick if isinstance(c, Abort)]
+    assert sorted(abort.requests) == [n for i, n in enumerate(admitted) if i != 2]
+    assert len(fake.ticks) < 100
+
+
+def test_a_request_that_is_cancelled_before_its_wave_is_complete_is_never_admitted():
+    async def main(engine):
+        gone = asyncio.create_task(engine.sample([0], 2, PARAMS, Wave(0, 0, 2)))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        (answer,) = await engine.sample([1], 1, PARAMS, Wave(0, 1, 2))
+        assert answer.tokens.tolist() == [100]
+
+    fake = run(main)
+    assert [c.prompt for tick in fake.ticks for c in tick if isinstance(c, Admit)] == [(1,)]

@@ -164,3 +164,11 @@ def test_what_a_loss_measures_of_its_own_is_recorded_whatever_it_is_called():
     assert {name: metrics.get(name) for name in ("margin", "preferred", "pairs", "margin_top/max", "error/max")} == {
         "margin": 0.5, "preferred": 1.0, "pairs": 2.0, "margin_top/max": 3.0, "error/max": 4.0,
     }  # fmt: skip
+
+
+def test_a_group_of_one_has_nothing_to_compare():
+    """It says nothing of whether groups differ, and where all are of one, nothing does."""
+    alone = group_metrics([group(Score(1.0)), group(Score(0.0))])
+    assert math.isnan(alone["group/with_signal"]) and alone["reward/std"] == 0.5
+    dropped = group(Score(1.0), Score(0.0, "the judge is down", cause="judge"))
+    assert group_metrics([dropped, group(1, 0), group(1, 1)])["group/with_signal"] == 0.5

@@ -4,12 +4,15 @@
 
 import asyncio
 from itertools import chain, groupby
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.envs.chat.tool_calls import parse_turn
+from rl.tinker.openai import _Sampler
 from rl.tinker.openai_chat import Deltas, Turn
+from rl.tinker.openai_requests import CompletionsRequest
 from rl.tinker.openai_stream import PartialText, interleaved, pieces
 from rl.types import Completion, StopReason, VersionRange
 
@@ -154,15 +157,22 @@ FRAGMENTS = [
     st.sampled_from(["hermes", "llama3", "pythonic"]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join),
     st.sampled_from([None, "", "Hm. ", "<tool_call>"]),
+    st.booleans(),
     st.sampled_from(StopReason),
     st.data(),
 )
-def test_the_deltas_of_a_turn_are_its_message(written, text, thought, stop, data):
-    """However its text is split, and whatever it calls, thinks, or fails to write."""
-    text = text if thought is None else f"<think>\n{thought}</think>\n{text}"
+def test_the_deltas_of_a_turn_are_its_message(written, text, thought, thinks, stop, data):
+    """However its text is split, and whatever it calls, thinks, or fails to write.
+
+    thinks: the prompt has opened the thoughts, which then have an end.
+    """
+    if thinks:
+        text = f"{thought or ''}</think>\n{text}"
+    elif thought is not None:
+        text = f"<think>\n{thought}</think>\n{text}"
     turn = Turn([None], "", lambda whole: parse_turn(whole, written), written)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
-    deltas, sent, calls = Deltas(turn), {"reasoning_content": "", "content": ""}, []
+    deltas, sent, calls = Deltas(turn, thinks), {"reasoning_content": "", "content": ""}, []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         delta, reason = deltas.next(text[start:end], None)
         assert reason is None and "tool_calls" not in delta
@@ -186,3 +196,52 @@ def without(text, marks):
     for mark in marks:
         text = text.replace(mark, "")
     return text
+
+
+def sent_of(texts, thinks):
+    deltas = Deltas(Turn([None], "", lambda whole: parse_turn(whole, "hermes"), "hermes"), thinks)
+    sent = {"reasoning_content": "", "content": ""}
+    for text, end in zip(texts, [*[None] * (len(texts) - 1), StopReason.STOP], strict=True):
+        delta, _ = deltas.next(text, end)
+        sent = {name: value + delta.get(name, "") for name, value in sent.items()}
+    return sent
+
+
+def test_thoughts_that_the_prompt_opened_are_no_content():
+    texts = ["Okay, the user asks ", "for 2+2.\n</think>\n\n", "The answer", " is 4."]
+    assert sent_of(texts, thinks=True) == {
+        "reasoning_content": "Okay, the user asks for 2+2.",
+        "content": "The answer is 4.",
+    }
+
+
+def test_the_answer_comes_whatever_was_sent_before_the_thoughts():
+    assert sent_of(["Plan: ", "<think>a</think>", "b"], thinks=False)["content"].endswith("b")
+
+
+def test_all_slices_of_a_stream_are_of_one_checkpoint():
+    """Also where it is saved anew under its name meanwhile."""
+    directories = iter(["first", "second"])
+
+    asked = []
+
+    class Sampling:
+        async def sample(self, tenant, directory, body):
+            asked.append((tenant, directory))
+            return [Completion([7] * 16, [-1.0] * 16, VersionRange(0, 0), StopReason.LENGTH)]
+
+    service = SimpleNamespace(
+        sampling=Sampling(),
+        sampled_directory=lambda tenant, model: next(directories),
+        backend=SimpleNamespace(context_length=49),
+    )
+    tokenizer = SimpleNamespace(decode=decode, decode_with_special=decode_with_special)
+    body = CompletionsRequest(model="tinker://a/weights/x", prompt="", max_tokens=48)
+    sampler = _Sampler(service, tokenizer, "me", body, 0)
+
+    async def read():
+        (stream,) = sampler.streams([[1]])
+        return [piece async for piece in stream]
+
+    assert asyncio.run(read())[-1].end is StopReason.LENGTH
+    assert asked == [("me", "first")] * 3

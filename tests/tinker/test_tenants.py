@@ -288,7 +288,7 @@ def test_samples_of_a_request_that_runs_in_parts_are_those_of_one_call(tmp_path)
     async def main():
         async with living(tmp_path / "a", backend=Sampler()) as service:
             body = asked(50)
-            completions = await service.sample_now(ME, NAME, body)
+            completions = await service.sampling.sample(ME, None, body)
             assert [c.tokens[0] for c in completions] == [1 + i for i in range(50)]
 
     asyncio.run(main())
@@ -299,17 +299,17 @@ def test_waiting_samples_of_a_tenant_are_bounded_on_every_route(tmp_path):
         backend = Sampler(is_open=False)
         async with living(tmp_path / "a", Limits(max_waiting_samples=300, max_waiting=8), backend) as service:
             sampler = await sampler_of(service)
-            now = [asyncio.create_task(service.sample_now(ME, NAME, asked(100))) for _ in range(2)]
+            now = [asyncio.create_task(service.sampling.sample(ME, None, asked(100))) for _ in range(2)]
             await asyncio.sleep(0)
             service.sample(ME, sampler, 1, asked(90))
             with pytest.raises(TooMany, match="3 requests for 290 samples are waiting already"):
                 service.sample(ME, sampler, 2, asked(11))
             with pytest.raises(TooMany):
-                await service.sample_now(ME, NAME, asked(11))
+                await service.sampling.sample(ME, None, asked(11))
             for i in range(3, 8):
                 service.sample(ME, sampler, i, asked(1))
             with pytest.raises(TooMany):
-                await service.sample_now(ME, NAME, asked(1))
+                await service.sampling.sample(ME, None, asked(1))
             other = service.sample(OTHER, await sampler_of(service, OTHER), 1, asked(11))
             for task in now:
                 task.cancel()
@@ -460,7 +460,7 @@ def test_tenants_share_no_cached_prefix_on_any_route(tmp_path):
                 asked = SAMPLE | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
                 scored = asked | {"prompt_alt_tokens_k": 1}
                 await answered(service, service.sample(tenant, sampler, 1, scored), tenant)
-                await service.sample_now(tenant, NAME, asked)
+                await service.sampling.sample(tenant, None, asked)
 
     asyncio.run(main())
     assert groups == [ME] * 3 + [OTHER] * 3

@@ -54,7 +54,7 @@ class SkyRLGym(ChatEnv):
         return first[len(asked) :]
 
     def step(self, episode: Episode) -> list[Message] | None:
-        out = episode.state["env"].step(episode.response)
+        out = episode.state["env"].step(episode.turn_texts[-1])  # its thoughts too, as there
         episode.state["rewards"].append(float(out["reward"]))
         return None if out["done"] else out["observations"]
 

@@ -95,7 +95,7 @@ def _sum(own: Score | None, added: Score) -> Score:
 async def _play(
     env: "ChatEnv", problem: Problem, sample: int, context: RolloutContext, walks: Callable[..., "_Walk"]
 ) -> _Played:
-    """An episode whose process died with others of its worker begins again, with the same seeds."""
+    """An episode whose process, or generator, died with others' begins again, with the same seeds."""
     assert context.episodes is not None  # a run with a ChatEnv has them
     for _ in range(_MAX_LOST):
         walk = walks(env, problem, sample, context)
@@ -103,7 +103,7 @@ async def _play(
             return walk.played(await walk.run(context.episodes))
         except EpisodeLost:
             continue
-    return walk.played(Score(0.0, f"its process was lost {_MAX_LOST} times", cause="lost"))
+    return walk.played(Score(0.0, f"its process or its generator was lost {_MAX_LOST} times", cause="lost"))
 
 
 class _Walk:
@@ -122,6 +122,7 @@ class _Walk:
         self._began = time.monotonic()
 
     async def run(self, episodes: Episodes) -> Score:
+        """Raises EpisodeLost where it failed and its generator had died: the wait is not its failure."""
         seconds = self._env.episode_seconds
         try:
             async with episodes.open(self._problem, self._seed) as process, within(seconds):
@@ -135,6 +136,8 @@ class _Walk:
             score = Score(0.0, problem, cause="timeout")
         except EpisodeFailed as failure:
             score = Score(0.0, str(failure), cause=failure.cause)
+        if is_policys(score.cause) and self._session.outages:
+            raise EpisodeLost(self._session.outages[-1])
         return score
 
     async def _talk(self, process: EpisodeProcess) -> Score:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.causes import noting_outages
 from rl.envs.base import no_room
 from rl.envs.chat.template import ChatTemplate, Schema, for_template
 from rl.envs.chat.tool_calls import ParsedTurn, as_message
@@ -88,6 +89,7 @@ class ChatSession:
     ):
         """params: of each turn, but for the seed. seeds: one for each turn. max_tokens: of a sequence."""
         self.turns: list[Turn] = []
+        self.outages: list[str] = []  # generators that died while a turn was sampled
         self.was_refused = False  # a turn that its budgets do not allow was asked for
         self._template = template
         self._sampler = sampler
@@ -123,7 +125,8 @@ class ChatSession:
         self._num_begun += 1
         limit = min(self._params.max_new_tokens, room, max_new_tokens or room)
         params = replace(self._params, max_new_tokens=limit, seed=seed)
-        completion = (await self._sampler.sample(prompt, 1, params))[0]
+        with noting_outages(self.outages):
+            completion = (await self._sampler.sample(prompt, 1, params))[0]
         turn = self._turn(before, new_tokens, completion, has_tools=bool(tools))
         self.turns.append(turn)
         if turn.is_complete:

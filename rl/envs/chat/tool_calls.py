@@ -5,12 +5,12 @@ A call that cannot be read is not dropped: it comes back as text that says why, 
 
 import ast
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl.envs.chat.call_values import json_value
 from rl.errors import ConfigError
 from rl.types import Message
 
@@ -18,15 +18,13 @@ CallFormat = Literal["hermes", "llama3", "pythonic"]
 
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
-_THOUGHT = "</think>"
+THINK, _THOUGHT = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _CALL_CLOSED = re.compile(rf"\s*(?:{_CALL_END}|\Z)")
 _NEXT_CALL = re.compile(r"\s*(?:;\s*(?=\{)|\Z)")
-_LIST, _LIST_END = re.compile(r"\[\s*\w+\("), re.compile(r"\)\s*\]")
+_LIST, _LIST_END = re.compile(r"(?m:^)[^\S\n]*\[\s*\w+\("), re.compile(r"\)\s*\]")
 _NAMED = r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
 _FIRST_CALL = re.compile(rf"<\|python_tag\|>|\A\s*(?=\{{)|(?m:^)\s*(?={_NAMED})")
-_MAX_DEPTH = 64
-_MAX_BITS = 10_000  # Python writes integers of up to 4300 digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +102,15 @@ def parse_turn(text: str, written: CallFormat, has_tools: bool = True) -> Parsed
 def _split_reasoning(text: str, written: CallFormat) -> tuple[str, str]:
     """The thoughts, whose opening tag may stand in the prompt, and the rest."""
     thoughts, tag, rest = text.partition(_THOUGHT)
+    if not tag and text.lstrip().startswith(THINK):
+        return text.lstrip().removeprefix(THINK).strip(), ""
     if not tag:
         return "", text
-    if not text.lstrip().startswith("<think>"):
+    if not text.lstrip().startswith(THINK):
         arguments = [call.arguments for call in _PARSERS[written](text).calls]
         if json.dumps(arguments).count(_THOUGHT) >= text.count(_THOUGHT):
             return "", text  # the tag is within what a call passes on
-    return thoughts.replace("<think>", "").strip(), rest.strip()
+    return thoughts.replace(THINK, "").strip(), rest.strip()
 
 
 def _hermes(text: str) -> ParsedTurn:
@@ -141,6 +141,8 @@ def _llama3(text: str) -> ParsedTurn:
     body = text[start.end() :].strip() if start else ""
     if start is None or not body.startswith("{"):
         return ParsedTurn(text)
+    if not start[0].strip() and _is_answer(body):
+        return ParsedTurn(text)
     content = text[: start.start()].strip()
     calls: list[ToolCall] = []
     at = 0
@@ -155,6 +157,15 @@ def _llama3(text: str) -> ParsedTurn:
     except _Unreadable as error:
         return ParsedTurn(content, tuple(calls), (str(error),))
     return ParsedTurn(content, tuple(calls))
+
+
+def _is_answer(text: str) -> bool:
+    """Whether it is one JSON object, which names nothing to call."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return "name" not in value
 
 
 class _Unreadable(ValueError):
@@ -192,7 +203,7 @@ def _pythonic(text: str) -> ParsedTurn:
         return ParsedTurn(text, (), ("the call does not end with )]",) if begins else ())
     content = (text[: start.start()] + text[ends[-1] :]).strip()
     try:
-        listed = ast.parse(text[start.start() : ends[-1]], mode="eval").body
+        listed = ast.parse(text[start.start() : ends[-1]].strip(), mode="eval").body
         if not isinstance(listed, ast.List):  # two lists, of which the second is an index
             raise ValueError("write one list of calls")
         calls = [_python_call(call) for call in listed.elts]
@@ -220,34 +231,7 @@ def _literal(value: ast.expr) -> Any:
 
 def checked_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
     """A call of values that JSON and UTF-8 can carry. Raises ValueError for others."""
-    return ToolCall(_json_value(name, 0), _json_value(arguments, _MAX_DEPTH))
-
-
-def _json_value(value: object, depth: int) -> Any:
-    """The value, with tuples as lists. depth: how deep lists and objects may be in each other."""
-    match value:
-        case None | bool():
-            return value
-        case int() if value.bit_length() <= _MAX_BITS:
-            return value
-        case float() if math.isfinite(value):
-            return value
-        case str():
-            value.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
-            return value
-        case list() | tuple() | dict() if depth == 0:
-            raise ValueError(f"its arguments are nested over {_MAX_DEPTH} deep")
-        case list() | tuple():
-            return [_json_value(item, depth - 1) for item in value]
-        case dict() if all(isinstance(key, str) for key in value):
-            return {_json_value(key, 0): _json_value(item, depth - 1) for key, item in value.items()}
-        case dict():
-            raise ValueError("the keys of an object have to be strings")
-        case int():
-            raise ValueError("an integer is too large")
-        case float():
-            raise ValueError("NaN and Infinity are no JSON numbers")
-    raise ValueError(f"a value of type {type(value).__name__} is not JSON")
+    return ToolCall(json_value(name), json_value(arguments))
 
 
 _PARSERS = {"hermes": _hermes, "llama3": _llama3, "pythonic": _pythonic}

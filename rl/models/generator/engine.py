@@ -5,7 +5,7 @@ That is continuous batching. It knows nothing of Monarch and nothing of vLLM's A
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextvars import copy_context
 from dataclasses import replace
@@ -62,10 +62,8 @@ class GeneratorEngine:
         self._submit(self._complete_wave(admits, wave) if wave else admits)
         try:
             return await asyncio.gather(*answers)
-        except asyncio.CancelledError:
-            for admit in admits:
-                self._answers.pop(admit.id, None)
-            self._submit([Abort(next(self._numbers), tuple(admit.id for admit in admits))])
+        except BaseException:  # nobody waits for the others
+            self._abort([admit.id for admit in admits if self._answers.pop(admit.id, None) is not None])
             raise
         finally:
             self._sampling -= {admit.id for admit in admits}
@@ -78,16 +76,20 @@ class GeneratorEngine:
         Who asked for one gets a RunError. A request that has ended already is left alone.
         """
         if keys is None:
-            given_up = tuple(self._sampling)
+            given_up = list(self._sampling)
             self._waves.clear()
         else:
-            given_up = tuple(number for key in keys for number in self._keyed.get(key, ()))
-            for members in self._waves.values():  # a wave is complete with the place of a request given up
-                for position, admits in members.items():
-                    members[position] = [admit for admit in admits if admit.id not in given_up]
-        self._submit([Abort(next(self._numbers), given_up)])
+            given_up = [number for key in keys for number in self._keyed.get(key, ())]
+        self._abort(given_up)
         for number in given_up:
             self._resolve(number, RunError("the sample was given up"))
+
+    def _abort(self, numbers: Collection[int]) -> None:
+        """Of samples, which may wait for their wave: it is complete with their empty place."""
+        for members in self._waves.values():
+            for position, admits in members.items():
+                members[position] = [admit for admit in admits if admit.id not in numbers]
+        self._submit([Abort(next(self._numbers), tuple(numbers))])
 
     async def load_weights(self, manifest: Manifest) -> None:
         """Switch to another version of the model, or of an adapter, between two steps."""

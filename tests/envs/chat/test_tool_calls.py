@@ -134,3 +134,26 @@ def test_a_template_without_tools_gets_them_as_text():
     assert call["content"].startswith("Look.\n<tool_call>")
     assert results["role"] == "user" and results["content"].count("<tool_response>") == 2
     assert last == messages[-1]
+
+
+@pytest.mark.parametrize("written", ["hermes", "llama3", "pythonic"])
+def test_thoughts_without_an_end_call_nothing(written):
+    call = write_calls([{"name": "f", "arguments": {"x": 1}}], written)
+    parsed = parse_turn(f"<think>I might write\n{call}\nhere", written)
+    assert not parsed.calls and not parsed.malformed and parsed.content == ""
+    assert parsed.reasoning.startswith("I might write")
+
+
+def test_an_answer_in_json_is_no_broken_call_of_llama3():
+    answer = parse_turn('{"answer": 3}', "llama3")
+    assert answer.content == '{"answer": 3}' and not answer.malformed and not answer.calls
+    for broken in ('{"answer": 3', '<|python_tag|>{"answer": 3}', '{"name": 3}', '{"name": "f"} and'):
+        assert parse_turn(broken, "llama3").malformed, broken
+    assert parse_turn('{"name": "f"}', "llama3").calls == (ToolCall("f", {}),)
+
+
+def test_a_list_within_a_line_of_words_is_no_pythonic_call():
+    prose = 'Take the list [int(x="3")] as it is.'
+    assert parse_turn(prose, "pythonic").content == prose and not parse_turn(prose, "pythonic").calls
+    for text in ('[int(x="3")]', 'I call it:\n  [int(x="3")]'):
+        assert parse_turn(text, "pythonic").calls == (ToolCall("int", {"x": "3"}),), text
