@@ -496,3 +496,42 @@ def test_a_request_that_has_failed_samples_nothing_more(tmp_path, asked):
             assert backend.num_calls == num_calls
 
     asyncio.run(main())
+
+
+def test_tenants_share_no_cached_prefixes(tmp_path):
+    """Else one could tell from the time of an answer what another has asked."""
+    groups = []
+
+    class Noting(Sampler):
+        async def sample(self, adapter, prompt, n, params, max_deaths=3):
+            groups.append((prompt[0], params.cache_group))
+            return await super().sample(adapter, prompt, n, params, max_deaths)
+
+    async def main():
+        async with living(tmp_path / "a", backend=Noting()) as service:
+            for tenant, token in ((ME, 1), (OTHER, 2), (ME, 3)):
+                sampler = await sampler_of(service, tenant)
+                await answered(service, service.sample(tenant, sampler, 1, asked(1, token)), tenant)
+            await service.sampling.sample(OTHER, None, asked(1, 4))
+
+    asyncio.run(main())
+    assert groups == [(1, ME), (2, OTHER), (3, ME), (4, OTHER)]
+
+
+def test_a_request_that_a_new_start_cannot_serve_fails_with_the_reason(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", backend=Sampler(is_open=False)) as service:
+            sampler = await sampler_of(service)
+            chunk = {"type": "encoded_text", "tokens": list(range(20))}
+            long = service.sample(ME, sampler, 1, asked(1) | {"prompt": {"chunks": [chunk]}})
+            short = service.sample(ME, sampler, 2, asked(1))
+            await asyncio.sleep(0.05)
+        backend = FakeBackend()
+        backend.context_length = 8
+        async with living(tmp_path / "a", backend=backend) as service:
+            row = await answered(service, long, state="refused")
+            assert "20" in message_of(row) and "8" in message_of(row)
+            await answered(service, short)
+            assert service.queue.waiting() == {}
+
+    asyncio.run(main())
