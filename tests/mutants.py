@@ -215,7 +215,7 @@ class Copies:
                 raise RuntimeError(f"{' '.join(tests)} fail on the code as it is:\n{output}")
             return json.loads((copy / out).read_text())
 
-    def tests_fail(self, mutant: Mutant, tests: Sequence[str], ids: set[str]) -> bool:
+    def tests_fail(self, mutant: Mutant, tests: Sequence[str], ids: Sequence[str]) -> bool:
         """ids: of the tests that may fail, all of them where it is empty."""
         source = (ROOT / mutant.path).read_bytes()
         if ids:
@@ -348,7 +348,7 @@ def main() -> int:
                 return None
             tests = by_file[mutant.path]
             lines = of_set[tuple(tests)].get(mutant.path, {})
-            return copies.tests_fail(mutant, tests, set(lines.get(str(mutant.statement), ())))
+            return copies.tests_fail(mutant, tests, lines.get(str(mutant.statement), ()))
 
         judged, survived = [], []
         for mutant, verdict in zip(drawn, pool.map(is_noticed, drawn), strict=True):

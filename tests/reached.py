@@ -8,8 +8,9 @@ import ast
 import atexit
 import json
 import os
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,19 +53,22 @@ def statements(tree: ast.Module) -> list[tuple[Position, Position]]:
 
 
 class Notes:
-    """A plugin of pytest, which writes file -> line -> tests that reach it."""
+    """A plugin of pytest, which writes file -> line -> tests that reach it, those of fast files first."""
 
     def __init__(self, out: Path):
         self._out, self._processes = out, out.parent / "processes"
         self._processes.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(self._processes)
         self._tests: dict[str, set[Place]] = {}
+        self._seconds: dict[str, float] = {}
         self._shared: dict[str, set[Place]] = defaultdict(set)  # by a fixture that tests of this file share
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
         reached.clear()
+        began = time.monotonic()
         result = yield
+        self._seconds[item.nodeid] = time.monotonic() - began
         self._tests[item.nodeid] = set(reached)
         for file in self._processes.iterdir():
             self._tests[item.nodeid] |= set(map(tuple, json.loads(file.read_text())))
@@ -85,20 +89,26 @@ class Notes:
 
     def pytest_sessionfinish(self):
         tests: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for test, places in self._tests.items():
+        of_file: dict[str, list[float]] = defaultdict(list)
+        for test, seconds in self._seconds.items():
+            of_file[_file(test)].append(seconds)
+        mean = {file: sum(seconds) / len(seconds) for file, seconds in of_file.items()}
+        for test in sorted(self._tests, key=lambda test: (mean[_file(test)], self._seconds[test])):
+            places = self._tests[test]
             for file, line in sorted(places | self._shared[_file(test)] | self._shared[""]):
                 tests[file][line].append(test)
         self._out.write_text(json.dumps(tests))
 
 
 class Only:
-    """A plugin of pytest: the tests with these ids, without the others of their files."""
+    """A plugin of pytest: the tests with these ids, in this order, without the others of their files."""
 
-    def __init__(self, ids: set[str]):
-        self._ids = ids
+    def __init__(self, ids: Sequence[str]):
+        self._places = {id: place for place, id in enumerate(ids)}
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.nodeid in self._ids]
+        chosen = (item for item in items if item.nodeid in self._places)
+        items[:] = sorted(chosen, key=lambda item: self._places[item.nodeid])
 
 
 _WITH_TEXT = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

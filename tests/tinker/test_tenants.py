@@ -530,7 +530,7 @@ def test_a_request_that_a_new_start_cannot_serve_fails_with_the_reason(tmp_path)
         backend.context_length = 8
         async with living(tmp_path / "a", backend=backend) as service:
             row = await answered(service, long, state="refused")
-            assert "20" in message_of(row) and "8" in message_of(row)
+            assert "a prompt of 20 tokens; it has to have 1 to 7" in message_of(row)
             await answered(service, short)
             assert service.queue.waiting() == {}
 
