@@ -10,7 +10,6 @@ from rl.config.env_methods import wrong_methods
 from rl.config.recipe_modules import names_left_behind
 from rl.config.run import RunConfig
 from rl.envs.base import Env, checked, held_out
-from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
 from rl.envs.mixture import Mixture
@@ -123,14 +122,9 @@ def check_chat_env(env: ChatEnv, tokenizer: Tokenizer) -> list[str]:
         )
     if env.stop:
         problems.append("env.stop has no effect on a ChatEnv, whose turns end as the chat template ends them")
-    if isinstance(env, AgentEnv) and env.command:
-        for name in ("prompt_prefix", "max_result_chars"):
-            if getattr(env, name) != getattr(AgentEnv, name):
-                problems.append(
-                    f"env.{name} has no effect on env.command, which asks and calls by itself; remove it"
-                )
-    elif isinstance(env, AgentEnv) and env.variables:
-        problems.append("env.variables has no effect without env.command; remove it, or give the command")
+    for name, why in env.unread().items():
+        if getattr(env, name) != getattr(type(env), name):
+            problems.append(f"env.{name} has no effect {why}")
     try:
         template = chat_template(tokenizer, env.call_format)
         tools = [tool.schema for tool in env.tools()]

@@ -47,7 +47,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """For use in rewards. Its temperature is 0; its calls are the reward's own, never the policy's."""
+    """For use in rewards. Its temperature is 0, unless `reasoning`. Its calls are the reward's own, never the
+    policy's."""
 
     base_url: str = ""
     """An OpenAI-compatible endpoint, as http://localhost:8000/v1; empty: the run's own, of judge.model."""
@@ -64,6 +65,9 @@ class Judge:
     seconds: PositiveFloat = 30.0
     """Time for a verdict, retries and both questions of a comparison included; reward.limit_seconds has to be
     more."""
+    reasoning: bool = False
+    """For models that refuse max_tokens and a temperature, as OpenAI's that reason: the limit is sent as
+    max_completion_tokens, which counts the thoughts too, and no temperature."""
     max_tokens: PositiveInt = 64
     max_retries: Annotated[int, Ge(0), Le(10)] = 2
 
@@ -108,6 +112,11 @@ class Judge:
         }
         return self.complete(asked, schema if self.structured else None, deadline)
 
+    def _remedy(self, schema: object) -> str:
+        settings = ["structured=False where it knows no response_format"] * (schema is not None)
+        settings += ["reasoning=True where it takes no max_tokens"] * (not self.reasoning)
+        return f" (set the judge's {', or '.join(settings)})" if settings else ""
+
     def _no_verdict(self, wanted: str, reply: str) -> JudgeFailed:
         remedy = (
             f"raise its max_tokens={self.max_tokens}"
@@ -127,7 +136,11 @@ class Judge:
         schema: a JSON schema to which the reply is held. deadline: of time.monotonic(), for all tries; None:
         `seconds` from now.
         """
-        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
+        body: dict[str, Any] = {"model": self.model, "messages": messages}
+        if self.reasoning:
+            body["max_completion_tokens"] = self.max_tokens
+        else:
+            body |= {"temperature": 0, "max_tokens": self.max_tokens}
         if schema is not None:
             described = {"name": "verdict", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
@@ -141,14 +154,15 @@ class Judge:
         while tries <= self.max_retries and (left := deadline - time.monotonic()) > 0:
             tries += 1
             try:
-                reply = _post(f"{url.rstrip('/')}/chat/completions", body, headers, left)
+                is_own = not self.base_url
+                reply = _post(f"{url.rstrip('/')}/chat/completions", body, headers, left, is_own)
                 if reply.status_code == 200:
                     return str(reply.json()["choices"][0]["message"]["content"])
                 failure = f"{reply.status_code} {reply.text:.200}"
                 if reply.status_code in _REFUSALS:
-                    unknown = " (set the judge's structured=False where it knows no response_format)"
-                    remedy = unknown if schema is not None else ""
-                    raise JudgeFailed(f"the judge at {url} refused what it was asked: {failure}{remedy}")
+                    raise JudgeFailed(
+                        f"the judge at {url} refused what it was asked: {failure}{self._remedy(schema)}"
+                    )
                 if reply.status_code < 500 and reply.status_code != 429:
                     break
             except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
@@ -159,11 +173,19 @@ class Judge:
         raise JudgeUnreachable(f"the judge at {url} {end} (tries: {tries}, the last: {failure})")
 
 
-def _post(url: str, body: object, headers: Mapping[str, str], seconds: float) -> httpx.Response:
-    """Raises TimeoutError where the reply has not ended by then: httpx's timeouts are for each part of it."""
+def _post(
+    url: str, body: object, headers: Mapping[str, str], seconds: float, directly: bool
+) -> httpx.Response:
+    """Raises TimeoutError where the reply has not ended by then: httpx's timeouts are for each part of it.
+
+    directly: through no proxy that the environment names.
+    """
 
     async def post() -> httpx.Response:
-        async with asyncio.timeout(seconds), httpx.AsyncClient(timeout=None) as client:
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(timeout=None, trust_env=not directly) as client,
+        ):
             return await client.post(url, json=body, headers=headers)
 
     return run_apart(post())

@@ -96,7 +96,7 @@ class QuestionFile(Env):
             bad = [p.id for p in self._read() if not NUMBER.fullmatch(p.answer.strip())]
             if bad:
                 problem = f"{len(bad)} answers of {self.path} are not numbers, the first at {bad[0]}"
-                return [f"{problem}; set --env.match exact, or fix them"]
+                return [f"{problem}; set its match to exact (--env.match exact), or fix them"]
         return []
 
     @property

@@ -102,8 +102,11 @@ class Sandbox:
     """Bytes of standard output, and of errors; past it the code is ended."""
 
     def run_python(self, code: str, stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
-        """A Python program, by this interpreter without its installed packages."""
-        return self.run([_PYTHON, "-I", "main.py"], stdin, {**(files or {}), "main.py": code})
+        """A Python program, which may import the files beside it.
+
+        By the Python that the virtual environment was made from, with the packages of that one.
+        """
+        return self.run([_PYTHON, "-E", "-s", "main.py"], stdin, {**(files or {}), "main.py": code})
 
     def run(self, command: Sequence[str], stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
         """A command in an empty directory with `files`: name -> text.

@@ -6,6 +6,7 @@ A list of what is kept, for nobody can list the names that keys have.
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 from rl.processes import LEASE
 
@@ -40,6 +41,15 @@ def clean_environment(also: Sequence[str] = ()) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def reach_directly(url: str) -> None:
+    """This process, and what it starts, reaches the URL's host without a proxy, which has no way to it."""
+    host = urlsplit(url).hostname or ""
+    for name in ("no_proxy", "NO_PROXY"):  # some libraries read one, some the other
+        hosts = [part for part in os.environ.get(name, "").split(",") if part]
+        if host not in hosts:
+            os.environ[name] = ",".join([*hosts, host])
 
 
 def _is_ordinary(name: str, value: str) -> bool:

@@ -66,14 +66,20 @@ class Adapters:
         self._members[name] = adapter, Learner(adapter.parameters, self._same_weights, undo=True)
 
     def load(self, name: str, path: str | Path) -> None:
-        """Add an adapter from a directory that PEFT or `save` wrote."""
+        """Add an adapter from a directory that PEFT or `save` wrote, on all ranks or none. A collective."""
+        is_new = name not in self._members
+        try:
+            with agreed():
+                self._read(name, path)
+        except BaseException:
+            if is_new:
+                self._members.pop(name, None)
+            raise
+
+    def _read(self, name: str, path: str | Path) -> None:
         lora, tensors = read_adapter(path)
         self.add(name, lora)
-        try:
-            self[name].load(tensors)
-        except ConfigError:
-            self.remove(name)
-            raise
+        self[name].load(tensors)
 
     def save(self, name: str, out_dir: str | Path, base_model: str) -> None:
         """Write an adapter in PEFT's format. base_model: what adapter_config.json says that it belongs to."""
@@ -99,16 +105,17 @@ class Adapters:
     def load_state(self, name: str, path: str | Path, optimizer: bool = True) -> None:
         """Add an adapter from a directory that `save_state` wrote, in the place of one with that name.
 
-        Without `optimizer`, its moments are new. Raises ConfigError where they are not there. Where it fails,
-        the one with that name stays.
+        Without `optimizer`, its moments are new. Raises ConfigError where they are not there. Where it fails
+        on any rank, the one with that name stays on all. A collective.
         """
-        if optimizer and not (Path(path) / OPTIMIZER).is_file():
-            raise ConfigError(f"{path} has no optimizer state; load its weights alone")
         before = self._members.pop(name, None)
         try:
-            self.load(name, path)
-            if optimizer:
-                self._load_moments(name, path)
+            with agreed():
+                if optimizer and not (Path(path) / OPTIMIZER).is_file():
+                    raise ConfigError(f"{path} has no optimizer state; load its weights alone")
+                self._read(name, path)
+                if optimizer:
+                    self._load_moments(name, path)
         except BaseException:
             self._members.pop(name, None)
             if before is not None:

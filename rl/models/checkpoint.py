@@ -40,6 +40,7 @@ from rl.models.platform import new_group
 from rl.paths import sync, write_whole
 
 _FULL_MIB = 16
+_PATIENCE = 4  # with a rank that writes for too long: it may come to its end later
 
 
 class _Writer(FileSystemWriter):
@@ -67,8 +68,10 @@ class Checkpoints:
         self._adapters = adapters
         self._learners = learners
         self._timeout = timeout_seconds
-        # The writing thread's collectives must not meet those of the training thread.
-        self._group = new_group(timeout_seconds, backend="gloo")
+        # The writing thread's collectives must not meet those of the training thread, nor those of whoever
+        # waits for it: where it is late, the writer's are still under way, and go on.
+        self._group = new_group(_PATIENCE * timeout_seconds, backend="gloo")
+        self._waiters = new_group(_PATIENCE * timeout_seconds, backend="gloo")
         self._writing: Future[None] | None = None
         self._directory = Path()  # of the last checkpoint
 
@@ -121,10 +124,10 @@ class Checkpoints:
         writing = self._writing
         wait([writing], self._timeout)
         # Where one rank still writes, none starts another, and all come back to this one.
-        fail_together(None if writing.done() else self._late(), self._group)
+        fail_together(None if writing.done() else self._late(), self._waiters)
         self._writing = None
         failure = writing.exception()
-        fail_together(None if failure is None else self._reason(_cause(failure)), self._group)
+        fail_together(None if failure is None else self._reason(_cause(failure)), self._waiters)
 
     def _late(self) -> RunError:
         return RunError(

@@ -108,7 +108,7 @@ def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
     dim, normal = hf["hidden_size"], _normal(hf)
     count = num_experts(hf)
     in_turn = (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
-    sparse = count and layer not in hf.get("mlp_only_layers", []) and in_turn
+    sparse = count and layer not in (hf.get("mlp_only_layers") or []) and in_turn
     if not sparse:
         sizes = {"dim": dim, "hidden_dim": hf["intermediate_size"]}
         return {"feed_forward": make_ffn_config(**sizes, w1_param_init=normal, w2w3_param_init=normal)}

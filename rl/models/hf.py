@@ -75,7 +75,9 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 def max_positions(config: dict[str, Any]) -> int:
     """Longest sequence of a config.json, in tokens; state-space models name none."""
-    return config.get("max_position_embeddings") or config.get("n_positions") or 2**62
+    text = config.get("text_config") or {}
+    names = ("max_position_embeddings", "n_positions")
+    return next((part[name] for part in (config, text) for name in names if part.get(name)), 2**62)
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

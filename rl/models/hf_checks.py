@@ -28,6 +28,10 @@ _COUNTS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
+_OF_EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
+"""0 where a model of a kind that may have experts has none."""
+_OF_LAYERS = (*_OF_EXPERTS, "intermediate_size", "moe_intermediate_size")
+"""A list where layers differ."""
 _MOST_LAYERS = 10_000  # transformers makes a list as long
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
 _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config")
@@ -48,9 +52,11 @@ def check_config(config: dict[str, Any]) -> None:
     ):
         raise wrong("architectures", "a list of names")
     for key in (key for key in _COUNTS if config.get(key) is not None):
-        if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < 1:
-            raise wrong(key, "a whole number of at least 1")
-        if config[key] > (_MOST_LAYERS if key == "num_hidden_layers" else MOST):
+        values = config[key] if key in _OF_LAYERS and isinstance(config[key], list) else [config[key]]
+        least = 0 if key in _OF_EXPERTS else 1
+        if any(not isinstance(value, int) or isinstance(value, bool) or value < least for value in values):
+            raise wrong(key, f"a whole number of at least {least}")
+        if any(value > (_MOST_LAYERS if key == "num_hidden_layers" else MOST) for value in values):
             raise wrong(key, "a size that a model has")
     rope = config.get("rope_parameters")
     theta = {"rope_theta": rope["rope_theta"]} if isinstance(rope, dict) and "rope_theta" in rope else {}
@@ -102,8 +108,12 @@ def check_supported(config: dict[str, Any]) -> None:
     needed += ["intermediate_size", "max_position_embeddings"]
     if architecture == "Qwen3MoeForCausalLM":
         needed += ["num_experts_per_tok", "moe_intermediate_size"]
-    if missing := [key for key in needed if config.get(key) is None]:
+    if missing := [key for key in needed if not config.get(key)]:
         raise ConfigError(f"config.json has no {', '.join(missing)}; fetch the model again")
+    if lists := [key for key in _OF_LAYERS if isinstance(config.get(key), list)]:
+        raise ConfigError(
+            f"config.json has {lists[0]} of each layer, which is not supported; set trainer.engine=hf"
+        )
 
 
 def check_expert_width(config: dict[str, Any], dtype: str, tensor_parallel: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rl.envs.chat.messages import role_of
 from rl.envs.chat.template import ChatTemplate, for_template
 from rl.envs.chat.tool_calls import THINK, CallFormat, ParsedTurn, ToolCall, as_message
 from rl.errors import ConfigError
@@ -262,4 +263,5 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         for part in message.content:
             if part.type != "text" or part.text is None:
                 raise UserError(f"content of type {part.type[:80]!r} is not offered here; send text")
-    return message.model_dump(exclude_none=True)
+    plain = message.model_dump(exclude_none=True)
+    return plain | {"role": role_of(plain)}

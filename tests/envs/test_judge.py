@@ -165,3 +165,26 @@ def test_a_judge_that_refuses_the_question_gave_no_verdict(status):
     for other in (401, 404):
         with endpoint(other) as (url, _), pytest.raises(JudgeUnreachable, match=str(other)):
             Judge(url, "m").grade("q", "a")
+
+
+def test_a_judge_that_reasons_is_asked_in_its_own_fields():
+    with endpoint('{"grade": 5}', 400) as (url, asked):
+        assert Judge(url, "m", reasoning=True, max_tokens=900).grade("q", "a").grade == 0.5
+        with pytest.raises(
+            JudgeFailed, match="structured=False .*, or reasoning=True where it takes no max_t"
+        ):
+            Judge(url, "m").grade("q", "a")
+    assert asked[0]["max_completion_tokens"] == 900 and not {"max_tokens", "temperature"} & asked[0].keys()
+    assert asked[1]["max_tokens"] == 64 and asked[1]["temperature"] == 0
+    assert "max_completion_tokens" not in asked[1]
+
+
+def test_the_runs_own_judge_is_reached_without_the_machines_proxy(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with endpoint('{"grade": 10}') as (url, _):
+        monkeypatch.setenv("RL_JUDGE_URL", url)
+        assert Judge(max_retries=0).grade("q", "a").grade == 1
+        with pytest.raises(JudgeUnreachable):  # one of the user's goes where the environment says
+            Judge(url, "m", max_retries=0, seconds=3.0).grade("q", "a")

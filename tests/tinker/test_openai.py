@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
+from rl.tinker.openai_chat import ChatMessage, _plain
 from tests.envs.chat.templates import make_tokenizer
 from tests.tinker.fakes import KEYS, NAME, ScriptedBackend, serving
 
@@ -453,3 +454,9 @@ def test_openais_client_reads_errors(openai, backend):
         openai.chat.completions.create(model=NAME, messages=HELLO, functions=[{"name": "f"}])
     with pytest.raises(module.NotFoundError):
         openai.completions.create(model="tinker://x:train:0/weights/one", prompt="a")
+
+
+def test_a_developers_message_is_the_systems():
+    """Chat templates know no other name for it, and would leave it out."""
+    asked = [ChatMessage(role=role, content="x") for role in ("developer", "system", "user")]
+    assert [_plain(message)["role"] for message in asked] == ["system", "system", "user"]

@@ -35,7 +35,7 @@ class SkyRLGym(ChatEnv):
 
     @property
     def _rows(self) -> QuestionFile:
-        return replace(self.questions, num_eval=self.num_eval)
+        return replace(self.questions, num_eval=self.num_eval, match="exact")  # it scores nothing itself
 
     def start(self, episode: Episode) -> list[Message]:
         import skyrl_gym

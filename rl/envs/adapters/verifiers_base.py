@@ -1,5 +1,6 @@
 """What environments of both of the verifiers library's APIs have."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,10 @@ class VerifiersBase(AgentEnv):
     max_turns: PositiveInt = 32
     turn_seconds: float = 60.0
     max_memory_gib: float = 4.0
+
+    def unread(self) -> Mapping[str, str]:
+        why = "on an environment of verifiers, which asks and calls by itself; remove it"
+        return dict.fromkeys(("command", "prompt_prefix", "max_result_chars"), why)
 
     def reward_episode(self, episode: Episode) -> float:
         """0 where a budget ended the episode before its reward."""

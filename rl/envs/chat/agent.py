@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import IO
@@ -35,6 +35,14 @@ class AgentEnv(ChatEnv):
     episode.state["output"]. Of other variables it gets those that programs need to run, no keys."""
     variables: tuple[str, ...] = ()
     """Names of variables that the agent's programs get beside the ordinary ones, such as that of a key."""
+
+    def unread(self) -> Mapping[str, str]:
+        if not self.command:
+            return {"variables": "without env.command; remove it, or give the command"}
+        return dict.fromkeys(
+            ("prompt_prefix", "max_result_chars"),
+            "on env.command, which asks and calls by itself; remove it",
+        )
 
     def prepare(self) -> None:
         """What OpenAI's client loads at its first request is loaded once, before episodes fork."""
@@ -107,6 +115,8 @@ def _load_openai() -> None:
     with HTTPServer(("127.0.0.1", 0), _OneAnswer) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}", api_key="none") as client:
+        url = f"http://127.0.0.1:{server.server_port}"
+        direct = openai.DefaultHttpxClient(trust_env=False)  # a proxy has no way to it
+        with openai.OpenAI(base_url=url, api_key="none", http_client=direct) as client:
             client.chat.completions.create(model="none", messages=[{"role": "user", "content": ""}])
         thread.join()

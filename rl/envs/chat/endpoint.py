@@ -89,11 +89,16 @@ class AgentEndpoint:
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/{path:path}", self._nothing, methods=["GET", "POST"]),
         ]
         return Starlette(routes=routes)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": _MODEL, "object": "model", "owned_by": "rl"}]})
+
+    async def _nothing(self, request: Request) -> Response:
+        why = f"{request.url.path[:80]} is not offered: the policy answers at /v1/chat/completions"
+        return JSONResponse(refusal(404, why, None), 404)
 
     async def _chat(self, request: Request) -> Response:
         try:
@@ -103,6 +108,7 @@ class AgentEndpoint:
         except Refused as error:
             return JSONResponse(refusal(error.status, str(error), error.code or None), error.status)
         if not await request.is_disconnected():
+            guest.session.deliver(turn)
             guest.delivered.add(id(turn))
             guest.messages = [*asked.messages, turn.message]
         body = self._written(turn, asked)
@@ -120,7 +126,7 @@ class AgentEndpoint:
         key = json.dumps([asked.messages, asked.tools], sort_keys=True)
         task = guest.answers.get(key) if is_retry else None
         if task is None:
-            sampling = guest.session.complete(asked.messages, asked.tools or (), asked.limit)
+            sampling = guest.session.sample(asked.messages, asked.tools or (), asked.limit)
             task = guest.answers[key] = asyncio.create_task(sampling)
             guest.sampling.add(task)
             task.add_done_callback(guest.sampling.discard)

@@ -76,6 +76,10 @@ class ChatEnv(Env):
     def rewards_groups(self) -> bool:
         return type(self).reward_group is not ChatEnv.reward_group
 
+    def unread(self) -> Mapping[str, str]:
+        """Settings that have no effect here -> where that is, and the remedy."""
+        return {}
+
     def tools(self) -> Sequence[Tool]:
         """What the policy may call: the methods that are marked with @tool."""
         return tools_of(self)

@@ -16,6 +16,7 @@ from rl.envs.chat.messages import wrong_with
 from rl.envs.chat.template import Schema
 from rl.envs.chat.tools import BadArguments, Tool
 from rl.envs.failures import known_in
+from rl.envs.variables import reach_directly
 from rl.errors import BadReturn, Unavailable, message_of, one_line
 from rl.types import Message, Problem, Score, StopReason
 
@@ -150,6 +151,7 @@ class EpisodeRunner:
 
     def act(self, base_url: str, api_key: str) -> None:
         """Run the environment's agent (AgentEnv)."""
+        reach_directly(base_url)
         self._run(self._env.agent(self.episode, base_url, api_key))
 
     def reward(

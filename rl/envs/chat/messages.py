@@ -20,6 +20,11 @@ def wrong_with(message: object) -> str:
     return ""
 
 
+def role_of(message: Mapping) -> str:
+    """With the role that chat templates know in the place of `developer`."""
+    return "system" if message["role"] == "developer" else str(message["role"])
+
+
 def _is_text(part: Mapping) -> bool:
     return part.get("type", "text") == "text"
 

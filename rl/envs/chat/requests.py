@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from rl.envs.chat.messages import wrong_with
+from rl.envs.chat.messages import role_of, wrong_with
 from rl.types import Message
 
 LABELS = (
@@ -98,7 +98,7 @@ class TurnRequest(BaseModel):
     messages: list[dict[str, Any]]
     model: str = ""
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | None = None
+    tool_choice: str | dict[str, Any] | None = None
     max_tokens: Annotated[int, Ge(1)] | None = None
     max_completion_tokens: Annotated[int, Ge(1)] | None = None
     stream: bool | None = None
@@ -159,10 +159,10 @@ def _refuse(name: str, value: object) -> None:
 
 
 def _message(message: dict[str, Any]) -> Message:
-    """With the role that chat templates know in place of `developer`."""
+    """With a role that chat templates know."""
     if wrong := wrong_with(message):
         raise Refused(400, f"messages: {wrong}")
-    role = "system" if message["role"] == "developer" else message["role"]
+    role = role_of(message)
     if role not in _ROLES:
         raise Refused(400, f"messages: the role {role!r:.40} is not offered; use {', '.join(_ROLES)}")
     if unread := [name for name in _UNREAD if message.get(name)]:

@@ -44,6 +44,7 @@ class Turn:
     message: Message
     parsed: ParsedTurn  # of a turn that was cut off: its text alone
     written: str  # all that the policy wrote, reasoning and calls as they stand
+    key: str = ""  # of the conversation that it ends
 
     @property
     def told(self) -> Message:
@@ -99,7 +100,18 @@ class ChatSession:
         self._known: dict[str, Turn] = {}  # a conversation's key -> the turn that ends it
         self._num_begun = 0
 
-    async def complete(
+    async def complete(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Turn:
+        """The policy's next turn, which whoever asks has got. Raises as `sample`."""
+        turn = await self.sample(messages, tools)
+        self.deliver(turn)
+        return turn
+
+    def deliver(self, turn: Turn) -> None:
+        """Whoever asked for it has got it: conversations go on after it."""
+        if turn.is_complete:
+            self._known[turn.key] = turn
+
+    async def sample(
         self, messages: Sequence[Message], tools: Sequence[Schema], max_new_tokens: int | None = None
     ) -> Turn:
         """The policy's next turn. Raises NoTurnsLeft, Unwritable, or TooLong where there is no room for it.
@@ -127,10 +139,8 @@ class ChatSession:
         params = replace(self._params, max_new_tokens=limit, seed=seed)
         with noting_outages(self.outages):
             completion = (await self._sampler.sample(prompt, 1, params))[0]
-        turn = self._turn(before, new_tokens, completion, has_tools=bool(tools))
+        turn = self._turn(before, new_tokens, completion, messages, tools)
         self.turns.append(turn)
-        if turn.is_complete:
-            self._known[_key([*messages, turn.message], tools)] = turn
         return turn
 
     @property
@@ -165,7 +175,6 @@ class ChatSession:
     def forget(self, turn: Turn) -> None:
         """Nobody got this turn: it is not learned from."""
         self.turns.remove(turn)
-        self._known = {key: known for key, known in self._known.items() if known is not turn}
 
     def _find(
         self, messages: Sequence[Message], tools: Sequence[Schema]
@@ -179,15 +188,21 @@ class ChatSession:
         return None, messages
 
     def _turn(
-        self, before: Turn | None, new_tokens: Sequence[int], completion: Completion, has_tools: bool
+        self,
+        before: Turn | None,
+        new_tokens: Sequence[int],
+        completion: Completion,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
     ) -> Turn:
         text = self._template.text(completion.tokens.tolist())
-        if completion.stop is not StopReason.STOP:
-            message: Message = {"role": "assistant", "content": text}
-            return Turn(before, np.array(new_tokens, np.int32), completion, message, ParsedTurn(text), text)
-        parsed = self._template.parse(text, has_tools)
-        message = as_message(parsed, text, f"call{len(self.turns):03d}")
-        return Turn(before, np.array(new_tokens, np.int32), completion, message, parsed, text)
+        if completion.stop is StopReason.STOP:
+            parsed = self._template.parse(text, bool(tools))
+            message = as_message(parsed, text, f"call{len(self.turns):03d}")
+        else:
+            parsed, message = ParsedTurn(text), {"role": "assistant", "content": text}
+        key = _key([*messages, message], tools)
+        return Turn(before, np.array(new_tokens, np.int32), completion, message, parsed, text, key)
 
 
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:

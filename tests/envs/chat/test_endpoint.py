@@ -253,6 +253,10 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
         ({"temperature": 0}, "temperature=0 .*another policy"),
         ({"ignore_eos": 0}, "ignore_eos"),
         ({"seed": 1}, "the run's own seeds"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+            "the policy chooses",
+        ),
     ],
 )
 def test_a_request_is_refused_by_the_field_with_the_remedy(tokenizer, fields, words):
@@ -380,3 +384,65 @@ def test_a_retry_gets_the_same_answer_and_one_that_nobody_got_is_not_learned_fro
 
     talk(tokenizer, ["one", "lost"], noted, delay=0.5)
     assert [turn.text for turn in sessions[0].turns] == ["one"]
+
+
+def test_a_conversation_goes_on_after_the_turn_that_was_received(tokenizer):
+    """Also where another sample of its request, which nobody got, says the same later."""
+    sessions = []
+
+    class Uneven(Writer):
+        async def sample(self, prompt, n, params):
+            seconds = {0: 0.1, 1: 0.4}.get(len(self.asked), 0.0)
+            made = await super().sample(prompt, n, params)
+            await asyncio.sleep(seconds)
+            return made
+
+    async def main():
+        template = ChatTemplate(tokenizer)
+        writer = Uneven(tokenizer, template.end_id, ["yes", "yes", "done"], random.Random(0))
+        session = ChatSession(template, writer, SamplingParams(64), range(8), 4000)
+        sessions.append(session)
+        door = AgentEndpoint(tokenizer)
+        url, key = await door.enter(session)
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            asked = [
+                asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
+                for _ in range(2)
+            ]
+            done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                task.cancel()
+            (reply,) = done
+            await asyncio.sleep(0.6)  # the other sample has ended too
+            message = reply.result().choices[0].message.model_dump(exclude_none=True)
+            after = [*ASKED, message, {"role": "user", "content": "And now?"}]
+            await client.chat.completions.create(model="m", messages=after)
+        await door.leave(key)
+        await door.close()
+
+    asyncio.run(main())
+    (session,) = sessions
+    first, second = session.turns
+    assert second.before is first and [turn.text for turn in session.turns] == ["yes", "done"]
+    assert session.turns_of_branches == session.turns and len(session.branches) == 1
+
+
+def test_an_agent_reaches_the_policy_without_the_machines_proxy(tokenizer, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    agent = Agent(turn_seconds=60.0)
+    agent.prepare()
+    rollout, _ = play(tokenizer, agent, "look around", [CALL, "found"])
+    assert rollout.score.error is None and rollout.score.reward == 1
+
+
+def test_what_is_not_offered_says_what_is(tokenizer):
+    async def say(client, session, url, key):
+        with pytest.raises(
+            openai.NotFoundError, match="/v1/responses is not offered: .* at /v1/chat/completions"
+        ):
+            await client.responses.create(model="m", input="hello")
+
+    talk(tokenizer, [], say)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+import openai
 import pytest
 
 from configs.calculator import calculator
 from rl.config import WarmupConfig
 from rl.config.env_rules import check_chat_env, check_env
 from rl.config.validate import validate
+from rl.envs.adapters.verifiers_base import VerifiersBase
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv
@@ -87,6 +89,23 @@ class BadDemonstration(Fine):
         return [{"role": "user", "content": "x"}]
 
 
+@dataclass(frozen=True)
+class Library(VerifiersBase):
+    """Reads `variables`, as the adapters of verifiers do."""
+
+    def generate(self, seed):
+        return Problem(str(seed), str(seed), "2")
+
+    def agent(self, episode, base_url, api_key):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        messages = [{"role": "user", "content": "1+1"}]
+        client.chat.completions.create(model="any", messages=messages)
+
+
+def test_variables_are_read_by_an_environment_of_verifiers():
+    assert problems(Library(variables=("KEY",)), warmup=WarmupConfig()) == []
+
+
 def problems(env, **changes):
     return validate(replace(calculator(), env=env, **changes))
 
@@ -103,6 +122,9 @@ def test_the_recipe_is_fine():
         (Program(prompt_prefix="12"), "env.prompt_prefix has no effect on env.command"),
         (Program(max_result_chars=5), "env.max_result_chars has no effect on env.command"),
         (OwnAgent(variables=("KEY",)), "env.variables has no effect without env.command"),
+        (Library(prompt_prefix="12"), "env.prompt_prefix has no effect on an environment of verifiers"),
+        (Library(max_result_chars=5), "env.max_result_chars has no effect on an environment of verifiers"),
+        (Library(command=("true",)), "env.command has no effect on an environment of verifiers"),
         (Untyped(), "the tool use cannot be described"),
         (Undescribed(), "the tool use has no type hint for it"),
         (Undocumented(), "the tool use has no docstring"),
@@ -116,7 +138,7 @@ def test_the_recipe_is_fine():
     ],
 )
 def test_what_is_wrong_is_named(env, said):
-    found = problems(env)
+    found = problems(env, warmup=WarmupConfig()) if isinstance(env, Library) else problems(env)
     assert any(said in line for line in found), found
 
 
