@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -45,8 +45,17 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
 
+def _member(of: object, name: object) -> Any:
+    """What Python up to 3.11.3 writes as getattr(an enum, the name of a member)."""
+    if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it takes {name} of {of}, which no description of tensors does")
+    return _MEM_FORMAT_ENCODING[str(name)]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors does")

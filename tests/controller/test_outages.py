@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from configs.guess_number import guess_number
+from configs.calculator import calculator
 from rl.causes import note_outage, noting_outages
 from rl.config import WarmupConfig
 from rl.waiting import Deadlines
 from tests.controller.whole_run import World
 from tests.virtual_time import run_virtually
 
-RECIPE = guess_number()
+RECIPE = calculator()
 SETTINGS = replace(
     RECIPE,
     env=replace(RECIPE.env, episode_seconds=60.0, num_eval=2),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from rl.errors import DamagedCheckpoint
 from rl.models.checkpoint_dir import tensor_names
@@ -37,6 +37,14 @@ def test_what_torch_writes_is_read(checkpoint):
     empty = {"model": {"w": {key: torch.zeros_like(t) for key, t in TENSORS["model"]["w"].items()}}}
     dcp.load(empty, storage_reader=CheckpointReader(checkpoint), no_dist=True)
     assert torch.equal(empty["model"]["w"]["value"], torch.ones(2, 3))
+
+
+def test_a_member_of_an_enum_is_read_as_any_python_writes_it():
+    """Up to 3.11.3, as the attribute of its class."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    written = Metadata({"a": Calls(getattr, _MEM_FORMAT_ENCODING, member.name)}, storage_data={})
+    read = CheckpointReader.unpickled(io.BytesIO(pickle.dumps(written)))
+    assert read.state_dict_metadata == {"a": member}
 
 
 class Calls:
@@ -66,6 +74,8 @@ HOSTILE = {
     "a path through a class": by_name("pathlib", "PosixPath.unlink"),
     "a path through an allowed module": by_name("torch.distributed.checkpoint.metadata", "os.system"),
     "a function of torch": by_name("torch", "save"),
+    "what a function has": pickle.dumps(Calls(getattr, Metadata, "__init__")),
+    "what an enum has": pickle.dumps(Calls(getattr, _MEM_FORMAT_ENCODING, "__class__")),
     "bytes, which torch would unpickle": pickle.dumps(
         Metadata({"a": BytesStorageMetadata()}, storage_data={})
     ),
