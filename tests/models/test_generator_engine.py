@@ -115,7 +115,8 @@ def test_all_who_wait_hear_of_a_broken_engine():
         with pytest.raises(asyncio.TimeoutError):  # and it is not asked again by itself
             await asyncio.wait_for(asyncio.Event().wait(), 0.01)
 
-    run(main, breaks_at=2)
+    fake = run(main, breaks_at=2)
+    assert len(fake.ticks) == 2  # nothing is asked of an engine that is broken
 
 
 def test_samples_that_are_given_up_end_and_what_comes_next_is_served():

@@ -63,7 +63,9 @@ class GeneratorEngine:
         try:
             return await asyncio.gather(*answers)
         except BaseException:  # nobody waits for the others
-            self._abort([admit.id for admit in admits if self._answers.pop(admit.id, None) is not None])
+            under_way = [admit.id for admit in admits if self._answers.pop(admit.id, None) is not None]
+            if under_way:
+                self._abort(under_way)
             raise
         finally:
             self._sampling -= {admit.id for admit in admits}
