@@ -2,6 +2,7 @@
 
 # holds: exact
 
+import copy
 from dataclasses import dataclass
 
 import openai
@@ -10,7 +11,8 @@ import pytest
 from rl.envs.adapters.nemo_gym import _items
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv
-from rl.types import Problem
+from rl.envs.chat.tools import tool
+from rl.types import Problem, StopReason
 from tests.envs.chat.playing import play_here
 from tests.envs.chat.templates import make_tokenizer
 from tests.envs.chat.words import Writer
@@ -82,3 +84,47 @@ def test_the_prompts_own_assistant_is_not_the_policy(tokenizer, env, is_cut):
     if isinstance(env, Talk):  # a server that verifies gets what followed the prompt
         assert [item["content"][0]["text"] for item in SEEN[0][3]] == ["four", "three", "six"]
     assert not any("given" in message for rollout in rollouts for message in rollout.messages)
+
+
+OWN, COMPARED = [], []
+FIELDS = (
+    "problem", "messages", "stop", "turn_tokens", "answers", "turn_texts", "num_opening", "tool_results", "notes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared(ChatEnv):
+    max_turns: int = 2
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return "a four"
+
+    def reward_episode(self, episode):
+        episode.notes["answers"] = len(episode.answers)
+        OWN.append({name: copy.deepcopy(getattr(episode, name)) for name in FIELDS})
+        return 0.0
+
+    def reward_group(self, episodes):
+        COMPARED.extend({name: getattr(episode, name) for name in FIELDS} for episode in episodes)
+        return [1.0 for _ in episodes]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_group_is_compared_by_all_that_its_episodes_were_rewarded_for(tokenizer, is_cut):
+    OWN.clear(), COMPARED.clear()
+
+    class ByTurn:
+        async def sample(self, prompt, n, params):
+            call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+            turn = ("six", is_cut) if "a four" in tokenizer.decode(prompt) else (call, False)
+            return await Writer(tokenizer, tokenizer.eos_id, [turn]).sample(prompt, n, params)
+
+    problem = Problem("1", "", messages=EXAMPLE)
+    rollouts = play_here(Compared(), tokenizer, ByTurn(), problem, n=2)
+    assert [rollout.score.reward for rollout in rollouts] == [1.0, 1.0]
+    assert len(OWN) == 2 and COMPARED == OWN
+    (results,) = OWN[0]["tool_results"]
+    assert results and OWN[0]["notes"] == {"answers": 2} and OWN[0]["num_opening"] == len(EXAMPLE)
+    assert OWN[0]["stop"] is (StopReason.LENGTH if is_cut else StopReason.STOP)
