@@ -1,6 +1,7 @@
 """A checkpoint's files are as long as its metadata says, or it is damaged: looked at before any process starts."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rl.models.checkpoint_dir import (
     RECORD,
     check_content,
     checksum_files,
+    rename,
     why_damaged,
     write_checksums,
 )
@@ -44,3 +46,24 @@ def test_a_file_that_lacks_a_byte_is_named_with_both_sizes(checkpoint, cut):
     assert why_damaged(path).startswith(f"{data} has {max(0, size - cut)} of ")
     with pytest.raises(DamagedCheckpoint, match=f"has {max(0, size - cut)} of "):
         check_content(path)
+
+
+@pytest.mark.parametrize("name", [RECORD, ".metadata"])
+def test_a_small_file_that_was_changed_is_found_by_the_quick_look(checkpoint, name):
+    """Its length is the same, and what it says can be read."""
+    path, _ = checkpoint
+    content = (path / name).read_bytes()
+    changed = content.replace(b'"state": {}', b'"state" :{}') if name == RECORD else content + b"\n"
+    assert changed != content
+    (path / name).write_bytes(changed)
+    assert why_damaged(path) == f"{path / name} is broken: it is not what was written"
+
+
+def test_a_checkpoint_that_takes_anothers_name_leaves_nothing_of_it(checkpoint):
+    path, data = checkpoint
+    new = path.with_name("step-3.partial")
+    shutil.copytree(path, new)
+    (new / "new").touch()
+    rename(new, path)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert (path / "new").exists() and (path / data.name).exists()
