@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 
 from rl.errors import ConfigError
 
@@ -17,7 +18,7 @@ def open_standard_streams() -> None:
 
 
 def check_surroundings(starts_processes: bool) -> None:
-    """Raises ConfigError where the working directory is gone, or address space is short.
+    """Raises ConfigError where the working directory is gone, address space is short, or docstrings are cut.
 
     starts_processes: whether the command will load torch and vLLM in processes of its own.
     """
@@ -25,6 +26,10 @@ def check_surroundings(starts_processes: bool) -> None:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the working directory is gone; cd to one that exists") from None
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "PYTHONOPTIMIZE=2 (-OO) leaves out docstrings, by which settings and tools are described; use 1"
+        )
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if starts_processes and limit != resource.RLIM_INFINITY and limit < _LEAST_GIB * 2**30:
         raise ConfigError(

@@ -167,13 +167,25 @@ async def within(seconds: float | None) -> AsyncIterator[None]:
     if seconds is None:
         yield
         return
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(None) as timeout:
-        deadline = _Deadline(seconds, lambda: timeout.reschedule(loop.time()))
-        try:
-            yield
-        finally:
-            deadline.cancel()
+    loop, interrupts, is_past = asyncio.get_running_loop(), num_interrupts(), False
+    try:
+        async with asyncio.timeout(None) as timeout:
+
+            def end() -> None:
+                nonlocal is_past
+                is_past = True
+                timeout.reschedule(loop.time())
+
+            deadline = _Deadline(seconds, end)
+            try:
+                yield
+            finally:
+                deadline.cancel()
+    except asyncio.CancelledError as error:
+        # Python up to 3.11.2 takes the deadline of a task that was interrupted before for another interrupt.
+        if is_past and num_interrupts() == interrupts:
+            raise TimeoutError from error
+        raise
 
 
 def loop_seconds() -> float:

@@ -12,6 +12,8 @@ _CASES = {
     "little address space": ("ulimit -v 4000000 && {rl} train quickstart", 2, "address space is limited to 3.8 GiB"),
     "little address space for a worker": ("ulimit -v 4000000 && {rl} worker --listen 127.0.0.1:0", 2, "address space is limited to 3.8 GiB"),
     "little address space where nothing starts": ("ulimit -v 4000000 && {rl} train quicksart --launcher slurm", 2, "did you mean 'quickstart'"),
+    "no docstrings": ("PYTHONOPTIMIZE=2 {rl} train quickstart", 2, "PYTHONOPTIMIZE=2 (-OO) leaves out docstrings"),
+    "a file with the name of a module": (f"unset PYTHONSAFEPATH; echo 'raise SystemExit(7)' > queue.py; {sys.executable} -P -m rl.cli check quickstart", 0, ""),
     "standard output closed": ("{rl} --version >&-", 0, ""),
     "all closed": ("{rl} --version <&- >&- 2>&-", None, ""),
 }  # fmt: skip

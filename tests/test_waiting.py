@@ -348,3 +348,39 @@ def test_deadlines_for_processes_are_these():
             if is_wait and any(keyword.arg == "timeout" for keyword in node.keywords):
                 uses.add(str(path.relative_to(ROOT)))
     assert uses == NO_PROCESS
+
+
+def test_a_deadline_after_an_interrupt_is_a_deadline(monkeypatch):
+    """Up to 3.11.2 Python's own timeout takes it for another interrupt."""
+
+    async def of_3_11_2(self, kind, error, trace):
+        if self._timeout_handler is not None:
+            self._timeout_handler.cancel()
+            self._timeout_handler = None
+        if self._state is not asyncio.timeouts._State.EXPIRING:
+            self._state = asyncio.timeouts._State.EXITED
+            return
+        self._state = asyncio.timeouts._State.EXPIRED
+        if self._task.uncancel() <= 0 and kind is asyncio.CancelledError:
+            raise TimeoutError
+
+    async def interrupted():
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        with pytest.raises(TimeoutError):
+            async with within(0.01):
+                await asyncio.Event().wait()
+        async with within(5.0):
+            await asyncio.sleep(0)
+
+    async def main():
+        for owner in (None, of_3_11_2):
+            if owner is not None:
+                monkeypatch.setattr(asyncio.Timeout, "__aexit__", owner)
+            task = asyncio.create_task(interrupted())
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            task.result()
+
+    asyncio.run(main())

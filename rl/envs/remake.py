@@ -52,7 +52,7 @@ def has_own_held_out(env: Env) -> bool:
 def keys_elsewhere(env: Env) -> list[str] | str:
     """The keys of `some_problems` in a fresh process; or why the environment does not work there."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "rl.envs.remake"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-P", "-m", "rl.envs.remake"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin is not None and child.stdout is not None
     with child:

@@ -35,7 +35,9 @@ _LINKS = {
     "/proc/self/fd/2": ("/dev/stderr",),
 }
 """Target -> names. Whatever can be written is in one directory, whose size is limited."""
-_PYTHON = str(Path(sys.base_prefix, "bin", "python3"))
+_LINKED = "/etc/alternatives"  # where Debian's programs of several kinds are links to, as awk and cc
+_PYTHONS = [Path(sys.base_prefix, "bin", f"python{version}") for version in (f"3.{sys.version_info[1]}", "3")]
+_PYTHON = str(next((path for path in _PYTHONS if path.exists()), _PYTHONS[-1]))
 _CANNOT_RUN = 126  # as shells have it
 _LONGEST_NAME = 255  # bytes
 _WATCH = """
@@ -246,6 +248,8 @@ def _system() -> Iterator[str]:
             yield from ("--symlink", os.readlink(path), name)
         elif path.is_dir():
             yield from ("--ro-bind", name, name)
+    if Path(_LINKED).is_dir():
+        yield from ("--ro-bind", _LINKED, _LINKED)
     if not Path(sys.base_prefix).is_relative_to("/usr"):
         yield from ("--ro-bind", sys.base_prefix, sys.base_prefix)
 

@@ -333,3 +333,13 @@ def test_a_worker_that_hangs_at_its_start_ends_the_run(monkeypatch):
         pass
     assert hung.wait(10) == -signal.SIGKILL
     hung.stdout.close()
+
+
+def test_a_first_node_without_an_address_is_named(monkeypatch):
+    monkeypatch.setattr(
+        rendezvous, "_output", lambda *words: "n1\nn2\n" if "hostnames" in words else "NodeName=n1"
+    )
+    with pytest.raises(
+        ConfigError, match=r"'n\[1-2\]' has no address \(scontrol names none\); set MASTER_ADDR"
+    ):
+        rendezvous._first_node({"SLURM_STEP_NODELIST": "n[1-2]"})

@@ -610,7 +610,7 @@ DATA = [
     data("an answer that is null", _GOOD + '{"question": "1", "answer": null}\n', "line 3 has an answer that is neither"),
     data("an answer that is true", _GOOD + '{"question": "1", "answer": true}\n', "line 3 has an answer that is neither"),
     data("an answer that is an object", _GOOD + '{"question": "1", "answer": {}}\n', "line 3 has an answer that is neither"),
-    data("an answer of words", _GOOD + '{"question": "1", "answer": "one"}\n', "1 answers of", "set --env.match exact"),
+    data("an answer of words", _GOOD + '{"question": "1", "answer": "one"}\n', "1 answers of", "set its match to exact (--env.match exact)"),
     data("an answer that is nan", _GOOD + '{"question": "1", "answer": NaN}\n', "answers of", "data.jsonl:3"),
     data("an empty answer", _GOOD + '{"question": "1", "answer": ""}\n', "answers of", "data.jsonl:3"),
     data("a long number", _GOOD + '{"question": "1", "answer": ' + "9" * 5000 + "}\n", "line 3"),

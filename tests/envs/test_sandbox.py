@@ -1,6 +1,7 @@
 """Code that a model wrote: each attack is refused or contained. Each would succeed outside (the control)."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -158,3 +159,16 @@ def test_a_sandbox_that_does_not_start_in_a_tool_drops_the_sample():
     call = {"id": "0", "type": "function", "function": {"name": "compute", "arguments": "{}"}}
     with pytest.raises(NoSandbox):
         runner.step({"role": "assistant", "content": "", "tool_calls": [call]}, (), ())
+
+
+def test_the_systems_programs_are_there_also_where_they_are_links():
+    """As Debian's awk, which is one of several by /etc/alternatives."""
+    if shutil.which("awk") is None:
+        pytest.skip("this machine has no awk")
+    ran = BOX.run(["sh", "-c", "echo a b | awk '{print $2}'"])
+    assert (ran.ok, ran.stdout) == (True, "b\n"), ran
+
+
+def test_python_is_the_one_of_the_virtual_environment():
+    version = BOX.run_python("import sys; print(*sys.version_info[:3])").stdout.split()
+    assert version == [str(part) for part in sys.version_info[:3]]

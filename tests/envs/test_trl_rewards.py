@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.envs.adapters.trl import TRLTask
+from rl.envs.adapters.trl import TRLTask, _Log
 from rl.envs.chat.testing import play
 from tests.envs.chat.templates import make_tokenizer
 
@@ -286,3 +286,13 @@ def test_environments_rewards_and_messages_of_calls(tokenizer):
         {"role": "tool", "name": "add", "content": "2"},
         {"role": "assistant", "content": "done"},
     ]
+
+
+def test_a_column_called_metrics_takes_the_place_of_the_metrics():
+    notes = {}
+    log = _Log(notes)
+    log.metric("half", 0.5)
+    assert notes == {"metrics": {"half": 0.5}}
+    log.extra("metrics", ["mine"])
+    log.metric("whole", 1.0)
+    assert notes == {"metrics": "mine"}

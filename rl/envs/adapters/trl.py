@@ -162,13 +162,14 @@ class _Log:
     """TRL's log_extra and log_metric: what they are told stands in rollouts.jsonl, as the notes."""
 
     def __init__(self, notes: dict[str, Any]):
-        self._notes = notes
+        self._notes, self._metrics = notes, dict[str, float]()
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         self._notes[column] = values[0]
 
     def metric(self, name: str, value: float) -> None:
-        self._notes.setdefault("metrics", {})[name] = float(value)
+        self._metrics[name] = float(value)
+        self._notes.setdefault("metrics", self._metrics)  # unless a column has this name
 
 
 @lru_cache(maxsize=8)

@@ -51,9 +51,8 @@ class EpisodeHost:
         """The process that forks, with the environment ready, and the socket to it."""
         data = cloudpickle.dumps(self._env)
         ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rl.envs.chat.process"], stdin=theirs.fileno(), start_new_session=True
-        )
+        command = [sys.executable, "-P", "-m", "rl.envs.chat.process"]
+        process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         theirs.close()
         try:
             send(ours.fileno(), sys.path)  # where a recipe finds the modules beside it
