@@ -47,6 +47,6 @@ def noting_outages(outages: list[str]) -> Iterator[None]:
 
 
 def note_outage(why: str) -> None:
-    """For whoever asked to know."""
+    """Adds to the list of the `noting_outages` around it, where there is one."""
     if (outages := _outages.get()) is not None:
         outages.append(why)

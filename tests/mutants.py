@@ -2,8 +2,8 @@
 
 A mutant is the code with one small mistake, as `<=` in the place of `<`. The tests of its module run on it, by
 `[tool.mutants]` of pyproject.toml, those that reach its statement, or all where only an import does; where none
-fails, it has survived. A sample of all mutants is drawn with the commit's
-hash as seed, in random order: `--minutes` ends with fewer of them. Mutants that change nothing are listed, with the reason, in tests/equivalent_mutants.txt.
+fails, it has survived. A sample of all mutants is drawn with the commit's hash as seed, in random order: `--minutes`
+ends with fewer of them. Mutants that change nothing are listed, with the reason, in tests/equivalent_mutants.txt.
 """
 
 import argparse
@@ -205,7 +205,9 @@ class Copies:
                 shutil.copy(ROOT / file, copy / file)
             self._free.put(copy)
 
-    def reached(self, tests: Sequence[str], files: Collection[str]) -> dict[str, dict[str, list[str]]]:
+    def tests_by_statement(
+        self, tests: Sequence[str], files: Collection[str]
+    ) -> dict[str, dict[str, list[str]]]:
         """File -> first line of a statement -> the tests that reach it. Raises RuntimeError where a test fails."""
         out = "reached.json"
         noting = {file: reached.noting(file, (ROOT / file).read_text()).encode() for file in files}
@@ -339,7 +341,9 @@ def main() -> int:
     ):
         copies = Copies(Path(base), options.processes)
         sets = sorted({tuple(by_file[mutant.path]) for mutant in drawn})
-        of_set = dict(zip(sets, pool.map(partial(copies.reached, files=list(by_file)), sets), strict=True))
+        of_set = dict(
+            zip(sets, pool.map(partial(copies.tests_by_statement, files=list(by_file)), sets), strict=True)
+        )
         deadline = time.monotonic() + (60 * options.minutes or math.inf)
 
         def is_noticed(mutant: Mutant) -> bool | None:

@@ -100,14 +100,14 @@ def _first_node(environment: Mapping[str, str]) -> str:
     try:
         names = _output("scontrol", "show", "hostnames", nodes).split()
         match = re.search(r"NodeAddr=(\S+)", _output("scontrol", "show", "node", names[0], "-o"))
+        if match is not None:
+            return match[1]
         why = "scontrol names none"
     except (OSError, subprocess.SubprocessError, IndexError) as error:
-        match, why = None, str(error)
-    if match is None:
-        raise ConfigError(
-            f"the first of Slurm's nodes {nodes!r} has no address ({why}); set MASTER_ADDR to its IP"
-        )
-    return match[1]
+        why = str(error)
+    raise ConfigError(
+        f"the first of Slurm's nodes {nodes!r} has no address ({why}); set MASTER_ADDR to its IP"
+    )
 
 
 def _output(*command: str) -> str:

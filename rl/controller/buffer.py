@@ -215,15 +215,11 @@ class RolloutBuffer:
         return in_order[:num_kept], sorted(in_order[num_kept:], key=lambda p: p.index)
 
     async def _run(self, prompt: _Prompt) -> None:
-        try:
-            group = await self._generate(prompt.index, prompt.begun)
-            is_kept = self._is_kept(group)
-        except Exception as error:
-            return self._fail(error)
+        group = await self._generate(prompt.index, prompt.begun)
         del self._running[prompt.index]
         self._running_since -= Counter([prompt.begun])  # keeps no zeros
         finished = Finished(prompt.index, prompt.begun, group)
-        if is_kept:
+        if self._is_kept(group):
             self._finished[prompt.index] = finished
         else:
             self._spare.append(finished)
@@ -232,11 +228,12 @@ class RolloutBuffer:
 
     def _ended(self, index: int, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        if task.cancelled():
+            if not self._is_closed:
+                why = "its environment cancels it, or a library of that: let no CancelledError out"
+                self._fail(RunError(f"prompt {index} was cancelled before its end; {why}"))
+        elif isinstance(error := task.exception(), Exception):
             self._fail(error)
-        if task.cancelled() and not self._is_closed:
-            why = "its environment cancels it, or a library of that: let no CancelledError out"
-            self._fail(RunError(f"prompt {index} was cancelled before its end; {why}"))
 
     def _fail(self, error: Exception) -> None:
         """Ends the run: whoever takes the next batch hears of it."""

@@ -67,13 +67,18 @@ class Adapters:
 
     def load(self, name: str, path: str | Path) -> None:
         """Add an adapter from a directory that PEFT or `save` wrote, on all ranks or none. A collective."""
-        is_new = name not in self._members
+        with self._as_before_where_it_fails():
+            self._read(name, path)
+
+    @contextmanager
+    def _as_before_where_it_fails(self) -> Iterator[None]:
+        """What fails within it on any rank changes the adapters of none. A collective."""
+        before = dict(self._members)
         try:
             with agreed():
-                self._read(name, path)
+                yield
         except BaseException:
-            if is_new:
-                self._members.pop(name, None)
+            self._members = before
             raise
 
     def _read(self, name: str, path: str | Path) -> None:
@@ -108,19 +113,13 @@ class Adapters:
         Without `optimizer`, its moments are new. Raises ConfigError where they are not there. Where it fails
         on any rank, the one with that name stays on all. A collective.
         """
-        before = self._members.pop(name, None)
-        try:
-            with agreed():
-                if optimizer and not (Path(path) / OPTIMIZER).is_file():
-                    raise ConfigError(f"{path} has no optimizer state; load its weights alone")
-                self._read(name, path)
-                if optimizer:
-                    self._load_moments(name, path)
-        except BaseException:
+        with self._as_before_where_it_fails():
+            if optimizer and not (Path(path) / OPTIMIZER).is_file():
+                raise ConfigError(f"{path} has no optimizer state; load its weights alone")
             self._members.pop(name, None)
-            if before is not None:
-                self._members[name] = before
-            raise
+            self._read(name, path)
+            if optimizer:
+                self._load_moments(name, path)
 
     def _load_moments(self, name: str, path: str | Path) -> None:
         saved = load_file(Path(path) / OPTIMIZER)

@@ -9,8 +9,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def num_experts(hf: Mapping[str, Any]) -> int:
     """Of a layer, which a router chooses from, the most where layers differ; 0 where there are none."""
-    counts = [hf[name] for name in COUNTS if hf.get(name)]
-    return max(counts[0]) if counts and isinstance(counts[0], list) else next(iter(counts), 0)
+    count = next((hf[name] for name in COUNTS if hf.get(name)), 0)
+    return max(count) if isinstance(count, list) else count
 
 
 def expert_width(hf: Mapping[str, Any]) -> int:

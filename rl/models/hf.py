@@ -75,9 +75,13 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 def max_positions(config: dict[str, Any]) -> int:
     """Longest sequence of a config.json, in tokens; state-space models name none."""
-    text = config.get("text_config") or {}
-    names = ("max_position_embeddings", "n_positions")
-    return next((part[name] for part in (config, text) for name in names if part.get(name)), 2**62)
+    parts, names = (config, text_config(config)), ("max_position_embeddings", "n_positions")
+    return next((part[name] for part in parts for name in names if part.get(name)), 2**62)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Of the part of the model that reads and writes text; all of the config where there is no other part."""
+    return config.get("text_config") or config
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from rl.bounds import MOST
 from rl.errors import ConfigError
 from rl.models.experts import expert_width
-from rl.models.hf import rope_parameters
+from rl.models.hf import rope_parameters, text_config
 from rl.models.layout import why_no_split
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
@@ -124,7 +124,7 @@ def check_expert_width(config: dict[str, Any], dtype: str, tensor_parallel: int)
 
 def check_rope_is_fixed(config: dict[str, Any], max_tokens: int) -> None:
     """Raises ConfigError where RoPE would depend on the batch, and differ between trainer and generator."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     rope = rope_parameters(text)
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type
     for kind in kinds:

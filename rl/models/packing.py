@@ -9,6 +9,7 @@ import torch
 
 from rl.micro_batch import MicroBatch
 from rl.models.engine_config import EngineConfig
+from rl.models.hf import text_config
 
 _MOST_LEFT = 0.9  # of the targets: above it sharing saves nothing
 
@@ -29,7 +30,7 @@ def attention_cost(hf_config: dict[str, Any]) -> float:
     A layer has about 12 D^2 weights, hidden size D, each of which costs 2; a look costs 2 D for the score and
     2 D for the value. So attention costs as much as the rest once a token sees 6 D others.
     """
-    text = hf_config.get("text_config") or hf_config
+    text = text_config(hf_config)
     dim = text.get("hidden_size") or text.get("n_embd")
     return 1 / (6 * dim) if dim else 0.0
 

@@ -123,32 +123,33 @@ def test_it_serves_only_once_it_has_weights_and_then_follows_the_newest():
     run(main)
 
 
+async def request_under_way(world):
+    """A request that version 0 samples, and does not end, as version 1 is published."""
+    await world.publish(0)
+    await world.pool.wait_served(0)
+    world.process().release.clear()
+    request = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+    await asyncio.sleep(0.01)
+    await world.publish(1)
+    return request
+
+
 def test_in_flight_a_running_request_goes_on_with_the_new_weights():
     async def main():
         async with running(World(in_flight=True)) as world:
-            await world.publish(0)
-            await world.pool.wait_served(0)
-            world.process().release.clear()
-            under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
-            await asyncio.sleep(0.01)
-            await world.publish(1)
+            request = await request_under_way(world)
             await world.pool.wait_served(1)
             world.process().release.set()
-            assert (await under_way)[0].versions == VersionRange(0, 1)
+            assert (await request)[0].versions == VersionRange(0, 1)
 
     run(main)
 
 
 async def draining(world):
     """The request that version 1 waits for, with version 0 served."""
-    await world.publish(0)
-    await world.pool.wait_served(0)
-    world.process().release.clear()
-    under_way = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
-    await asyncio.sleep(0.01)
-    await world.publish(1)
+    request = await request_under_way(world)
     await world.until(lambda: world.pool.replicas[0].state == State.DRAINING)
-    return under_way
+    return request
 
 
 def test_draining_a_running_request_finishes_first_and_no_other_begins():

@@ -1,10 +1,11 @@
 """Ranks of a generator that do the same: where one fails at what the other did, neither goes on."""
 
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests.ports import free_port
 
 WORKER = "tests.models.lockstep_worker"
 
@@ -19,8 +20,7 @@ WORKER = "tests.models.lockstep_worker"
     ],
 )  # fmt: skip
 def test_what_one_rank_fails_at_both_notice(fails, first, second):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", WORKER, str(rank), port, fails],

@@ -1,15 +1,15 @@
 """Ranks stay alike where a file is not there for one of them, or not written in time."""
 
-import socket
 import subprocess
 import sys
+
+from tests.ports import free_port
 
 WORKER = "tests.models.two_ranks_worker"
 
 
 def test_what_one_rank_cannot_read_or_write_in_time_both_hear_of(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", WORKER, str(rank), port, str(tmp_path)],

@@ -319,6 +319,19 @@ def test_streams_lengths_and_token_ids(tokenizer):
     talk(tokenizer, ["one", "two"], say)
 
 
+async def first_of(client, num_asked):
+    """Ask so many times at once, as some agents do: what is answered first. The other requests are cancelled."""
+    asked = [
+        asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
+        for _ in range(num_asked)
+    ]
+    done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others)
+    return [task.result() for task in done]
+
+
 def test_of_equal_requests_at_the_same_time_the_answers_that_nobody_waited_for_are_not_learned_from(
     tokenizer,
 ):
@@ -340,19 +353,12 @@ def test_of_equal_requests_at_the_same_time_the_answers_that_nobody_waited_for_a
         door = AgentEndpoint(tokenizer)
         url, key = await door.enter(session)
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            asked = [
-                asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
-                for _ in range(3)
-            ]
-            done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others)
+            replies = await first_of(client, 3)
         await door.leave(key)
         release.set()
         await asyncio.sleep(0.1)
         await door.close()
-        assert len(done) == 1 and [turn.text for turn in session.turns] == ["one"]
+        assert len(replies) == 1 and [turn.text for turn in session.turns] == ["one"]
 
     asyncio.run(main())
 
@@ -405,16 +411,9 @@ def test_a_conversation_goes_on_after_the_turn_that_was_received(tokenizer):
         door = AgentEndpoint(tokenizer)
         url, key = await door.enter(session)
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            asked = [
-                asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
-                for _ in range(2)
-            ]
-            done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            for task in others:
-                task.cancel()
-            (reply,) = done
+            (reply,) = await first_of(client, 2)
             await asyncio.sleep(0.6)  # the other sample has ended too
-            message = reply.result().choices[0].message.model_dump(exclude_none=True)
+            message = reply.choices[0].message.model_dump(exclude_none=True)
             after = [*ASKED, message, {"role": "user", "content": "And now?"}]
             await client.chat.completions.create(model="m", messages=after)
         await door.leave(key)
