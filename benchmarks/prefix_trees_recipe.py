@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.pages import machine, write_page
-from benchmarks.rl_step import SKIPPED, learning
+from benchmarks.rl_step import GROUP, PROMPTS, SKIPPED, learning, products
 from benchmarks.runs import median, run
 from rl.config import RunConfig
 
-NOTES = """SmolLM2-135M-Instruct on chain_sum, 16 prompts x 8 samples, at most 24 new tokens, bf16, one update, AdamW at a constant
-2e-5. Groups without an advantage are not computed, so two runs have other tokens to train on: the work of a step is its tokens if
+NOTES = f"""SmolLM2-135M-Instruct on chain_sum, {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens, one update, AdamW at a constant
+2e-5, in {products()}. Groups without an advantage are not computed, so two runs have other tokens to train on: the work of a step is its tokens if
 no prefix was shared (`tokens/computed_unshared`), and runs are compared by seconds of training to a thousand of those, over all
 steps but the first two. Seconds are medians of the steps. Accuracy: greedy, of 256 held-out problems (standard error 0.03)."""
 

