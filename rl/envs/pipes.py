@@ -29,12 +29,14 @@ def send_pickled(fd: int, data: bytes) -> None:
 def receive(fd: int, limit_seconds: float | None = None) -> Any:
     """One message. Raises TimeoutError past the limit, EOFError where the other end is gone."""
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+    ready = select.poll()  # select.select takes no descriptor past 1,023
+    ready.register(fd, select.POLLIN)
 
     def exactly(count: int) -> bytes:
         data = b""
         while len(data) < count:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([fd], [], [], left)[0]:
+            left = None if deadline is None else 1e3 * max(0.0, deadline - time.monotonic())
+            if not ready.poll(left):
                 raise TimeoutError
             chunk = os.read(fd, count - len(data))
             if not chunk:
