@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -150,6 +150,8 @@ async def beside(*coroutines: Coroutine, until_done: bool = False) -> AsyncItera
                 await asyncio.wait(running)
     except BaseExceptionGroup as group:
         if num_interrupts() > interrupts:
+            with suppress(asyncio.CancelledError):  # from 3.13 on the group has its task cancelled once more
+                await asyncio.sleep(0)
             raise asyncio.CancelledError from group
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

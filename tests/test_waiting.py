@@ -193,9 +193,17 @@ def test_an_interrupt_that_meets_a_failure_of_a_part_stays_an_interrupt(turns):
         await asyncio.sleep(0)
         raise RunError("it fails")
 
+    async def cleans_up(body):
+        try:
+            await body
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # as a run that is interrupted saves its checkpoint
+            cleaned.append(body)
+            raise
+
     async def main():
         for body in (together([fails(), asyncio.sleep(9)]), alone(beside(fails()))):
-            task = asyncio.create_task(body)
+            task = asyncio.create_task(cleans_up(body))
             for _ in range(turns):
                 await asyncio.sleep(0)
             if task.done():  # the failure came first
@@ -204,6 +212,9 @@ def test_an_interrupt_that_meets_a_failure_of_a_part_stays_an_interrupt(turns):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert cleaned.pop() is body
+
+    cleaned = []
 
     async def alone(context):
         async with context:
