@@ -1,13 +1,12 @@
-"""Rows as trees against plain packing and padded rows: a step's seconds, the ideal by FLOPs, and peak memory.
+"""Rows as trees against plain packing: a step's seconds, the ideal by FLOPs, and peak memory.
 
-`python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights in
-bf16; what responses there are is trained on; one update. Each way takes a step to warm up, then the ways take steps in
-turns, and another begins each round. A ratio is the median over rounds of the ratio within one. Peak memory is that of
-a process of each way's own.
+`python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights; all
+responses are trained on; one update. Each way takes a step to warm up, then the ways take steps in turns, and another
+begins each round. A ratio is the median over rounds of the ratio within one. Peak memory is that of a process of each
+way's own. Padded rows are in benchmarks/engine.py.
 """
 
 import argparse
-import itertools
 import re
 import statistics
 import subprocess
@@ -17,16 +16,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.engine import SMOLLM2, make_model, padded_step
+from benchmarks.engine import SMOLLM2, make_model
 from benchmarks.pages import machine, spread, write_page
 from benchmarks.runs import as_trainer
+from rl.cluster.machine import has_bfloat16
 
 MAX_TOKENS = 4096  # of a micro-batch, each way
-WAYS = ("plain", "trees", "padded")
+WAYS = ("plain", "trees")
 
 
 def _draw(rng: np.random.Generator, size: int) -> list[int]:
@@ -59,20 +59,25 @@ def turns(count: int, size: int, prompt: int, num_turns: int, response: int) -> 
     return samples
 
 
-PROMPTS, RESPONSES = (48, 512, 2048), (20, 128, 512)  # of groups of 8
-RESPONSES_OF_16 = (128,)
+SHAPES = (
+    (8, 48, 20),
+    (8, 48, 128),
+    (8, 48, 512),
+    (8, 512, 20),
+    (8, 512, 128),
+    (8, 512, 512),
+    (8, 2048, 20),
+    (16, 48, 128),
+    (16, 512, 128),
+)
+"""Of groups: their samples, the prompt's tokens, a response's."""
 COMPUTED = 1024  # tokens of a step's trees at least: an update alone takes as long as 150
-SMALL = 7000  # tokens of plain packing: a case that is measured with padded rows too
 
 
 def cases() -> dict[str, Callable[[], list[Any]]]:
     """The last has nothing to share."""
     made: dict[str, Callable[[], list[Any]]] = {}
-    shapes = [
-        *itertools.product((8,), PROMPTS, RESPONSES),
-        *itertools.product((16,), PROMPTS, RESPONSES_OF_16),
-    ]
-    for size, prompt, response in shapes:
+    for size, prompt, response in SHAPES:
         count = -(-COMPUTED // (prompt + size * response))
         made[f"{count} x {size}, {prompt} + {response}"] = partial(groups, count, size, prompt, response)
     made["turns: 1 x 4, 128 + 4 x 48"] = partial(turns, 1, 4, 128, 4, 48)
@@ -80,7 +85,7 @@ def cases() -> dict[str, Callable[[], list[Any]]]:
     return made
 
 
-MEASURES_MEMORY = ("5 x 8, 48 + 20", "2 x 8, 512 + 20", "1 x 8, 2048 + 128")
+MEASURES_MEMORY = ("5 x 8, 48 + 20", "2 x 8, 512 + 20", "1 x 8, 2048 + 20")
 
 
 def main() -> None:
@@ -99,8 +104,18 @@ def main() -> None:
             print(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20)
             return
         machine()
-        rows = [["samples", "plain, s", "trees, s", "padded, s", "plain / trees", "ideal", "of ideal", "padded / trees",
-                 "GiB plain", "GiB trees"]]  # fmt: skip
+        rows = [
+            [
+                "samples",
+                "plain, s",
+                "trees, s",
+                "plain / trees",
+                "ideal",
+                "of ideal",
+                "GiB plain",
+                "GiB trees",
+            ]
+        ]
         for name, case in cases().items():
             rows.append([name, *measure(Path(directory), case(), options.rounds), *memory(name)])
             print(rows[-1], flush=True)
@@ -109,35 +124,34 @@ def main() -> None:
         f"sample. Seconds of a step: median (least to most) of {options.rounds} rounds, in which the ways take turns, each warm.\n"
         "`plain / trees`: the median of the rounds' ratios. `ideal`: FLOPs of plain packing to those of a tree that holds each\n"
         "distinct prefix once, the head's and attention's included. Where sharing saves under a tenth of the tokens,\n"
-        "batches are packed plainly, so trees cannot reach the ideal. padded: transformers' model on rows padded to the longest,\n"
-        f"bf16 under autocast, where plain packing has at most {SMALL:,} tokens. Each way computes at most {MAX_TOKENS} tokens at a time."
+        f"batches are packed plainly, so trees cannot reach the ideal. Both compute in {dtype()}, at most {MAX_TOKENS:,} tokens at a time."
     )
     command = f"python -m benchmarks.prefix_trees --rounds {options.rounds}"
     write_page("prefix_trees", "What shared prefixes save", command, rows, notes, packages=("torchtitan",))
 
 
+def dtype() -> Literal["bfloat16", "float32"]:
+    """The one that this processor has instructions for."""
+    return "bfloat16" if has_bfloat16() else "float32"
+
+
 def measure(directory: Path, samples: list[Any], num_rounds: int) -> list[str]:
     """The cells of a case."""
-    is_small = sum(len(sample.tokens) for sample in samples) <= SMALL
-    ways = WAYS if is_small else WAYS[:2]
-    by_way = dict(zip(ways, steps(directory, samples, *ways), strict=True))
+    by_way = dict(zip(WAYS, steps(directory, samples, *WAYS), strict=True))
     for step in by_way.values():
         step()
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for i in range(num_rounds):
-        for way in [*ways[i % len(ways) :], *ways[: i % len(ways)]]:
+        for way in WAYS if i % 2 else reversed(WAYS):
             seconds[way].append(timed(by_way[way]))
     ratios = [plain / trees for plain, trees in zip(seconds["plain"], seconds["trees"], strict=True)]
-    of_padded = [padded / trees for padded, trees in zip(seconds["padded"], seconds["trees"], strict=False)]
     best = ideal(samples)
-    return [
-        *(spread(seconds[way]) if seconds[way] else "" for way in WAYS),
-        spread(ratios), f"{best:.2f}", f"{statistics.median(ratios) / best:.2f}", spread(of_padded) if of_padded else "",
-    ]  # fmt: skip
+    times = [spread(seconds[way]) for way in WAYS]
+    return [*times, spread(ratios), f"{best:.2f}", f"{statistics.median(ratios) / best:.2f}"]
 
 
 def memory(case: str) -> list[str]:
-    return [f"{peak(case, way):.1f}" for way in WAYS[:2]] if case in MEASURES_MEMORY else ["", ""]
+    return [f"{peak(case, way):.1f}" for way in WAYS] if case in MEASURES_MEMORY else ["", ""]
 
 
 def timed(step: Callable[[], Any]) -> float:
@@ -150,18 +164,18 @@ _made: dict[str, Any] = {}
 
 
 def steps(directory: Path, samples: list[Any], *ways: str) -> list[Callable[[], Any]]:
-    """A whole step each way. Engine and padded model are made once."""
+    """A whole step each way. The engine is made once."""
     from rl.batching import pack
     from rl.loss.cross_entropy import CrossEntropy
     from rl.models.engine_config import EngineConfig
     from rl.models.titan import TitanEngine
     from rl.types import OptimParams
 
-    def packed(share: bool) -> Callable[[], Any]:
+    def of(way: str) -> Callable[[], Any]:
         if "engine" not in _made:
-            _made["engine"] = TitanEngine(directory, EngineConfig(dtype="bfloat16"))
+            _made["engine"] = TitanEngine(directory, EngineConfig(dtype=dtype()))
         engine = _made["engine"]
-        batch = pack(samples, max_tokens=MAX_TOKENS, **{**engine.packing, "share_prefixes": share})
+        batch = pack(samples, max_tokens=MAX_TOKENS, **{**engine.packing, "share_prefixes": way == "trees"})
 
         def step() -> None:
             engine.forward_backward(batch, CrossEntropy())
@@ -169,12 +183,7 @@ def steps(directory: Path, samples: list[Any], *ways: str) -> list[Callable[[], 
 
         return step
 
-    def padded() -> Callable[[], Any]:
-        if "padded" not in _made:
-            _made["padded"] = padded_step(directory, MAX_TOKENS)
-        return lambda: _made["padded"](samples)
-
-    return [padded() if way == "padded" else packed(way == "trees") for way in ways]
+    return [of(way) for way in ways]
 
 
 def ideal(samples: list[Any]) -> float:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.pages import Rows, machine, spread, table, write_page
 from benchmarks.tinker_load import serving
+from rl.cluster.machine import has_bfloat16
 
 CLIENT = Path(__file__).with_name("tinker_client.py")
 CLIENTS, START_SECONDS = 4, 120
@@ -119,7 +120,7 @@ def round_of(model_dir: str, options: argparse.Namespace) -> dict[str, dict[str,
     """Server -> what `measure` returns."""
     measured = {}
     with tempfile.TemporaryDirectory() as root:
-        for dtype in ("bfloat16", "float32"):
+        for dtype in ("bfloat16", "float32") if has_bfloat16() else ("float32",):
             directory = Path(root) / dtype
             directory.mkdir()
             with serving(model_dir, directory, CLIENTS, dtype) as (url, _):

@@ -5,6 +5,7 @@ Bad input is one line on standard error, and exit code 2.
 
 import os
 import sys
+from contextlib import suppress
 
 from rl.cluster.environment import prepare_environment
 from rl.output import forgiving_output
@@ -39,7 +40,7 @@ def main() -> None:
     open_standard_streams()
     prepare_environment()
     from rl.command_flags import flag_name
-    from rl.errors import ConfigError, RunError, exit_code
+    from rl.errors import TERMINATED, TOLD, ConfigError, RunError, exit_code
 
     flags = {*map(flag_name, sys.argv[2:])}
     starts = bool({*sys.argv[1:2]} & {*_STARTS_PROCESSES}) and not flags & {*_STARTS_NONE}
@@ -64,6 +65,9 @@ def main() -> None:
         sys.exit(exit_code(error))
     except KeyboardInterrupt as interrupt:
         print("rl: interrupted", file=sys.stderr)
+        if exit_code(interrupt) == TERMINATED and (told := os.environ.get(TOLD)):
+            with suppress(OSError):
+                open(told, "w").close()
         sys.exit(exit_code(interrupt))
 
 
@@ -158,7 +162,8 @@ def _train(arguments: list[str]) -> int:
 
         return run(recipe, config, source_of(name, recipe), known=problems)
 
-    from rl.cluster.rendezvous import group_of, run_as_group
+    from rl.cluster.group import group_of
+    from rl.cluster.rendezvous import run_as_group
 
     group = group_of(os.environ)
     return train() if group is None else run_as_group(group, train)

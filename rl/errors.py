@@ -9,6 +9,12 @@ class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
 
 
+TERMINATED = 128 + 15
+"""The exit code where SIGTERM had a run save a checkpoint and end."""
+TOLD = "RL_TOLD"
+"""The variable with the path of a file that is made then, for who cannot see the code."""
+
+
 def exit_code(error: BaseException) -> int:
     """What `rl` ends with, as shells do: 130 after Ctrl-C, 143 after SIGTERM."""
     if isinstance(error, KeyboardInterrupt):

@@ -12,7 +12,8 @@ from rl.errors import ConfigError
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _DATA = "hf://datasets/"
 _REACH_SECONDS = 4.0
-_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
+_SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
+_MODEL_FILES = (*_SMALL_FILES, "*.safetensors")
 
 
 def model_directory(path: str) -> str:
@@ -28,6 +29,11 @@ def hub_id(path: str) -> str | None:
     if Path(path).exists() or not _ID.fullmatch(path):
         return None
     return path.partition("@")[0]
+
+
+def small_directory(path: str) -> str:
+    """The same, but of the Hub's files all but the weights. Those of an earlier download are there."""
+    return path if hub_id(path) is None else _snapshot(path, _SMALL_FILES)
 
 
 def config_directory(path: str) -> str:

@@ -117,6 +117,37 @@ def test_a_model_and_data_by_id_with_a_token_and_then_offline(hub, tmp_path):
     assert not asked
 
 
+LOOK = """
+import sys
+from rl.config.settle import _facts
+from rl.models.sources import ModelDir
+model = ModelDir(sys.argv[1]).without_weights()
+assert model.validate() == [] and model.tokenizer().encode_plain("ab")
+facts = _facts(model)
+assert len(facts.layers) == 7 if sys.argv[2] == "here" else not facts.layers, facts
+"""
+
+
+def test_commands_that_start_nothing_fetch_no_weights_and_see_those_that_are_here(hub, tmp_path):
+    endpoint, asked = hub
+
+    def look(*words):
+        environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": endpoint}
+        command = [sys.executable, "-c", LOOK, "me/tiny", *words]
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    look("away")
+    paths = [path for path, _ in asked]
+    assert any(path.endswith("config.json") for path in paths)
+    assert not any(path.endswith(".safetensors") for path in paths)
+    data = "hf://datasets/me/sums/train.jsonl"
+    assert ask(tmp_path, "me/tiny", data, HF_ENDPOINT=endpoint)["model"] == []
+    look("here")
+
+
 def test_what_is_not_there_is_named(hub, tmp_path):
     answer = ask(tmp_path, "me/none", "hf://datasets/me/none/train.jsonl", HF_ENDPOINT=hub[0])
     assert "'me/none' is no directory here, and could not be fetched from the Hub" in answer["model"][0]

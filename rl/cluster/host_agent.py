@@ -17,7 +17,15 @@ from weakref import WeakValueDictionary
 
 from rl.cluster.hosted_run import HostedRun
 from rl.cluster.link_speed import measure, send_noise
-from rl.cluster.machine import free_memory, has_bfloat16, machine_name, num_cores, shared_memory, versions
+from rl.cluster.machine import (
+    free_memory,
+    has_bfloat16,
+    has_driver,
+    machine_name,
+    num_cores,
+    shared_memory,
+    versions,
+)
 from rl.cluster.unshared import receive_file
 from rl.command_flags import take_value
 from rl.errors import ConfigError
@@ -59,6 +67,7 @@ class HostAgent:
         self._runs: dict[str, HostedRun] = {}  # by the run's id
         self._starting = WeakValueDictionary[str, asyncio.Lock]()  # by the run's id, while a lease holds it
         self._gpus: list[dict[str, Any]] = []
+        self._looking = asyncio.Lock()
         self._answering: set[asyncio.Future[None]] = set()
         self._join = join
         self._told: dict[str, float] = {}  # a host that would join -> when it last said so
@@ -85,6 +94,12 @@ class HostAgent:
             for run in list(self._runs.values()):
                 await run.end()
 
+    async def _look_again(self) -> None:
+        """Where the host boots, its driver may come after this worker. Raises ConfigError."""
+        async with self._looking:
+            if not self._gpus and has_driver():
+                self._gpus = await _look_at_gpus()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._answer(reader, writer))
         self._answering.add(task)
@@ -102,6 +117,7 @@ class HostAgent:
                 raise Refusal("refused the key; set RL_WORKER_KEY to the same on all hosts") from None
             do = request.get("do")
             if do == "look":
+                await self._look_again()
                 writer.write(line(self._look()))
             elif do == "file":
                 await self._send_file(request, writer)
@@ -123,7 +139,7 @@ class HostAgent:
             else:
                 raise Refusal(f"knows no request {do!r}; use the same rl on all hosts")
             await writer.drain()
-        except Refusal as refusal:
+        except (Refusal, ConfigError) as refusal:
             writer.write(line({"error": str(refusal)}))
         except (ConnectionError, ValueError, TimeoutError, asyncio.IncompleteReadError):
             pass  # no controller, or one that is gone
@@ -221,7 +237,7 @@ async def _look_at_gpus() -> list[dict[str, Any]]:
         "print(json.dumps([dataclasses.asdict(gpu) for gpu in look_at_host().gpus]))"
     )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+        sys.executable, "-P", "-c", script, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
     )
     try:
         async with within(_LOOK_SECONDS):

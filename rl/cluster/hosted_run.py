@@ -95,7 +95,7 @@ class HostedRun:
             ) from None
         with log:
             self._worker = await asyncio.create_subprocess_exec(
-                sys.executable, *MONARCH, self._host,
+                sys.executable, "-P", *MONARCH, self._host,
                 env=self._environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
                 stderr=log, start_new_session=True,
             )  # fmt: skip

@@ -51,7 +51,8 @@ def _parents() -> set[int]:
 def _is_worker(process: psutil.Process) -> bool:
     """An `rl worker`, however it was started."""
     words = process.cmdline()[1:]
-    return words[:3] == ["-m", "rl", "worker"] or [Path(word).name for word in words[:2]] == ["rl", "worker"]
+    of_module = words[words.index("-m") :][:3] if "-m" in words else []  # behind Python's own flags, as -P
+    return of_module == ["-m", "rl", "worker"] or [Path(word).name for word in words[:2]] == ["rl", "worker"]
 
 
 def _listener(name: str, process: psutil.Process) -> Listener:

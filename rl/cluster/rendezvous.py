@@ -5,7 +5,6 @@ Each starts an `rl worker` of its own and tells its address in a store; the firs
 """
 
 import errno
-import re
 import select
 import signal
 import socket
@@ -13,105 +12,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
+from rl.cluster.group import PATIENCE, Group
 from rl.errors import ConfigError, RunError, exit_code
 from rl.host_protocol import address_of, listen, written
 from rl.processes import INTERRUPTS, end_with_parent
 
-PATIENCE = "RL_HOSTS_SECONDS"
-"""The variable with the seconds for which hosts wait for each other."""
-_START_SECONDS = 300.0
+_START_SECONDS = 300.0  # of an `rl worker`
 _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 30.0
-_SILENT_SECONDS = 60.0
+_SILENT_SECONDS = 600.0
+"""Over what a link may be down for, and what it then takes to lease a host again."""
 _OVER, _FIRST = "over", "first"
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True)
-class Group:
-    """Processes that a launcher started together, one on each host. address, port: of the first's store."""
-
-    rank: int
-    size: int
-    address: str
-    port: int
-    has_store: bool = False
-    """The launcher keeps one there."""
-    name: str = "0"
-    """Tells it from others that meet at the same address."""
-    patience: float = _START_SECONDS
-    """Seconds for which hosts wait for each other."""
-
-
-def group_of(environment: Mapping[str, str]) -> Group | None:
-    """None where this process was started alone. Raises ConfigError."""
-    patience = float(_number(environment, PATIENCE, int(_START_SECONDS)))
-    if _number(environment, "WORLD_SIZE", 1) > 1:
-        if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
-            raise ConfigError(
-                "rl train is one process on each host, and starts the others itself; write torchrun "
-                "--nproc-per-node 1"
-            )
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if missing := [name for name in names if name not in environment]:
-            raise ConfigError(
-                f"WORLD_SIZE is set and {', '.join(missing)} not; set all of {', '.join(names)}"
-            )
-        has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        rank, size, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Group(rank, size, environment["MASTER_ADDR"], port, has_store, attempt, patience)
-    # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
-    # In a shell that salloc gives SLURM_NTASKS is the allocation's; SLURM_STEP_NUM_TASKS, 1, is its step's.
-    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
-    if num_tasks > 1 and "SLURM_STEP_ID" in environment:
-        if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", str(num_tasks)):
-            raise ConfigError(
-                "rl train is one process on each host, and starts the others itself; write srun "
-                "--ntasks-per-node 1"
-            )
-        address = environment.get("MASTER_ADDR") or _first_node(environment)
-        job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        port = _number(environment, "MASTER_PORT", 20_000 + (job + 997 * step) % 10_000)
-        rank, name = _number(environment, "SLURM_PROCID"), f"{job}.{step}"
-        return Group(rank, num_tasks, address, port, name=name, patience=patience)
-    return None
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """default: where it is not set, or empty. Raises ConfigError where it is no number."""
-    text = environment.get(name, "")
-    if not text and default is not None:
-        return default
-    if not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} is no number; set it as torchrun or Slurm does, or unset it")
-    return int(text)
-
-
-def _first_node(environment: Mapping[str, str]) -> str:
-    """The address of the step's first node, as Slurm reaches it."""
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    try:
-        names = _output("scontrol", "show", "hostnames", nodes).split()
-        match = re.search(r"NodeAddr=(\S+)", _output("scontrol", "show", "node", names[0], "-o"))
-        if match is not None:
-            return match[1]
-        why = "scontrol names none"
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        why = str(error)
-    raise ConfigError(
-        f"the first of Slurm's nodes {nodes!r} has no address ({why}); set MASTER_ADDR to its IP"
-    )
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 def run_as_group(group: Group, train: Callable[[str], int]) -> int:
@@ -208,12 +126,15 @@ def _own_worker(host: str) -> Iterator[str]:
 def _begin_worker() -> None:
     """What a scheduler sends to all of a job is the first host's business, which needs this host to save."""
     end_with_parent()
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # by which it is ended; in a shell's background it is ignored
     for number in {*INTERRUPTS} - {signal.SIGINT}:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _start_worker(address: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "rl", "worker", "--listen", address]
+    command = [sys.executable, "-P", "-m", "rl", "worker", "--listen", address]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -237,6 +158,8 @@ def _own_address(group: Group, store: Any) -> str:
         return _told_address(store, group)
     if group.rank:
         store.set(_FIRST, first)
+    elif ip_address(first).is_loopback:  # as others name it, who may be on other hosts
+        return _told_address(store, group)
     with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((first, group.port))
         return str(way.getsockname()[0])
@@ -256,12 +179,15 @@ def _wait_for_end(store: Any, group: Group) -> int:
     """Signals are the first host's business: it saves a checkpoint, for which this host is needed."""
     for number in INTERRUPTS:
         signal.signal(number, lambda *_: None)
-    asking = _Asking(store, group)
+    asking, silent = _Asking(store, group), 0.0
     asking.start()
     while asking.code is None:
-        if asking.is_gone or time.monotonic() - asking.answered > _SILENT_SECONDS:
+        if asking.is_gone or silent > _SILENT_SECONDS:
             raise RunError("the first host is gone; start the run again with --resume latest")
+        before = asking.num_answers
         time.sleep(_LOOK_SECONDS)
+        # In own looks, not by the clock: a job that is suspended hears nothing, and has not waited.
+        silent = silent + _LOOK_SECONDS if asking.num_answers == before else 0.0
     return asking.code
 
 
@@ -276,7 +202,7 @@ class _Asking(threading.Thread):
         self._store, self._rank = store, group.rank
         self.code: int | None = None
         self.is_gone = False
-        self.answered = time.monotonic()
+        self.num_answers = 0
 
     def run(self) -> None:
         while self.code is None and not self.is_gone:
@@ -285,7 +211,7 @@ class _Asking(threading.Thread):
                     code = int(self._store.get(_OVER))
                     self._store.set(f"ended-{self._rank}", "")
                     self.code = code
-                self.answered = time.monotonic()
+                self.num_answers += 1
             except Exception as error:  # torch's own kinds
                 self.is_gone = "reset" in str(error) or "closed" in str(error)
             time.sleep(_LOOK_SECONDS)

@@ -41,12 +41,14 @@ def spawn_procs(
     from monarch.actor import default_bootstrap_cmd
 
     def command(point: Any) -> Any:
-        return default_bootstrap_cmd().with_env({**environments[point.rank], **kernel_cache()})
+        bootstrap = default_bootstrap_cmd()
+        bootstrap.args = ["-P", *bootstrap.args]  # a datasets.py in the working directory is not the library
+        return bootstrap.with_env({**environments[point.rank], **kernel_cache()})
 
     mesh = hosts.spawn_procs(
         per_host={"procs": per_host},
         name=name,
-        bootstrap=_prepare_process(str(log.resolve()), len(environments) > 1, list(sys.path)),
+        bootstrap=_prepare_process(str(log.absolute()), len(environments) > 1, list(sys.path)),
         bootstrap_command=command,
     )
     return Procs(mesh)
@@ -62,12 +64,13 @@ def _prepare_process(log: str, with_rank: bool, path: list[str]) -> Callable[[],
         import time
         from contextlib import suppress
 
+        sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
+
         from monarch.actor import current_rank
 
         from rl.host_protocol import own_host
         from rl.processes import end_with_parent, outlive_interrupts
 
-        sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
         end_with_parent()
         outlive_interrupts()
         if os.getppid() != int(os.environ.get(PARENT, controller)):

@@ -7,7 +7,7 @@ import io
 import shlex
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -86,6 +86,8 @@ def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str =
 
 def _read(name: str, kind: Any, current: Any, values: Sequence[str]) -> Any:
     """A value of a type from words, as tyro reads it. name: of the setting, for the error."""
+    if not values:
+        return ()
     if kind == tuple[str, ...]:
         return tuple(values)  # as of a command: tyro would take "-m" for a flag
     default = dataclasses.field(default_factory=lambda: current)  # it may be a list
@@ -125,7 +127,9 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
             problems.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
             continue
         several = isinstance(value, tuple | list | dict | set | frozenset)
-        if not values:
+        if values == ["None"] and _may_be_empty(config, name):
+            values = []
+        elif not values:
             problems.append(f"--{name} has no value; write --{name} VALUE")
             continue
         if not several:
@@ -134,10 +138,22 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
     return flags, problems
 
 
+def _hint(config: Any, name: str) -> Any:
+    owner, _, field = name.rpartition(".")
+    return type_hints(type(attrgetter(owner)(config) if owner else config)).get(field, Any)
+
+
+def _may_be_empty(config: Any, name: str) -> bool:
+    """Whether `None` empties it: a tuple of any length, but of texts, of which it may be one."""
+    hint = _hint(config, name)
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return get_origin(hint) is tuple and get_args(hint)[-1:] == (...,) and get_args(hint)[0] is not str
+
+
 def _is_plain(config: Any, name: str) -> bool:
     """Whether a setting that may be None is otherwise a word or a number, as a flag has it."""
-    owner, _, field = name.rpartition(".")
-    hint = type_hints(type(attrgetter(owner)(config) if owner else config)).get(field, Any)
+    hint = _hint(config, name)
     kinds = [kind for kind in get_args(hint) if get_origin(kind) is not Literal]
     return bool(get_args(hint)) and {*kinds} <= {str, int, float, bool, type(None)}
 
@@ -190,6 +206,8 @@ def _unknown(config: Any, name: str, known: Sequence[str]) -> str:
         return "there is no setting --temperature: training samples at 1, evaluation is greedy"
     if name in SPLIT:
         return f"--{name} is two settings now; set {' and '.join('--' + new for new in SPLIT[name])}"
+    if part := next((k for k in known if name.startswith(f"{k}.") and attrgetter(k)(config) is None), ""):
+        return f"--{part} is a part that is made in Python, and not there; set it in a recipe of your own"
     if inside := [k for k in known if k.startswith(f"{name}.")]:
         return f"--{name} is a section, not a setting; its settings: {', '.join('--' + k for k in inside)}"
     same_leaf = [k for k in known if k.split(".")[-1] == leaf]

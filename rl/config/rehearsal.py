@@ -170,18 +170,25 @@ def _word(problem: Problem, tokenizer: Tokenizer) -> str:
 
 def _arguments(function: Mapping[str, Any], word: str) -> dict[str, Any]:
     """Some that suit a tool's schema. word: a string."""
-    parameters = function["parameters"]
+    parameters = function.get("parameters") or {}
     shapes = parameters.get("properties", {})
     return {name: _value(shapes[name], word) for name in parameters.get("required", ()) if name in shapes}
 
 
-def _value(shape: Mapping[str, Any], word: str) -> Any:
-    if "enum" in shape:
+def _value(shape: Any, word: str) -> Any:
+    """shape: JSON Schema, in whatever form a server writes it; `True` is a schema too."""
+    if not isinstance(shape, Mapping):
+        return word
+    if "const" in shape:
+        return shape["const"]
+    if shape.get("enum"):
         return shape["enum"][0]
-    if "anyOf" in shape:
-        return _value(shape["anyOf"][0], word)
+    if ways := shape.get("anyOf") or shape.get("oneOf"):
+        return _value(ways[0], word)
+    kinds = shape.get("type")
+    kind = kinds if isinstance(kinds, str) else next(iter(kinds or ()), None)
     by_type = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
-    return by_type.get(shape.get("type", ""), word)
+    return by_type.get(str(kind), word)
 
 
 def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> None:

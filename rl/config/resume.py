@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def changed_settings(config: RunConfig) -> list[str]:
     return [
         f"changed since the checkpoint's run: {name} {_written(old, name)} -> {_written(new, name)}"
         for name in names
-        if name in new and old.get(name) != new[name]
+        if name in new and old.get(name, _default(config, name)) != new[name]
     ]
 
 
@@ -87,6 +88,17 @@ def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
         is_section = isinstance(value, Mapping) and "type" in value
         leaves |= _leaves(value, f"{path}.") if is_section else {path: value}
     return leaves
+
+
+def _default(config: RunConfig, name: str) -> Any:
+    """As it is written down: what an older run, which did not have the setting, did."""
+    owner, _, field = name.rpartition(".")
+    try:
+        part = attrgetter(owner)(config) if owner else config
+        default = part.__dataclass_fields__[field].default
+    except (AttributeError, KeyError):  # of something that is written down otherwise
+        return None
+    return list(default) if isinstance(default, tuple) else default
 
 
 def _written(leaves: Mapping[str, Any], name: str) -> str:

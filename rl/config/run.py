@@ -190,6 +190,16 @@ class RunConfig:
             **{name: getattr(self, name) for name in names}, max_new_tokens=self.env.max_new_tokens
         )
 
+    def without_weights(self) -> "RunConfig":
+        """With models of which, on the Hub, the weights are not fetched: for commands that start nothing."""
+        teacher, judge = self.reference.model, self.judge.model
+        return dataclasses.replace(
+            self,
+            model=self.model.without_weights(),
+            reference=dataclasses.replace(self.reference, model=teacher and teacher.without_weights()),
+            judge=dataclasses.replace(self.judge, model=judge and judge.without_weights()),
+        )
+
     @property
     def reference_is_adapter(self) -> bool:
         """Whether the reference lives in the trainer, beside the adapter that is the policy."""

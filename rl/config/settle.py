@@ -108,6 +108,8 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         sharing=config.placement,
         hosts={role: hosts for role in _ROLES if (hosts := getattr(config, role).hosts)},
         overlap=command == "train" and (config.max_offpolicy_steps > 0 or config.stream_groups > 0),
+        learns=command != "eval",
+        from_checkpoint=bool(config.resume),
         transport=config.weight_sync.transport,
         delta=config.weight_sync.delta,
         deadlines=config.deadlines,

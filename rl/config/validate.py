@@ -82,7 +82,9 @@ def validate(
         problems.append(
             f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there"
         )
-    problems += _run_dir(config, in_place) + config.tracking.validate()
+    problems += _run_dir(config, in_place)
+    if command == "train":
+        problems += config.tracking.validate()
     if not problems:  # with the model that all of the above holds for
         tokenizer, limit = config.model.tokenizer(), longest_sequence(config)
         problems += check_prompts(config.env, tokenizer, limit) if config.data == "rollouts" else []

@@ -29,6 +29,7 @@ def check(arguments: Sequence[str]) -> int:
     name, *flags = arguments
     recipe, config = load_recipe(name)
     config, wrong = override(config, flags, prog=f"rl check {name}")
+    config = config.without_weights()
     with modules_of(source_of(name)):
         missing = _missing_here(config)
         problems = [line for line in validate(config, wrong) if line not in missing]

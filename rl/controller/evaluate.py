@@ -112,7 +112,7 @@ def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, flo
     """What is said of them. sampled: n of each problem, or nothing. What the infrastructure lost of these is
     left out of means and of pass@k, and counted."""
     metrics = eval_metrics(greedy)
-    skipped = ("reward/mean", "reward/std", "reward/errors", "group/with_signal")
+    skipped = ("reward/mean", "reward/std", "reward/errors", "reward/correct", "group/with_signal")
     metrics |= {n: v for n, v in group_metrics(greedy).items() if n not in skipped and math.isfinite(v)}
     if sampled:
         n = len(sampled[0].scores)

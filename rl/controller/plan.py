@@ -40,6 +40,7 @@ def plan(arguments: Sequence[str]) -> int:
     config, problems = override(config, rest, prog=f"rl plan {name}")
     if problems:
         raise ConfigError("\n".join(problems))
+    config = config.without_weights()
     hosts = parse_cluster(cluster, look_at_host()) if cluster else cluster_of(config)
     before = _read(Path(run)) if run else None
     result = plan_or_problems(config, "train", hosts)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl.cluster.launch import launch
 from rl.command_flags import take_value, without_effect
+from rl.config.algorithm import Algorithm
 from rl.config.flags import override
 from rl.config.learning import learning_of
 from rl.config.recipes import load_recipe
@@ -23,6 +24,7 @@ from rl.config.validate import validate
 from rl.controller.checkpoints import load_checkpoint
 from rl.controller.recovery import step_of
 from rl.controller.side_run import own_directory
+from rl.controller.training_batch import TrainingBatch
 from rl.controller.update import learn
 from rl.controller.updaters import updaters
 from rl.errors import ConfigError
@@ -37,9 +39,13 @@ _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
 UNREAD = frozenset({
     "generator", "reward", "judge", "warmup", "tracking", "resume", "trace", "joining_hosts", "group_size",
     "max_offpolicy_steps", "stream_groups", "resampling_rounds", "eval_every", "save_every",
-    "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches",
+    "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches", "loss_agg", "advantages",
+    "shaping", "entropy", "max_logprob_diff", "prompts_per_step", "data", "reference.refresh_every",
 })  # fmt: skip
-"""Settings, and sections of them, that say how batches come about, or what is done between steps."""
+"""Settings, and sections of them, that say how batches come about, or what is done between steps.
+
+A recorded batch has its weights, its advantages and the entropy bonus.
+"""
 
 
 def replay(arguments: Sequence[str]) -> int:
@@ -97,6 +103,19 @@ def _checkpoint_before(run_dir: Path, step: int) -> Path:
     )
 
 
+def _check_old_logprobs(batch: TrainingBatch, algorithm: Algorithm, step: int) -> None:
+    """Several updates compare the policy with what it was before the first: the run has to have that."""
+    if not (algorithm.samples_rollouts and algorithm.reads_old_logprobs):
+        return
+    samples = (sample for group in batch.groups for sample in group.samples)
+    if any(sample.num_targets and "old_logprobs" not in sample.loss_inputs for sample in samples):
+        raise ConfigError(
+            f"step {step} was recorded without the trainer's logprobs before its updates, which "
+            f"minibatches={algorithm.minibatches} and epochs={algorithm.epochs} with these corrections need; "
+            f"leave out what changes them"
+        )
+
+
 async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="replay-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
@@ -110,6 +129,7 @@ async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -
             for number in range(step_of(config.resume) + 1, step + 1):
                 batch, entropy_coef = read_batch(run_dir, number)
                 batch = replace(batch, groups=batch.all_groups, streamed=())
+                _check_old_logprobs(batch, learning.algorithm, number)
                 algorithm = replace(learning.algorithm, entropy=EntropyBonus(entropy_coef))
                 policy = replace(policy, loss=algorithm.objective)
                 learned = await learn(batch, number, algorithm, learning.seed, policy, critic)

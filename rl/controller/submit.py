@@ -3,8 +3,10 @@
 import time
 from collections.abc import Sequence
 
-from rl.cluster.jobs import LAUNCHERS, JobConfig, KubernetesJob, SlurmJob
+from rl.cluster.jobs import LAUNCHERS, JobConfig
+from rl.cluster.kubernetes_job import KubernetesJob
 from rl.cluster.machine import look_at_host
+from rl.cluster.slurm_job import SlurmJob
 from rl.command_flags import flag_name, take_switch, take_value
 from rl.config.flags import override, settings_of
 from rl.config.recipes import from_anywhere, load_recipe

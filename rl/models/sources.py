@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from rl.bounds import FilePath
 from rl.errors import ConfigError
-from rl.hub import config_directory, model_directory
+from rl.hub import config_directory, hub_id, model_directory, small_directory
 from rl.models import hf, hf_checks
 from rl.models.known_shapes import known_config
 from rl.models.tokenizer import HFTokenizer, tokenizer_of
@@ -45,11 +45,18 @@ class ModelDir:
         try:
             hf_checks.check_config(hf.read_config(self.directory))
             hf_checks.check_known(self.directory)
-            hf.check_weights(self.directory)
+            self._check_weights()
             tokenizer_of(self.directory)
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def _check_weights(self) -> None:
+        hf.check_weights(self.directory)
+
+    def without_weights(self) -> "ModelDir":
+        """Itself, or of a model on the Hub all but its weights."""
+        return self if hub_id(self.path) is None else _Listed(self.path)
 
     def tokenizer(self) -> HFTokenizer:
         return tokenizer_of(self.directory)
@@ -97,6 +104,27 @@ class ModelDir:
 
 
 @dataclass(frozen=True)
+class _Listed(ModelDir):
+    """A model on the Hub whose weights are not fetched: for commands that start nothing."""
+
+    @property
+    def directory(self) -> str:
+        return small_directory(self.path)
+
+    def _check_weights(self) -> None:
+        """A run fetches them."""
+
+    def linear_layers(self) -> set[str]:
+        """Raises ConfigError where its weights are not all here, from an earlier download."""
+        super()._check_weights()
+        return super().linear_layers()
+
+    def num_elements(self) -> int:
+        super()._check_weights()
+        return super().num_elements()
+
+
+@dataclass(frozen=True)
 class TinyQwen3:
     """A small Qwen3 with random weights and a tokenizer of single characters."""
 
@@ -136,6 +164,9 @@ class TinyQwen3:
                 f"use a divisor"
             )
         return problems
+
+    def without_weights(self) -> "TinyQwen3":
+        return self
 
     def not_one_token(self, texts: Iterable[str]) -> list[str]:
         return [text for text in texts if len(text) != 1 or text not in self.alphabet]

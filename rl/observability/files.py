@@ -81,8 +81,9 @@ class Files:
 
         def forget() -> list[dict[str, Any]]:
             self._metrics.rewind(step)
-            self._rollouts.rewind(step)
-            return read_records(self._run_dir / "metrics.jsonl")
+            left = read_records(self._run_dir / "metrics.jsonl")
+            self._rollouts.rewind(step, {line["step"] for line in left if "eval/accuracy" in line})
+            return left
 
         return await self.run(forget)
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ class JsonLines:
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
-    def rewind(self, step: int) -> None:
-        """Forget lines after `step`, and lines that a crash cut short."""
+    def rewind(self, step: int, stays: Callable[[Mapping[str, Any]], bool] = lambda record: True) -> None:
+        """Forget lines after `step`, lines that do not stay, and lines that a crash cut short."""
         self._file.close()
         with whole_file(self._path) as kept:
             for record in _records(self._path):
-                if record["step"] <= step:
+                if record["step"] <= step and stays(record):
                     kept.write(f"{json.dumps(record)}\n".encode())
         self._file = self._path.open("a")
 

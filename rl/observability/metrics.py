@@ -33,9 +33,8 @@ def learning_metrics(updates: Sequence[Mapping[str, float]], sampled: bool) -> d
             "logprob_diff/ratio_outside": first["ratio_outside:sum"] / tokens,
         }
     if "dpo/pairs:sum" in first:
-        metrics |= {
-            f"dpo/{n}": first[f"dpo/{n}:sum"] / first["dpo/pairs:sum"] for n in ("accuracy", "margin")
-        }
+        pairs, *of_pairs = (sum(u[f"{name}:sum"] for u in updates) for name in _OF_PAIRS)
+        metrics |= dict(zip(_OF_PAIRS[1:], (total / pairs for total in of_pairs), strict=True))
     return metrics
 
 
@@ -69,25 +68,34 @@ def _means(updates: Sequence[Mapping[str, float]], skip: Sequence[str]) -> dict[
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Of what was sampled; nothing where nothing was."""
+    """Of what was sampled; nothing where nothing was. What failed before its first token has no length."""
     if not groups:
         return {}
     scores = [score for group in groups for score in group.scores]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [score.reward for score in scores if not score.is_dropped]
-    lengths = [sum(rollout.turn_lengths) for rollout in rollouts]
+    right = [score.correct for score in scores if not score.is_dropped]
+    begun = [
+        rollout
+        for group in groups
+        for rollout, score in zip(group.rollouts, group.scores, strict=True)
+        if rollout.versions is not None or not score.is_dropped
+    ]
+    lengths = [sum(rollout.turn_lengths) for rollout in begun]
     compared = [group for group in groups if sum(not score.is_dropped for score in group.scores) > 1]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
+        "reward/correct": statistics.fmean(right) if right else math.nan,
         "reward/errors": sum(score.error is not None for score in scores),
         **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
         **_by_name("reward/part", [s.components for s in scores if not s.is_dropped], statistics.fmean),
-        **_by_name("episode", [rollout.counts for rollout in rollouts], statistics.fmean),
+        **_by_name("episode", [rollout.counts for rollout in begun], statistics.fmean),
         "group/with_signal": statistics.fmean(g.has_signal for g in compared) if compared else math.nan,
         "tokens/sampled": sum(lengths),
-        "rollout/length": statistics.fmean(lengths),
-        "rollout/truncated": statistics.fmean(rollout.stop == StopReason.LENGTH for rollout in rollouts),
+        "rollout/length": statistics.fmean(lengths) if begun else math.nan,
+        "rollout/truncated": statistics.fmean(r.stop == StopReason.LENGTH for r in begun)
+        if begun
+        else math.nan,
     }
 
 

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ Trained = Callable[[Group], Sequence[Sample]]
 MAX_FAILED = 32
 """Rollouts whose reward failed: how many of a step or an evaluation are recorded."""
 
-_NAME = re.compile(r"(train|eval)-(?P<step>[0-9]+)\.jsonl\.gz")
+_NAME = re.compile(r"(?P<split>train|eval)-(?P<step>[0-9]+)\.jsonl\.gz")
 _NUM_AT_ONCE = 1024  # numbers: as text they take 1 ms, in which no other thread runs
 _TOKEN_BYTES = 100  # in memory: its numbers as Python's objects
 
@@ -88,12 +88,19 @@ class RolloutLog:
                 for piece in _whole_line(record, row):
                     whole.write(piece.encode())
 
-    def rewind(self, step: int) -> None:
-        """Forget what was written after `step`."""
-        self._lines.rewind(step)
+    def rewind(self, step: int, evaluated: Collection[int]) -> None:
+        """Forget what was written after `step`, and evaluations but those of the steps `evaluated`.
+
+        One that failed left rollouts and no metrics: it happens again.
+        """
+
+        def stays(step_of_it: int, split: str) -> bool:
+            return step_of_it <= step and (split != "eval" or step_of_it in evaluated)
+
+        self._lines.rewind(step, lambda record: stays(record["step"], record["split"]))
         for path in self._whole.glob("*.jsonl.gz"):
             match = _NAME.fullmatch(path.name)  # another's file stays
-            if match and int(match["step"]) > step:
+            if match and not stays(int(match["step"]), match["split"]):
                 path.unlink()
 
 

@@ -1,6 +1,8 @@
 """Where a run's metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow."""
 
 import asyncio
+import configparser
+import contextlib
 import importlib.util
 import netrc
 import os
@@ -19,6 +21,7 @@ from rl.observability.writer import Writer
 Name = Literal["tensorboard", "wandb", "mlflow"]
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_WITHOUT_A_SERVER = ("offline", "disabled", "dryrun")  # W&B's modes
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,30 @@ class TrackingConfig:
 def _lacks_wandb_key() -> bool:
     """Whether W&B would ask for a key, or fail for want of one, after processes have started."""
     has_key = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    if has_key or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+    if has_key or os.environ.get("WANDB_MODE") in _WITHOUT_A_SERVER:
         return False
     if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
         return False
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    settings = _wandb_settings()
+    if "WANDB_MODE" not in os.environ and settings.get("mode") in _WITHOUT_A_SERVER:
+        return False
+    url = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "https://api.wandb.ai"))
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is None
+        logins = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return True
+    return not any(logins.authenticators(name) for name in (url.netloc, url.hostname or ""))
+
+
+def _wandb_settings() -> Mapping[str, str]:
+    """What `wandb login --host` and `wandb offline` have written down: this directory's over the user's."""
+    parser = configparser.ConfigParser(interpolation=None)
+    user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    root = Path(os.environ.get("WANDB_DIR", "."))
+    own = root / (".wandb" if (root / ".wandb").exists() else "wandb")
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+        parser.read([user / "settings", own / "settings"])
+    return dict(parser["default"]) if parser.has_section("default") else {}
 
 
 def open_sinks(tracking: TrackingConfig, run_dir: Path, settings: Mapping[str, Any]) -> "Sinks":

@@ -8,8 +8,8 @@ _STEPS = 10
 _ENTROPY = 0.1  # nats a token
 _SIGNAL = 0.4  # share of groups whose rewards differ
 _LOSSES = 3  # steps of which the losses' mean is taken
-_RISE, _RISE_NATS = 1.25, 0.1  # how far it may be over the best
-_SOLVED = 0.9  # mean reward: above it certainty is what was asked for
+_RISE, _RISE_NATS = 0.25, 0.1  # how far it may be over the best: a share of it, and nats
+_SOLVED = 0.9  # share of right answers: above it certainty is what was asked for
 
 
 class Watch(Protocol):
@@ -28,19 +28,20 @@ class CollapseWatch:
         self._said = False
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        names = ("entropy", "group/with_signal", "reward/mean")
+        names = ("entropy", "group/with_signal", "reward/correct")
         if self._said or any(metrics.get(name, float("nan")) != metrics.get(name) for name in names):
             return None
         self._recent.append(tuple(metrics[name] for name in names))
         if len(self._recent) < _STEPS:
             return None
-        entropy, signal, reward = (sum(column) / _STEPS for column in zip(*self._recent, strict=True))
-        if entropy >= _ENTROPY or signal >= _SIGNAL or reward >= _SOLVED:
+        entropy, signal, correct = (sum(column) / _STEPS for column in zip(*self._recent, strict=True))
+        if entropy >= _ENTROPY or signal >= _SIGNAL or correct >= _SOLVED:
             return None
         self._said = True
         return (
             f"the policy has collapsed: over {_STEPS} steps its entropy is {entropy:.2f} nats a token, and "
-            f"in {1 - signal:.0%} of the groups all rewards are the same, at a mean reward of {reward:.2f}; "
+            f"in {1 - signal:.0%} of the groups all rewards are the same, with {correct:.0%} of the answers "
+            f"right; "
             f"look at entropy.target, trainer.lr, trainer.lr_schedule, group_size and resampling_rounds"
         )
 
@@ -73,7 +74,7 @@ class LossWatch:
         if len(self._recent) < _LOSSES or self._said:
             return None
         self._best = min(self._best, mean)
-        if mean < _RISE * self._best + _RISE_NATS:
+        if mean < self._best + _RISE * abs(self._best) + _RISE_NATS:
             return None
         self._said = True
         return (
@@ -95,6 +96,6 @@ class SharingWatch:
         if self._steps != _STEPS or self._computed < self._unshared:
             return None
         return (
-            f"samples share next to no leading tokens: in {_STEPS} steps trainer.share_prefixes saved "
-            f"nothing, and results are the same without it"
+            f"trainer.share_prefixes saved nothing in {_STEPS} steps: samples share next to no leading "
+            f"tokens, or the model's rows cannot hold them once; results are the same without it"
         )

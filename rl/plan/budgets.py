@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl.models.generator.vllm_config import Fill
+from rl.models.generator.vllm_config import Fill, served_rank
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
@@ -41,18 +41,27 @@ def memories(demand: Demand, facts: Facts, specs: Mapping[RoleName, Spec], on_cp
         if isinstance(spec, EngineSpec):
             lora = demand.learned_adapters if role == "trainer" else LoRA()
             learns = ROLES[role].learns
-            parts[role] = engine_memory(shape, spec.config, lora, learns, on_cpu, spec.kind)
+            memory = engine_memory(shape, spec.config, lora, learns, on_cpu, spec.kind)
+            parts[role] = memory if demand.learns else _loaded(memory, demand.from_checkpoint)
         else:
             memory = generator_memory(shape, replace(spec.config, kv_cache_gib=0.0), on_cpu)
-            if role == "generator" and demand.clients_adapters is not None:
-                held = shape.adapter_elements(demand.learned_adapters) * BYTES[spec.config.dtype]
-                memory = Memory({**memory.parts, "adapters": held})
+            if role == "generator" and demand.max_rank:
+                slots = LoRA(rank=served_rank(demand.max_rank) * demand.max_adapters)
+                held = shape.adapter_elements(slots) * BYTES[spec.config.dtype]
+                memory = replace(memory, parts={**memory.parts, "adapters": held})
             parts[role], least[role] = memory, longest_sequence_bytes(shape, spec.config) / GIB
     return Taken(parts, least)
 
 
+def _loaded(memory: Memory, from_checkpoint: bool) -> Memory:
+    """Of an engine that only loads and publishes weights. A checkpoint brings the optimizer's moments."""
+    left_out = {"gradients", "activations", "head", *(() if from_checkpoint else ("optimizer",))}
+    parts = {part: size for part, size in memory.parts.items() if part not in left_out}
+    return replace(memory, parts=parts)
+
+
 def with_cache(memory: Memory, cache: float | Fill) -> Memory:
-    return Memory({**memory.parts, "cache": gib(cache) * GIB})
+    return replace(memory, parts={**memory.parts, "cache": gib(cache) * GIB})
 
 
 def gib(cache: float | Fill) -> float:

@@ -52,6 +52,10 @@ class Demand:
     """Role -> numbers of the hosts that its processes are spread over, where some are asked for."""
     overlap: bool = False
     """Generators work at the same time as engines."""
+    learns: bool = True
+    """Engines compute. Else the trainer loads weights and publishes them."""
+    from_checkpoint: bool = False
+    """Engines load a checkpoint, with the optimizer's moments."""
     transport: TransportName = "shared_memory"
     delta: Literal["auto", "on", "off"] = "auto"
     deadlines: Deadlines = Deadlines()

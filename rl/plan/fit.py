@@ -85,7 +85,9 @@ def _check_host_of_suspended(
 ) -> None:
     """While generators work, a host holds what its engines have: weights and moments, and no gradient."""
     engines = [(place.host, role) for role in ENGINE_ROLES for place in places.of(role)]
-    gib = {role: sum(memory[role].parts[part] for part in _KEPT_ON_HOST) / GIB for _, role in engines}
+    gib = {
+        role: sum(memory[role].parts.get(part, 0.0) for part in _KEPT_ON_HOST) / GIB for _, role in engines
+    }
     for number, host in enumerate(cluster.hosts):
         roles = [role for on, role in engines if on == number]
         needed = sum(gib[role] for role in roles)

@@ -25,9 +25,10 @@ _GRAPHS = 0.5 * GIB  # CUDA graphs of a generator; an estimate
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process, by what they hold."""
+    """Bytes of one process, by what they hold. kept: of its weights, what it has while it is suspended."""
 
     parts: Mapping[str, float]
+    kept: float = 0.0
 
     @property
     def total(self) -> float:
@@ -99,6 +100,8 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
     # On a CPU the version that it reads is mapped, and its own weights are packed once more for oneDNN; on a
     # GPU one tensor at a time is copied.
     loading = 2 * weights if on_cpu else shape.vocab_size * shape.dim * size
+    # What vLLM does not pack on a CPU stays there (rl/models/generator/sleep.py).
+    unpacked = shape.vocab_size * shape.dim + shape.num_moe_layers * shape.expert_elements
     return Memory(
         {
             "weights": weights,
@@ -106,7 +109,8 @@ def generator_memory(shape: ModelShape, config: VLLMConfig, on_cpu: bool) -> Mem
             "cache": cache * GIB,
             "activations": tokens * width * size + sampled * (size + 2 * _FP32),
             "overhead": OVERHEAD_CPU["generator"] if on_cpu else OVERHEAD_GPU + _GRAPHS,
-        }
+        },
+        kept=unpacked * size / tp if on_cpu else 0.0,
     )
 
 

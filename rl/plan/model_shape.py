@@ -22,6 +22,10 @@ TIED = frozenset({
 UNLIKE = frozenset({"falcon_h1", "gemma4_text", "llama4_text", "olmo_hybrid", "qwen3_5_text"})
 """model_type of those that have more elements than the same sizes of such a decoder."""
 
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+"""A dense layer's, which may have adapters; a layer of experts has no such."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -95,7 +99,12 @@ class ModelShape:
         """Elements of a layer's experts, with their router and what all tokens go through."""
         if not self.num_moe_layers:
             return 0
-        return self.num_experts * (3 * self.dim * self.expert_dim + self.dim) + 3 * self.dim * self.shared_dim
+        return self.expert_elements + self.num_experts * self.dim + 3 * self.dim * self.shared_dim
+
+    @property
+    def expert_elements(self) -> int:
+        """Of a layer's experts alone."""
+        return self.num_experts * 3 * self.dim * self.expert_dim
 
     @property
     def matrices(self) -> int:
@@ -125,14 +134,15 @@ class ModelShape:
         return num_elements <= 1.05 * (self.num_parameters + twice)
 
     def adapter_elements(self, lora: LoRA) -> int:
-        """Of a LoRA adapter on dense layers."""
+        """Of a LoRA adapter. Experts have none."""
         q, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sides = {
             "q_proj": (self.dim, q), "k_proj": (self.dim, k), "v_proj": (self.dim, k),
             "o_proj": (q, self.dim), "gate_proj": (self.dim, self.hidden_dim),
             "up_proj": (self.dim, self.hidden_dim), "down_proj": (self.hidden_dim, self.dim),
         }  # fmt: skip
-        return self.num_layers * lora.rank * sum(sum(sides[t]) for t in lora.targets if t in sides)
+        layers = {t: self.num_layers - self.num_moe_layers * (t in OF_FEED_FORWARD) for t in sides}
+        return lora.rank * sum(layers[t] * sum(sides[t]) for t in lora.targets if t in sides)
 
     def kv_bytes(self, dtype: str, tensor_parallel: int = 1) -> float:
         """Of one token in the key-value cache of a rank, which has at least one head."""

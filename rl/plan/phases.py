@@ -53,4 +53,5 @@ def by_phase(whole: Mapping[RoleName, Memory], present: Presences) -> dict[RoleN
 def remaining(memory: Memory, presence: Presence) -> Memory:
     if presence == "whole":
         return memory
-    return Memory({part: size for part, size in memory.parts.items() if part in _KEPT})
+    kept = {part: size for part, size in memory.parts.items() if part in _KEPT}
+    return Memory(kept | ({"weights": memory.kept} if memory.kept else {}), memory.kept)

@@ -12,7 +12,8 @@ from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
-_GIB_PER_PROCESS = 1.0  # what a process with torch and vLLM or torchtitan takes before it loads a model
+_GIB_OF_PROCESS = {"engine": 0.8, "generator": 1.0, "worker": 0.25}
+"""What a process takes on a CPU before it loads a model, by the kind of its role; rounded up."""
 _PROCESSES_PER_CORE = 4
 _PROCESSES_PER_GPU = 32
 
@@ -175,19 +176,30 @@ def _check_one_role(
 
 
 def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
-    """Memory says what fits; the bound keeps lists short, and a CPU's cores to some use."""
-    total = sum(of.num_procs for of in roles)
-    most = sum(
-        min(int(host.free_gib / _GIB_PER_PROCESS), host.num_cores * _PROCESSES_PER_CORE)
-        for host in cluster.hosts
+    """The bound keeps lists short, and a CPU's cores to some use. A model's own memory is looked at later."""
+    total, num_cores = (
+        sum(of.num_procs for of in roles),
+        sum(host.num_cores for host in cluster.hosts),
     )
-    if cluster.gpus:
-        most = _PROCESSES_PER_GPU * len(cluster.gpus) + sum(host.num_cores for host in cluster.hosts)
+    most = (
+        _PROCESSES_PER_GPU * len(cluster.gpus) + num_cores
+        if cluster.gpus
+        else _PROCESSES_PER_CORE * num_cores
+    )
     if total > most:
         notes.problem(
             "places",
             f"{total} processes are more than {_cluster_name(cluster)} can hold ({cluster}: at most {most}); "
             f"use fewer",
+        )
+        return
+    free = sum(host.free_gib for host in cluster.hosts)
+    needed = sum(_GIB_OF_PROCESS[ROLES[of.role].kind] * of.num_procs for of in roles)
+    if not cluster.gpus and needed > free:
+        notes.problem(
+            "places",
+            f"{total} processes take {needed:.1f} GiB before they load a model, and {_cluster_name(cluster)} "
+            f"{'has' if len(cluster.hosts) == 1 else 'have'} {free:.1f} free; use fewer",
         )
 
 
@@ -196,7 +208,7 @@ def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> d
     asked: dict[RoleName, int] = {"trainer": demand.trainer.num_threads}
     fixed = {name: 1 for name, role in ROLES.items() if role.kind == "worker"}
     if cluster.gpus:
-        fixed["generator"] = 1
+        fixed |= {"generator": 1, "judge": 1}
     if demand.generator is not None:
         asked["generator"] = demand.generator.num_threads
     counts = Counter(

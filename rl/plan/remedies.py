@@ -1,12 +1,13 @@
 """What would make a run fit: changes of what is asked for, from the mildest on."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rl.models.layout import Layout
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand
+from rl.plan.model_shape import OF_ATTENTION
 from rl.plan.phases import TAKE_TURNS
 
 _SELECTIVE = "--trainer.activation_checkpointing selective"
@@ -14,8 +15,8 @@ _FULL = "--trainer.activation_checkpointing full"
 _LEAST_CACHE_GIB = 0.1
 
 
-def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
-    """What to say, and the demand with it."""
+def changes(demand: Demand, cluster: Cluster, has_experts: bool = False) -> Iterator[tuple[str, Demand]]:
+    """What to say, and the demand with it. has_experts: then the model's feed-forward has no adapters."""
 
     def trainer(**settings: object) -> Demand:
         return replace(demand, trainer=replace(demand.trainer, **settings))  # type: ignore[arg-type]
@@ -30,6 +31,37 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
     stay = demand.sharing == "side_by_side" or (demand.sharing == "auto" and not cluster.gpus)
     if demand.command in TAKE_TURNS and stay and not demand.overlap:
         yield "set --placement by_turns", replace(demand, sharing="by_turns")
+    if demand.learns:
+        yield from _less_computed(demand, trainer)
+    shard = demand.trainer.layout.shard * 2
+    while shard <= num_gpus:
+        layout = replace(demand.trainer.layout, shard=shard)
+        yield f"set --trainer.layout.shard {shard}", trainer(layout=layout)
+        if demand.learns:
+            yield (
+                f"set --trainer.layout.shard {shard} and {_FULL}",
+                trainer(layout=layout, activation_checkpointing="full"),
+            )
+        shard *= 2
+    ranks = demand.generator.tensor_parallel * 2 if demand.generator else num_gpus + 1
+    while ranks <= num_gpus:
+        assert demand.generator is not None
+        generator = replace(demand.generator, tensor_parallel=ranks)
+        yield f"set --generator.tensor_parallel {ranks}", replace(demand, generator=generator)
+        ranks *= 2
+    learns_anew = demand.learns and not demand.from_checkpoint
+    if learns_anew and not demand.trainer.lora.rank and not _is_split(demand):
+        lora, words = replace(demand.trainer.lora, rank=16), "--trainer.lora.rank 16"
+        if has_experts:
+            lora = replace(lora, targets=OF_ATTENTION)
+            words += f", --trainer.lora.targets {' '.join(OF_ATTENTION)}"
+        yield f"set {words}", _with_adapter(trainer(lora=lora))
+        both = trainer(lora=lora, activation_checkpointing="full")
+        yield f"set {words} and {_FULL}", _with_adapter(both)
+
+
+def _less_computed(demand: Demand, trainer: Callable[..., Demand]) -> Iterator[tuple[str, Demand]]:
+    """More that is computed again, fewer tokens at a time, shorter sequences."""
     if demand.trainer.activation_checkpointing == "none":
         yield f"set {_SELECTIVE}", trainer(activation_checkpointing="selective")
     if demand.trainer.activation_checkpointing != "full":
@@ -44,26 +76,6 @@ def changes(demand: Demand, cluster: Cluster) -> Iterator[tuple[str, Demand]]:
                 replace(fewer, max_seq_len=tokens),
             )
         tokens //= 2
-    shard = demand.trainer.layout.shard * 2
-    while shard <= num_gpus:
-        layout = replace(demand.trainer.layout, shard=shard)
-        yield f"set --trainer.layout.shard {shard}", trainer(layout=layout)
-        yield (
-            f"set --trainer.layout.shard {shard} and {_FULL}",
-            trainer(layout=layout, activation_checkpointing="full"),
-        )
-        shard *= 2
-    ranks = demand.generator.tensor_parallel * 2 if demand.generator else num_gpus + 1
-    while ranks <= num_gpus:
-        assert demand.generator is not None
-        generator = replace(demand.generator, tensor_parallel=ranks)
-        yield f"set --generator.tensor_parallel {ranks}", replace(demand, generator=generator)
-        ranks *= 2
-    if not demand.trainer.lora.rank and not _is_split(demand):
-        lora = replace(demand.trainer.lora, rank=16)
-        yield "set --trainer.lora.rank 16", _with_adapter(trainer(lora=lora))
-        both = trainer(lora=lora, activation_checkpointing="full")
-        yield f"set --trainer.lora.rank 16 and {_FULL}", _with_adapter(both)
 
 
 def _is_split(demand: Demand) -> bool:

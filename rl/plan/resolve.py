@@ -143,10 +143,37 @@ def _with(
 
 
 def _remedy(demand: Demand, facts: Facts, cluster: Cluster, problems: tuple[Problem, ...]) -> str:
-    """The first change with which it fits, and which brings nothing else."""
+    """The first change with which it fits and which brings nothing else; else two of them.
+
+    Which two settings is found by the largest change of the first: there are too many pairs to try them all.
+    """
     before = {problem.text for problem in problems}
-    for text, changed in changes(demand, cluster):
+
+    def fits(changed: Demand) -> bool:
         _, left = _resolve_sharing(changed, facts, cluster)
-        if not any(problem.made_by == "fit" or problem.text not in before for problem in left):
+        return not any(problem.made_by == "fit" or problem.text not in before for problem in left)
+
+    shape = facts.models["trainer"].shape
+    has_experts = shape is not None and shape.num_moe_layers > 0
+    singles = list(changes(demand, cluster, has_experts))
+    for text, changed in singles:
+        if fits(changed):
             return text
+    largest = {_setting(text): changed for text, changed in singles}
+    pairs = (
+        (first, _setting(other))
+        for first, changed in largest.items()
+        for other, both in changes(changed, cluster, has_experts)
+        if _setting(other) != first and fits(both)
+    )
+    first, second = next(pairs, ("", ""))
+    for text, changed in singles if first else ():
+        for other, both in changes(changed, cluster, has_experts) if _setting(text) == first else ():
+            if _setting(other) == second and fits(both):
+                return f"{text}, and {other}"
     return last_remedy(demand, cluster)
+
+
+def _setting(change: str) -> str:
+    """The first that it names."""
+    return change.split()[1]

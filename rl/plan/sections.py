@@ -85,7 +85,7 @@ class GeneratorConfig:
     what is free, or what other roles leave."""
     block_size: PositiveInt = 32
     """Tokens of a block of that cache; samples of a prompt share its whole blocks. On a CPU a
-    multiple of 32."""
+    multiple of 32, on a GPU of 16."""
     compile: bool = False
     """Compile the model: faster tokens after a slow start (40 s on a CPU)."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"

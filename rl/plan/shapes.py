@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 
+from rl.models.generator.vllm_config import LORA_RANKS
 from rl.models.layout import why_no_split
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts
+from rl.plan.model_shape import OF_ATTENTION
 from rl.plan.numerics import Numerics
 from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.specs import longest_sequence
 from rl.plan.types import Notes
-
-MAX_LORA_RANK = 512
-"""The most that vLLM serves."""
 
 
 def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Cluster, notes: Notes) -> None:
@@ -31,11 +30,12 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
         width = facts.models["trainer"].expert_width
         if why := why_no_split(width, numerics.dtype, trainer.layout.tensor_parallel):
             notes.problem("shapes", why)
-    if demand.generator is not None and not cluster.gpus and demand.generator.block_size % 32:
+    multiple, device = (16, "GPU") if cluster.gpus else (32, "CPU")
+    if demand.generator is not None and demand.generator.block_size % multiple:
         notes.problem(
             "shapes",
-            f"generator.block_size={demand.generator.block_size} is not a multiple of 32, as on a CPU "
-            f"it has to be",
+            f"generator.block_size={demand.generator.block_size} is not a multiple of {multiple}, as on a "
+            f"{device} it has to be",
         )
 
 
@@ -91,13 +91,18 @@ def why_not_sampled_by(split: int, heads: Mapping[str, int]) -> str:
 
 
 def _check_adapter(demand: Demand, facts: Facts, notes: Notes) -> None:
-    lora, layers = demand.trainer.lora, facts.models["trainer"].layers
-    if lora.rank > MAX_LORA_RANK:
+    lora, layers, shape = demand.trainer.lora, facts.models["trainer"].layers, facts.models["trainer"].shape
+    if demand.max_rank > LORA_RANKS[-1]:
         notes.problem(
             "shapes",
-            f"trainer.lora.rank={lora.rank} is over {MAX_LORA_RANK}, the most that vLLM serves; use less",
+            f"{demand.name('trainer.lora.rank')}={demand.max_rank} is over {LORA_RANKS[-1]}, the most that "
+            f"vLLM serves; use less",
         )
-    if lora.rank and layers and (unknown := sorted(set(lora.targets) - layers)):
+    if not lora.rank:
+        return
+    if not layers and shape is not None and shape.num_moe_layers == shape.num_layers:
+        layers = frozenset(OF_ATTENTION)  # experts have no adapters
+    if layers and (unknown := sorted(set(lora.targets) - layers)):
         notes.problem(
             "shapes",
             f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have; its layers: "

@@ -9,6 +9,7 @@ from rl.plan.numerics import Numerics
 from rl.plan.places import Places
 from rl.plan.types import Notes
 
+_PUBLISHED_ONCE = 1
 _WRITTEN_AND_READ = 2
 _WHILE_READ = 3
 """Versions at a time: weight_sync/store.py. Without overlap, the one before is read by nobody."""
@@ -22,6 +23,8 @@ def check_shared_memory(
     if shape is None or not generators or demand.transport != "shared_memory":
         return
     num_versions = _WHILE_READ if demand.overlap else _WRITTEN_AND_READ
+    if not demand.learns:
+        num_versions = _PUBLISHED_ONCE
     model, adapter = shape.num_parameters * BYTES[numerics.dtype], demand.learned_adapters
     taken = float(num_versions * model)
     if adapter.rank:  # beside the model that they were made for

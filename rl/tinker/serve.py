@@ -46,6 +46,7 @@ from rl.waiting import Deadlines, beside
 _LAST_ANSWERS_SECONDS = 2
 _MANY_RESTARTS = 1000  # a server outlives many
 _NAMES = {
+    "trainer.lora.rank": "limits.max_rank",
     "trainer.layout": "layout",
     "trainer.engine": "engine",
     "max_seq_len": "context_length",

@@ -19,6 +19,7 @@ from rl.actors.births import Births
 from rl.actors.remote import ProcessDied
 from rl.cluster import host_agent, hosted_run
 from rl.cluster.host_agent import HostAgent
+from rl.cluster.hosts import look_at
 from rl.cluster.leases import Lease
 from rl.errors import ConfigError, RunError
 from rl.host_protocol import MARK, HostRefuses, HostUnreachable, ask, signed
@@ -688,6 +689,32 @@ def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsy
     problems = [line for line in lines if line.startswith("problem: ")]
     assert sum("host 127.0.0.1:1 does not answer" in line for line in problems) == len(problems) == 1
     look_at_hosts.cache_clear()
+
+
+def test_a_driver_that_comes_after_the_worker_is_seen(monkeypatch):
+    """A host that boots starts both. Without a driver nothing is looked at again."""
+    gpu = {"name": "H100", "gib": 78.8, "capability": [9, 0], "visible": "0"}
+    answers = [[], [gpu]]
+    has_driver = False
+
+    async def look():
+        return answers.pop(0)
+
+    monkeypatch.setattr(host_agent, "_look_at_gpus", look)
+    monkeypatch.setattr(host_agent, "has_driver", lambda: has_driver)
+
+    async def gpus(agent):
+        return (await asyncio.to_thread(look_at, agent.address)).gpus
+
+    async def main():
+        nonlocal has_driver
+        async with an_agent() as agent:
+            assert await gpus(agent) == () and len(answers) == 1
+            has_driver = True
+            for _ in range(2):
+                assert [card.name for card in await gpus(agent)] == ["H100"]
+
+    asyncio.run(main())
 
 
 def test_gpus_that_do_not_answer_end_the_worker(monkeypatch, tmp_path):

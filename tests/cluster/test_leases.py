@@ -11,7 +11,7 @@ from rl.cluster import leases
 from rl.cluster.hosts import ClockOff
 from rl.cluster.leases import Lease
 from rl.errors import ConfigError
-from rl.host_protocol import HostRefuses, HostUnreachable
+from rl.host_protocol import HostRefuses, HostUnreachable, greeting
 
 ADDRESS = "10.0.0.2:7000"
 
@@ -55,6 +55,31 @@ async def cancelled(lease, after):
     await asyncio.sleep(after)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
+
+
+def test_a_host_that_greets_and_says_no_more_is_left_without_a_connection(monkeypatch):
+    monkeypatch.setattr(leases, "_START_SECONDS", 0.2)
+    gone = []
+
+    async def silent(reader, writer):
+        writer.write(greeting()[1])
+        await reader.readline()
+        gone.append(await reader.read() == b"")
+
+    async def main():
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        lease = Lease(address, "run", Path("/tmp/x"), Path("/dev/shm/rl-0/x"), 5.0, [])
+        with pytest.raises(HostUnreachable):
+            await lease.connect()
+        for _ in range(100):
+            if gone:
+                break
+            await asyncio.sleep(0.02)
+        assert gone == [True]
+        server.close()
+
+    asyncio.run(main())
 
 
 def test_a_start_that_is_cancelled_while_models_are_sent_leaves_no_host_without_them():

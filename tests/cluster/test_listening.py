@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rl import doctor
 from rl.actors.births import Births
+from rl.cluster import listening
 from rl.cluster.listening import listeners
 
 PROGRAM = """
@@ -89,3 +91,18 @@ def test_a_worker_is_listed_with_what_it_has_started_for_another_hosts_run(tmp_p
                 each.kill()
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("command", "is_worker"),
+    [
+        ("python -m rl worker --listen 10.0.0.2:7000", True),
+        ("python -P -m rl worker --listen 10.0.0.2:7000", True),
+        ("python /env/bin/rl worker --listen 10.0.0.2:7000", True),
+        ("python -P -m rl train worker", False),
+        ("grep -m rl", False),
+        ("", False),
+    ],
+)
+def test_a_worker_is_known_however_it_was_started(command, is_worker):
+    assert listening._is_worker(SimpleNamespace(cmdline=command.split)) is is_worker

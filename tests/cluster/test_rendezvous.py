@@ -18,8 +18,10 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from rl.cluster import group as groups
 from rl.cluster import rendezvous
-from rl.cluster.rendezvous import Group, group_of, run_as_group
+from rl.cluster.group import Group, group_of
+from rl.cluster.rendezvous import run_as_group
 from rl.errors import ConfigError, RunError
 from rl.host_protocol import ask
 from tests.ports import free_port
@@ -89,7 +91,7 @@ def test_a_variable_that_is_no_number_is_named(base, name, text):
 
 def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
     said = {"hostnames": "n0\nn1\n", "node": "NodeName=n0 Arch=x NodeAddr=10.0.0.7 NodeHostName=n0"}
-    monkeypatch.setattr(rendezvous, "_output", lambda *words: said[words[2]])
+    monkeypatch.setattr(groups, "_output", lambda *words: said[words[2]])
     assert group_of(SRUN) == Group(1, 2, "10.0.0.7", 20_017, name="17.0")
     assert group_of(SRUN | {"MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "5"}) == Group(
         1, 2, "10.9.9.9", 5, name="17.0"
@@ -102,6 +104,8 @@ def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
     beside = group_of(SRUN | {"SLURM_STEP_ID": "1"})  # another step, on the same nodes
     assert (beside.port, beside.name) == (21_014, "17.1")
     assert group_of(SRUN | of_step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
+    by_hand = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_PTY_PORT": "44152"}
+    assert group_of(SRUN | by_hand) is None  # in the shell of `srun -n 8 --pty bash`
     said["node"] = "nothing"
     with pytest.raises(ConfigError, match=r"'n\[0-1\]' has no address .*; set MASTER_ADDR"):
         group_of(SRUN)
@@ -267,6 +271,49 @@ def test_where_the_first_is_killed_or_frozen_the_others_end(dies):
     assert "the first host is gone; start the run again with --resume latest" in said[1][0]
 
 
+class Clock:
+    """Of a job that is suspended for 1,000 s at each look."""
+
+    def __init__(self):
+        self._now = 0.0
+
+    def monotonic(self):
+        self._now += 1000.0
+        return self._now
+
+    def sleep(self, seconds):
+        time.sleep(seconds / 100)
+
+
+def test_a_job_that_was_suspended_has_not_waited(monkeypatch):
+    store, group = FakeStore(), Group(1, 2, "127.0.0.1", 1)
+    monkeypatch.setattr(rendezvous, "time", Clock())
+    threading.Timer(1.0, lambda: store.set("over", 0)).start()
+    assert rendezvous._wait_for_end(store, group) == 0
+
+
+def test_a_link_that_is_down_for_a_minute_and_a_half_ends_nothing(monkeypatch):
+    """Then the first host leases this one again."""
+
+    class Cut(FakeStore):
+        def check(self, keys):
+            if time.monotonic() < until:
+                raise ConnectionError("timed out")
+            return super().check(keys)
+
+    until, store = time.monotonic() + 1.5, Cut()
+    monkeypatch.setattr(rendezvous, "time", Clock())  # a second is 10 ms
+    store.set("over", 0)
+    assert rendezvous._wait_for_end(store, Group(1, 2, "127.0.0.1", 1)) == 0
+
+
+def test_a_first_host_that_is_told_its_loopback_learns_its_address_from_others(monkeypatch):
+    """torchrun's --master-addr is 127.0.0.1 on node 0, unless it is given."""
+    store = FakeStore()
+    store.set("first", "10.0.0.1")
+    assert rendezvous._own_address(Group(0, 2, "127.0.0.1", 1), store) == "10.0.0.1"
+
+
 def test_a_host_that_never_comes_is_named():
     said = together(ranks=(0, 1), seconds=1.0)
     assert "2 of 3 hosts are there after 1 s; see the output of rank 2" in said[0][0] and said[1] == [1]
@@ -337,9 +384,9 @@ def test_a_worker_that_hangs_at_its_start_ends_the_run(monkeypatch):
 
 def test_a_first_node_without_an_address_is_named(monkeypatch):
     monkeypatch.setattr(
-        rendezvous, "_output", lambda *words: "n1\nn2\n" if "hostnames" in words else "NodeName=n1"
+        groups, "_output", lambda *words: "n1\nn2\n" if "hostnames" in words else "NodeName=n1"
     )
     with pytest.raises(
         ConfigError, match=r"'n\[1-2\]' has no address \(scontrol names none\); set MASTER_ADDR"
     ):
-        rendezvous._first_node({"SLURM_STEP_NODELIST": "n[1-2]"})
+        groups._first_node({"SLURM_STEP_NODELIST": "n[1-2]"})

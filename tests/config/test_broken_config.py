@@ -2,6 +2,7 @@
 
 # holds: exact
 
+import json
 import os
 from dataclasses import replace
 
@@ -89,3 +90,13 @@ def test_who_goes_on_is_told_of_it(run_dir):
     assert why.endswith(f"; mend {run_dir}/config.json, or give another directory")
     (run_dir / "config.json").unlink()
     assert changed_settings(config) == []
+
+
+def test_a_setting_that_an_older_run_did_not_have_has_changed_where_it_is_not_its_default(run_dir):
+    written = json.loads((run_dir / "config.json").read_text())
+    del written["stream_groups"], written["trainer"]["spare_hosts"], written["trainer"]["min_hosts"]
+    (run_dir / "config.json").write_text(json.dumps(written))
+    config = replace(quickstart(), resume=str(run_dir / "checkpoints" / "step-1"))
+    assert changed_settings(config) == []
+    (line,) = changed_settings(replace(config, trainer=replace(config.trainer, spare_hosts=(2,))))
+    assert line == "changed since the checkpoint's run: trainer.spare_hosts (its default) -> [2]"

@@ -53,6 +53,22 @@ def test_and_the_first_of_several_values():
     assert misread == [] and (config.env.stop, config.steps) == (("-x", "y"), 3)
 
 
+def test_several_values_may_be_none():
+    """As of a run with spare hosts that is started again without them."""
+    trainer = replace(CONFIG.trainer, spare_hosts=(2,), hosts=(0, 1))
+    words = ["--trainer.spare_hosts", "None", "--trainer.hosts=None", "--tracking.sinks", "None"]
+    config, misread = override(replace(CONFIG, trainer=trainer), [*words, "--env.stop", "None"], "rl")
+    assert misread == [] and config.trainer.spare_hosts == config.trainer.hosts == config.tracking.sinks == ()
+    assert config.env.stop == ("None",)
+    _, misread = override(CONFIG, ["--trainer.betas", "None"], "rl")
+    assert len(misread) == 1 and "--trainer.betas" in misread[0]
+
+
+def test_a_setting_of_a_part_that_is_not_there_is_not_taken_for_anothers():
+    _, (line,) = override(CONFIG, ["--reference.model.path", "x"], "rl")
+    assert line.startswith("--reference.model is a part that is made in Python")
+
+
 def test_negative_numbers_are_read_as_such():
     """Their bounds are another's to check."""
     numbers = [name for name, value in SETTINGS.items() if type(value) in (int, float)]

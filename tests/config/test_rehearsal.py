@@ -4,8 +4,10 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
+
 from rl.config import JudgeConfig, RunConfig, WarmupConfig
-from rl.config.rehearsal import rehearse
+from rl.config.rehearsal import _arguments, rehearse
 from rl.configs.calculator import calculator
 from rl.configs.quickstart import quickstart
 from rl.envs.base import Env
@@ -58,6 +60,30 @@ def test_a_tool_is_called_with_what_the_model_can_write():
     assert not any("Error" in line for line in lines)
     (called,) = [line for line in lines if "get(key=" in line]
     assert called.endswith(": reward 1 (turn 1: called 0.25; turn 2: right 0.75)")
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "integer"}, 1),
+        ({"type": ["string", "null"]}, "x"),
+        ({"type": ["null", "array"]}, None),
+        ({"enum": []}, "x"),
+        ({"enum": [7, 8]}, 7),
+        ({"const": 5}, 5),
+        ({"anyOf": []}, "x"),
+        ({"anyOf": [{"type": "number"}]}, 1.5),
+        ({"oneOf": [True, {"type": "number"}]}, "x"),
+        ({"type": []}, "x"),
+        ({}, "x"),
+        (True, "x"),
+    ],
+)
+def test_a_tools_schema_may_have_any_form(schema, value):
+    """As servers of MCP write it."""
+    function = {"name": "get", "parameters": {"properties": {"key": schema}, "required": ["key"]}}
+    assert _arguments(function, "x") == {"key": value}
+    assert _arguments({"name": "now"}, "x") == {}
 
 
 def test_each_tool_is_called_though_an_episode_has_turns_for_one():

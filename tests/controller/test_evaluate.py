@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.quickstart import quickstart
+from rl.batching import to_sample
 from rl.config import ReferenceConfig, TrainerConfig, WarmupConfig
 from rl.config.codec import write_config
 from rl.config.flags import setting_names
@@ -24,6 +25,7 @@ from rl.controller import replay as replaying
 from rl.controller.evaluate import evaluate, measures, pass_at_k
 from rl.controller.replay import replay
 from rl.errors import ConfigError
+from rl.loss.correction import Correction
 from rl.loss.kl import KL
 from rl.models.random_weights import draw_once
 from rl.owned_directory import temporary_directory
@@ -151,6 +153,32 @@ def test_a_setting_that_a_command_does_not_read_is_refused(a_run, command):
         f"--{setting} has no effect on {name}; leave it out"
         for setting in ("resume", "tracking.project", "save_every")
     ]
+
+
+def test_what_a_recorded_batch_holds_already_is_refused_on_a_replay(a_run):
+    run_dir, _ = a_run
+    flags = ["--loss_agg", "seq_mean", "--entropy.coef", "0.1", "--max_logprob_diff", "1"]
+    with pytest.raises(ConfigError) as error:
+        replay([str(run_dir), "--step", "2", *flags])
+    assert str(error.value).splitlines()[:3] == [
+        f"--{setting} has no effect on rl replay; leave it out"
+        for setting in ("loss_agg", "entropy.coef", "max_logprob_diff")
+    ]
+
+
+def test_more_updates_than_were_recorded_for_need_logprobs_that_are_not_there():
+    """Without them each update would be compared with itself, and nothing clipped."""
+    config = replace(quickstart(), minibatches=2, correction=Correction(old_logprobs="trainer"))
+    sample = to_sample(group(1).rollouts[0], 1.0)
+
+    def batch(*samples):
+        return SimpleNamespace(groups=[SimpleNamespace(samples=samples)])
+
+    with pytest.raises(ConfigError, match="step 7 was recorded without the trainer's logprobs"):
+        replaying._check_old_logprobs(batch(sample), config.algorithm, 7)
+    with_them = replace(sample, loss_inputs={"old_logprobs": sample.generator_logprobs})
+    replaying._check_old_logprobs(batch(with_them), config.algorithm, 7)
+    replaying._check_old_logprobs(batch(sample), replace(config, minibatches=1).algorithm, 7)
 
 
 @pytest.mark.parametrize("unread", [evaluation.UNREAD, replaying.UNREAD])

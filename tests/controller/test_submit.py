@@ -14,7 +14,8 @@ import yaml
 
 from configs.quickstart import quickstart
 from rl.cli import _dispatch
-from rl.cluster.slurm_time import seconds_of
+from rl.cluster.kubernetes_job import KubernetesJob
+from rl.cluster.slurm_job import seconds_of
 from rl.config.codec import write_config
 from rl.config.recipes import load_recipe
 from rl.config.validate import validate
@@ -60,7 +61,7 @@ def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
     }  # fmt: skip
     (srun,) = [line for line in lines if line.startswith("srun ")]
     run = f"train quickstart --steps 7 --seed 3 --run_dir {tmp_path}/run --resume latest"
-    assert srun == f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 {sys.executable} -m rl {run}"
+    assert srun == f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 {sys.executable} -P -m rl {run}"
     assert lines.index("module load cuda") + 1 == lines.index("source it") < lines.index(srun)
     assert f"cd {Path.cwd()}" in lines
     assert (tmp_path / "called").read_text() == f"sbatch {script}\n"
@@ -86,10 +87,16 @@ def test_nodes_that_are_shared_are_asked_for_by_cores(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(143, True), (0, False), (1, False), (130, False)])
-def test_a_job_that_was_told_to_end_is_queued_again(tmp_path, code, requeued):
+@pytest.mark.parametrize(
+    ("code", "told", "requeued"),
+    [(143, "", True), (0, "", False), (1, "", False), (130, "", False), (253, "", False),
+     (253, 'touch "$RL_TOLD"; ', True)],
+)  # fmt: skip
+def test_a_job_that_was_told_to_end_is_queued_again(tmp_path, code, told, requeued):
+    """253: srun's own, where a process of the job was out of memory, though the run lived on."""
     submit(tmp_path, *SLURM)
-    for name, body in {"srun": f"exit {code}", "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():
+    (tmp_path / "run" / "slurm-17.told").touch()  # of the job's last time
+    for name, body in {"srun": f"{told}exit {code}", "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     environment = {**os.environ, "SLURM_JOB_ID": "17"}
@@ -131,7 +138,7 @@ def test_a_manifest_for_kubernetes(tmp_path):
         == container["resources"]["requests"]
     )
     run = ["--run_dir", str(tmp_path / "run"), "--resume", "latest"]
-    assert container["command"] == ["python", "-m", "rl", "train", "quickstart", *run]
+    assert container["command"] == ["python", "-P", "-m", "rl", "train", "quickstart", *run]
     assert "workingDir" not in container and pod["terminationGracePeriodSeconds"] == 300
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", str(tmp_path)}
     assert (
@@ -155,7 +162,7 @@ def test_a_pod_has_the_images_python_its_directory_and_words_as_they_are(tmp_pat
     submit(tmp_path, *KUBERNETES, *words, recipe="recipe.py:mine")
     _, job = yaml.safe_load_all((tmp_path / "run" / "kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["command"][:5] == ["/env/bin/python", "-m", "rl", "train", "recipe.py:mine"]
+    assert container["command"][:6] == ["/env/bin/python", "-P", "-m", "rl", "train", "recipe.py:mine"]
     assert container["workingDir"] == "/code"
     assert "a$$(HOME)$$b" in container["command"]  # Kubernetes makes $ of $$, and a variable of $(HOME)
 
@@ -175,6 +182,30 @@ def test_a_run_of_kubernetes_is_on_the_claim(tmp_path, monkeypatch):
     assert not Path("/nowhere").exists()
 
 
+def test_a_directory_of_the_claims_name_that_is_not_the_claim_is_not_written_to(tmp_path, monkeypatch):
+    """A laptop has a /mnt, too, which is root's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mnt").mkdir()
+    job = KubernetesJob(mount=str(tmp_path / "mnt"))
+    run_dir = tmp_path / "mnt" / "one"
+    assert job.place(run_dir) == run_dir
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "mnt")
+    assert job.place(run_dir) == tmp_path / "runs" / "one"
+    run_dir.mkdir()  # the user's own, on a claim of root's
+    assert job.place(run_dir) == run_dir
+
+
+def test_a_job_ends_with_its_run_and_is_not_repeated_with_wrong_settings(tmp_path):
+    submit(tmp_path, *KUBERNETES)
+    _, job = yaml.safe_load_all((tmp_path / "run" / "kubernetes.yaml").read_text())
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"  # as the rule needs
+
+
 def test_a_run_whose_settings_are_taken_is_submitted_with_them(tmp_path, monkeypatch):
     write_config(tmp_path, "quickstart", replace(quickstart(), steps=123))
     monkeypatch.chdir(tmp_path)
@@ -190,7 +221,7 @@ def test_a_recipes_name_stays_its_name_beside_a_directory_of_that_name(tmp_path,
     (tmp_path / "quickstart").mkdir()
     monkeypatch.chdir(tmp_path)
     submit(tmp_path, *SLURM)
-    assert " -m rl train quickstart --run_dir " in (tmp_path / "run" / "slurm.sh").read_text()
+    assert " -P -m rl train quickstart --run_dir " in (tmp_path / "run" / "slurm.sh").read_text()
 
 
 def test_a_directory_that_cannot_be_written_is_told(tmp_path):
@@ -320,7 +351,7 @@ def test_a_job_starts_in_the_directory_that_its_submission_wrote_to(launcher, tm
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("3", 180), ("3:05", 185), ("1:02:03", 3723), ("1-2", 93600), ("1-2:3", 93780), ("1-2:3:4", 93784), ("UNLIMITED", None), ("", None)],
+    [("3", 180), ("3:05", 185), ("1:02:03", 3723), ("1-2", 93600), ("1-2:3", 93780), ("1-2:3:4", 93784), ("UNLIMITED", None), ("", None), ("0", None), ("0:00", None)],
 )  # fmt: skip
 def test_a_time_of_slurms_in_seconds(text, seconds):
     """Its formats are in sbatch's manual, at --time."""

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from configs.calculator import calculator
-from rl.cluster.jobs import KubernetesJob
+from rl.cluster.kubernetes_job import KubernetesJob
 from tests.certificates import Authority, environment
 from tests.hosts import api_server as kubectl
 from tests.hosts.namespaces import hosts, worker

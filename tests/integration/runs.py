@@ -41,12 +41,14 @@ class SharedVersions(threading.Thread):
         self.join()
 
 
-def rl(*arguments, timeout=400):
+def rl(*arguments, timeout=400, directory=ROOT):
     """A run to its end, with `versions_seen`: the names of what it published in shared memory.
+
+    directory: where it is started, as the `rl` command is: no module is taken from there.
 
     However often it publishes, shared memory holds three versions of a name at most.
     """
-    process = start(*arguments, stderr=subprocess.PIPE)
+    process = start(*arguments, stderr=subprocess.PIPE, directory=directory)
     versions = SharedVersions(process.pid)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -60,9 +62,10 @@ def rl(*arguments, timeout=400):
     return done
 
 
-def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, module="rl.cli"):
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env=with_all(), stdout=stdout, stderr=stderr, text=True)
+def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, module="rl.cli", directory=ROOT):
+    safe = [] if directory == ROOT else ["-P"]
+    command = [sys.executable, *safe, "-m", module, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=directory, env=with_all(), stdout=stdout, stderr=stderr, text=True)
 
 
 def wait_for_line(process, beginning):

@@ -54,11 +54,13 @@ def test_it_learns_to_use_its_tool(tmp_path, seed, rewards):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a short run."""
-    directory = tmp_path_factory.mktemp("calculator") / "run"
+    """The directory of a short run, started where files have the names of modules that its processes import."""
+    directory, away = tmp_path_factory.mktemp("calculator") / "run", tmp_path_factory.mktemp("away")
+    for name in ("queue", "random", "datasets", "tokenizers"):
+        (away / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
     done = rl(
         "train", "calculator", "--steps", 2, "--warmup.steps", 200, "--prompts_per_step", 4, "--env.num_eval", 8,
-        "--run_dir", directory,
+        "--run_dir", directory, directory=away,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return directory

@@ -11,6 +11,7 @@ from rl.config import GeneratorConfig, JudgeConfig
 from rl.config.settle import settle
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_arguments import engine_args
+from rl.models.generator.vllm_config import LORA_RANKS, served_rank
 from tests.config.test_settings_effect import small
 from tests.envs.chat.templates import make_tokenizer
 from tests.plans import AMPLE, cluster
@@ -112,3 +113,10 @@ def test_vllm_stops_at_a_stop_string_that_is_a_special_token(tmp_path):
     command = [sys.executable, "-c", STOPS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert "stopped at <|im_start|>" in done.stdout, done.stderr
+
+
+def test_the_ranks_of_adapters_are_those_for_which_vllm_makes_room():
+    script = "from typing import get_args; from vllm.config.lora import MaxLoRARanks; print(*get_args(MaxLoRARanks))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split() == [str(rank) for rank in LORA_RANKS]
+    assert [served_rank(rank) for rank in (1, 2, 65, 512)] == [1, 8, 128, 512]

@@ -67,6 +67,23 @@ def test_rewards_are_those_of_the_samples_that_were_kept():
     assert metrics["tokens/sampled"] == 21 and metrics["rollout/length"] == 3
 
 
+def test_a_rollout_that_failed_before_its_first_token_has_no_length_and_one_that_chose_to_say_nothing_has():
+    plain = group(1, 1, Score(0.0, "the prompt leaves no room", cause="too_long"))
+    silent = replace(plain.rollouts[0], segments=plain.rollouts[0].segments[:1], versions=None)
+    begun = tuple(replace(rollout, counts={"turns": 2}) for rollout in plain.rollouts[:2])
+    lost = group_metrics([replace(plain, rollouts=(*begun, silent))])
+    assert lost["rollout/length"] == 3 and lost["rollout/truncated"] == 0 and lost["episode/turns"] == 2
+    said_nothing = replace(plain, rollouts=(*begun, silent), scores=(*plain.scores[:2], Score(0.0)))
+    assert group_metrics([said_nothing])["rollout/length"] == 2
+    nobody = group_metrics([replace(plain, rollouts=(silent,), scores=plain.scores[2:])])
+    assert math.isnan(nobody["rollout/length"]) and math.isnan(nobody["rollout/truncated"])
+
+
+def test_right_answers_are_counted_apart_from_rewards():
+    metrics = group_metrics([group(Score(10.0, verdict=True), Score(2.0, verdict=False), Score(0.5))])
+    assert metrics["reward/correct"] == pytest.approx(1 / 3)
+
+
 def test_a_step_whose_samples_all_failed_has_no_mean():
     metrics = group_metrics([group(*[Score(9.0, "no answer", cause="judge")] * 2)])
     assert math.isnan(metrics["reward/mean"]) and math.isnan(metrics["reward/std"])
@@ -105,8 +122,9 @@ def test_the_gap_is_that_of_the_first_update_and_all_else_of_all_of_them():
     gap = {"logprob_diff/mean": 0.5, "logprob_diff/max": 0.9, "logprob_diff/ratio_outside": 0.25}
     assert learning_metrics([first, second], sampled=True) == expected | gap
     pairs = {"dpo/pairs:sum": 4, "dpo/accuracy:sum": 3, "dpo/margin:sum": 6.0}
-    with_pairs = learning_metrics([first | pairs, second | pairs], sampled=False)
-    assert with_pairs == expected | {"dpo/accuracy": 0.75, "dpo/margin": 1.5}
+    other = {"dpo/pairs:sum": 2, "dpo/accuracy:sum": 0, "dpo/margin:sum": -3.0}
+    with_pairs = learning_metrics([first | pairs, second | other], sampled=False)
+    assert with_pairs == expected | {"dpo/accuracy": 0.5, "dpo/margin": 0.5}
 
 
 def sampled_by(*ranges):

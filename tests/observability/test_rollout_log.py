@@ -92,13 +92,15 @@ def test_in_pieces_it_is_the_json_of_the_whole(monkeypatch, num_tokens, num_fork
 def test_what_comes_after_a_step_is_forgotten(tmp_path):
     log = RolloutLog(tmp_path)
     for step in (1, 2, 10):
-        log.write(step, "train", choose([group(1)], 4))
-    log.rewind(2)
+        for split in ("train", "eval"):
+            log.write(step, split, choose([group(1)], 4))
+    log.rewind(2, evaluated={1, 10})  # that of step 2 failed
     log.write(3, "train", choose([group(1)], 4))
     log.close()
-    assert [line["step"] for line in read_records(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
+    lines = [(line["step"], line["split"]) for line in read_records(tmp_path / "rollouts.jsonl")]
+    assert lines == [(1, "train"), (1, "eval"), (2, "train"), (3, "train")]
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert names == ["train-1.jsonl.gz", "train-2.jsonl.gz", "train-3.jsonl.gz"]
+    assert names == [f"{name}.jsonl.gz" for name in ("eval-1", "train-1", "train-2", "train-3")]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,6 @@ def test_a_file_of_another_name_is_no_rollout_and_stays(name, tmp_path):
     for split in ("train", "eval"):
         log.write(9, split, choose([group(1)], 4))
     (tmp_path / "rollouts" / name).touch()
-    log.rewind(2)
+    log.rewind(2, evaluated={9})
     log.close()
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == [name]

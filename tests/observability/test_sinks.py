@@ -178,6 +178,50 @@ def test_what_is_not_installed_is_found_before_the_run(monkeypatch):
     assert "tracking.project=x has no effect" in line
 
 
+@pytest.fixture
+def no_wandb(monkeypatch, tmp_path):
+    """W&B is installed, and nobody has logged in. Returns the user's settings file."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    for name in ("API_KEY", "IDENTITY_TOKEN_FILE", "MODE", "DISABLED", "BASE_URL"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    (tmp_path / "config").mkdir()
+    return tmp_path / "config" / "settings"
+
+
+def log_in(tmp_path, machine):
+    (tmp_path / "netrc").write_text(f"machine {machine}\n  login user\n  password {'0' * 40}\n")
+
+
+def has_key():
+    return not TrackingConfig(sinks=("wandb",)).validate()
+
+
+def test_a_login_to_a_server_of_ones_own_is_a_key(no_wandb, monkeypatch, tmp_path):
+    assert not has_key()
+    log_in(tmp_path, "wandb.lab:8080")  # as `wandb login` writes it
+    assert not has_key()
+    no_wandb.write_text("[default]\nbase_url = http://wandb.lab:8080\n")
+    assert has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.lab:9090")  # over the file
+    assert not has_key()
+    log_in(tmp_path, "wandb.lab")
+    assert has_key()
+
+
+def test_wandb_offline_needs_no_key(no_wandb, monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    assert has_key()
+    monkeypatch.setenv("WANDB_MODE", "online")  # over the file
+    assert not has_key()
+    monkeypatch.delenv("WANDB_MODE")
+    (tmp_path / "wandb" / "settings").write_text("no settings\n")
+    assert not has_key()
+
+
 def restarted(tracking, run_dir, settings):
     """Steps 1 to 3, of which 3 happens again; the process starts again after 2. Each step has its own value."""
     lines = []

@@ -1,28 +1,32 @@
 """What a run says once: of a policy that collapses, and not of one that learns; of prefixes that save nothing."""
 
-from rl.observability.watches import CollapseWatch, SharingWatch
+from rl.observability.watches import CollapseWatch, LossWatch, SharingWatch
 
 
-def said(entropy, signal, reward, steps=30):
+def said(entropy, signal, correct, steps=30):
     watch = CollapseWatch()
     return [
         (step, words)
         for step in range(1, steps + 1)
-        if (words := watch.observe({"entropy": entropy, "group/with_signal": signal, "reward/mean": reward}))
+        if (
+            words := watch.observe(
+                {"entropy": entropy, "group/with_signal": signal, "reward/correct": correct}
+            )
+        )
     ]
 
 
 def test_a_collapse_is_said_once_with_the_settings_to_look_at():
-    ((step, words),) = said(entropy=0.05, signal=0.2, reward=0.47)
+    ((step, words),) = said(entropy=0.05, signal=0.2, correct=0.47)
     assert step == 10
-    assert "entropy is 0.05 nats" in words and "80% of the groups" in words and "0.47" in words
+    assert "entropy is 0.05 nats" in words and "80% of the groups" in words and "47% of the answers" in words
     assert "entropy.target, trainer.lr, trainer.lr_schedule, group_size and resampling_rounds" in words
 
 
 def test_nothing_is_said_of_a_policy_that_explores_learns_or_is_done():
-    assert not said(entropy=0.3, signal=0.2, reward=0.47)
-    assert not said(entropy=0.05, signal=0.6, reward=0.47)
-    assert not said(entropy=0.01, signal=0.1, reward=0.97)
+    assert not said(entropy=0.3, signal=0.2, correct=0.47)
+    assert not said(entropy=0.05, signal=0.6, correct=0.47)
+    assert not said(entropy=0.01, signal=0.1, correct=0.97)
     assert not CollapseWatch().observe({"loss": 1.0})  # supervised: there is no reward
 
 
@@ -33,3 +37,14 @@ def test_prefixes_that_save_nothing_are_said_once():
         return [step for step in range(1, 31) if watch.observe(metrics)]
 
     assert said(100.0) == [10] and said(99.0) == []
+
+
+def test_a_loss_that_rises_is_said_once_and_one_of_any_sign_that_stays_is_not():
+    def said(*losses):
+        watch = LossWatch("trainer.lr")
+        return [step for step, loss in enumerate(losses, 1) if watch.observe({"loss": loss})]
+
+    assert said(1.0, 1.0, 1.0, 1.3, 1.6, 1.9, 2.2) == [6]  # over 1.25 times the best, and 0.1
+    assert said(-2.0, -2.0, -2.0, -1.0, -1.0, -1.0) == [5]
+    assert said(*[-2.0] * 20) == said(*[0.0] * 20) == said(*[3.0] * 20) == []
+    assert said(3.0, 2.0, 1.0, 0.5) == []

@@ -13,6 +13,7 @@ from rl.models.layout import Layout
 from rl.plan.demand import ModelFacts
 from rl.plan.memory import GIB, engine_memory, generator_memory, longest_sequence_bytes
 from rl.plan.model_shape import TIED, ModelShape
+from rl.plan.phases import remaining
 from rl.types import LoRA
 from tests.models.architectures import MODEL_TYPES
 
@@ -272,3 +273,25 @@ def test_no_architecture_has_more_elements_than_are_counted(model_type):
     shape = ModelFacts.of(json.loads(hf.to_json_string(use_diff=False)), 100).shape
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert shape is None or shape.num_parameters > 0.95 * counted  # holds: exact, biases are not counted
+
+
+def test_a_suspended_generator_keeps_on_a_cpu_what_vllm_does_not_pack():
+    """The embeddings, and experts; on a GPU nothing but its overhead."""
+
+    def kept(shape, on_cpu):
+        memory = generator_memory(shape, VLLMConfig("", dtype="float32"), on_cpu)
+        return remaining(memory, "suspended").total - memory.parts["overhead"]
+
+    assert kept(DENSE, on_cpu=True) == 10 * 8 * 4
+    assert kept(EXPERTS, on_cpu=True) == 10 * 8 * 4 + 2 * 5 * 144 * 4
+    assert kept(DENSE, on_cpu=False) == 0
+
+
+def test_layers_of_experts_have_adapters_at_their_attention_alone():
+    """56 a rank of attention, 72 of a feed-forward part, which one of the three layers has."""
+    assert EXPERTS.adapter_elements(LoRA(rank=2)) == 2 * (3 * 56 + 72)
+
+
+def test_a_step_has_room_for_a_token_of_every_sequence():
+    """vLLM refuses another."""
+    assert VLLMConfig("", max_model_len=64, max_num_seqs=8192).step_tokens == 8192

@@ -36,6 +36,24 @@ def test_from_the_mildest_on():
     assert told(DEMAND, "1xH100-80") == [SELECTIVE, f"set {FULL}", *FEWER, *ADAPTER]
 
 
+def test_experts_have_adapters_at_their_attention_alone():
+    (adapter,) = [
+        changed.trainer.lora
+        for words, changed in changes(DEMAND, cluster("1xH100-80"), has_experts=True)
+        if words == "set --trainer.lora.rank 16, --trainer.lora.targets q_proj k_proj v_proj o_proj"
+    ]
+    assert adapter == LoRA(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+def test_where_nothing_is_learned_nothing_is_computed_again():
+    demand = replace(DEMAND, learns=False, command="eval")
+    assert told(demand, "2xH100-80") == ["set --trainer.layout.shard 2", "set --generator.tensor_parallel 2"]
+
+
+def test_a_checkpoint_of_the_whole_model_has_no_adapter():
+    assert told(replace(DEMAND, from_checkpoint=True), "1xH100-80") == [SELECTIVE, f"set {FULL}", *FEWER]
+
+
 def test_more_devices_are_those_that_there_are():
     two = ["set --trainer.layout.shard 2", f"set --trainer.layout.shard 2 and {FULL}"]
     four = ["set --trainer.layout.shard 4", f"set --trainer.layout.shard 4 and {FULL}"]

@@ -31,7 +31,7 @@ from rl.controller.plan import plan
 from rl.errors import ConfigError, RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
-from rl.models.generator.vllm_config import Fill
+from rl.models.generator.vllm_config import LORA_RANKS, Fill
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.plan.cluster import GPU, USABLE, Cluster, Host, parse_cluster
@@ -40,7 +40,7 @@ from rl.plan.model_shape import ModelShape
 from rl.plan.remedies import changes as changes_of
 from rl.plan.resolve import resolve
 from rl.plan.roles import ENGINE_ROLES
-from rl.plan.shapes import MAX_LORA_RANK, why_not_sampled_by
+from rl.plan.shapes import why_not_sampled_by
 from rl.plan.show import show
 from rl.plan.types import Plan
 from rl.tinker.serve import ServeConfig
@@ -196,6 +196,7 @@ REFUSED = [
     ("1xH100-80", {"trainer": TrainerConfig(), "max_seq_len": 8192, "generator": GeneratorConfig(kv_cache_gib=0.1)}, "is less than one sequence of 8192 tokens takes, 0.88 GiB"),
     ("1xH100-80", {"trainer": TrainerConfig(layout=Layout(shard=2))}, "trainer has 2 processes and the machine 1 GPU:"),
     ("1xH100-80", {"generator": GeneratorConfig(kv_cache_gib=70)}, "generator 7"),
+    ("1xH100-80", {"generator": GeneratorConfig(block_size=8)}, "generator.block_size=8 is not a multiple of 16, as on a GPU"),
     ("4xA100-80", {"trainer": TrainerConfig(float8=True, compile=True)}, "float8=True needs GPUs of compute capability 8.9"),
     ("4xH100-80", {"trainer": TrainerConfig(float8=True)}, "without trainer.compile is slower than bfloat16"),
     ("1xT4-16", {}, "dtype=bfloat16 needs GPUs of compute capability 8.0 or more (this is a T4, 7.5); set --dtype float32"),
@@ -237,6 +238,57 @@ def test_the_remedy_is_one_that_fits(model, machine, words, settings):
     assert problems(dataclasses.replace(llama, trainer=changed), machine) == []
 
 
+def test_the_remedy_is_two_changes_where_no_single_one_is_enough(model):
+    """The trainer of the whole model does not fit, and beside an adapter's the cache does not."""
+    trainer = TrainerConfig(micro_batch_tokens=2048, activation_checkpointing="full")
+    large = GeneratorConfig(kv_cache_gib=70.0)
+    llama = qwen(model, model=model("llama-3.1-8b"), trainer=trainer, generator=large, max_seq_len=2048)
+    (line,) = problems(llama, "1xA100-80")
+    assert line.endswith("; set --trainer.lora.rank 16, and set --generator.kv_cache_gib 35")
+    small = dataclasses.replace(large, kv_cache_gib=35.0)
+    adapter = dataclasses.replace(trainer, lora=LoRA(rank=16))
+    assert problems(dataclasses.replace(llama, trainer=adapter, generator=small), "1xA100-80") == []
+    for one in ({"trainer": adapter}, {"generator": small}):
+        assert problems(dataclasses.replace(llama, **one), "1xA100-80")
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_the_adapter_of_a_model_with_experts_leaves_its_feed_forward_out(model):
+    trainer = TrainerConfig(micro_batch_tokens=2048, activation_checkpointing="full")
+    experts = qwen(model, model=model("qwen3-30b-a3b"), trainer=trainer, max_seq_len=2048)
+    (line,) = problems(experts, "1xH200-141")
+    assert line.endswith(f"set --trainer.lora.rank 16, --trainer.lora.targets {' '.join(ATTENTION)}")
+
+    def with_adapter(lora):
+        changed = dataclasses.replace(trainer, lora=lora)
+        return problems(dataclasses.replace(experts, trainer=changed), "1xH200-141")
+
+    assert with_adapter(LoRA(rank=16, targets=ATTENTION)) == []
+    (line,) = with_adapter(LoRA(rank=16))  # also where no weights are here that would show it
+    assert "names down_proj, gate_proj, up_proj, which the model does not have" in line
+
+
+def test_no_adapter_is_a_remedy_where_a_checkpoint_of_the_whole_model_is_loaded(model):
+    config = qwen(model, model=model("llama-3.1-8b"), resume="runs/x/checkpoints/step-1")
+    words = [words for words, _ in changes_of(demand_of(config, "train"), cluster("1xA100-80"))]
+    assert words and not any("lora" in text for text in words)
+
+
+def test_reward_workers_take_a_quarter_of_a_gib(model):
+    def refusal(num_procs):
+        config = dataclasses.replace(quickstart(), reward=RewardConfig(num_procs=num_procs))
+        return problems(config, Cluster((Host(num_cores=32, free_gib=11.9),)))
+
+    assert refusal(12) == []
+    (line,) = refusal(60)
+    assert (
+        line
+        == "62 processes take 16.8 GiB before they load a model, and this machine has 11.9 free; use fewer"
+    )
+
+
 def test_what_does_not_fit_on_a_host_without_gpus_is_refused(model):
     config = dataclasses.replace(smollm2(), model=model("llama-3.1-8b"))
     (line,) = problems(config, Cluster((Host(num_cores=16, free_gib=64),)))
@@ -257,7 +309,8 @@ def test_experts_that_bfloat16_cannot_split_are_told_before_anything_starts(mode
 
 
 def test_an_adapter_beside_experts_needs_a_gpu(model):
-    config = qwen(model, model=model("qwen3-30b-a3b"), trainer=TrainerConfig(lora=LoRA(rank=8)))
+    trainer = TrainerConfig(lora=LoRA(rank=8, targets=ATTENTION))
+    config = qwen(model, model=model("qwen3-30b-a3b"), trainer=trainer)
     (line, *_) = problems(config, Cluster((Host(num_cores=64, free_gib=1000),)))
     assert "trainer.lora.rank=8 of a model with experts needs a GPU" in line
 
@@ -455,10 +508,24 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
 
 
 def test_the_same_demand_settles_the_same_whatever_the_command(model):
-    """`eval` of a run without critic and reference asks for what `train` does."""
+    """Whatever is settled comes from the demand: a command's name alone changes nothing."""
     config, hosts = qwen(model), cluster("1xH100-80")
-    train, evaluation = settle(config, "train", hosts), settle(config, "eval", hosts)
-    assert dataclasses.replace(train, command="eval") == evaluation
+    demand = demand_of(config, "eval")
+    evaluation = settle(config, "eval", hosts)
+    other = resolve(dataclasses.replace(demand, command="train"), facts_of(config, demand), hosts)
+    assert dataclasses.replace(other, command="eval") == evaluation
+    assert {line.setting: line.value for line in evaluation.settled}.keys() == {
+        line.setting for line in settle(config, "train", hosts).settled
+    }
+
+
+def test_an_evaluation_needs_no_room_for_what_only_learning_takes(model):
+    """8 billion parameters in fp32, and no gradient, moments or activations: it fits where training does not."""
+    config, hosts = qwen(model, model=model("llama-3.1-8b")), cluster("1xH100-80")
+    assert why_no_plan(config, "train", hosts)
+    assert why_no_plan(config, "eval", hosts) == []
+    (remedy,) = why_no_plan(dataclasses.replace(config, resume="x/checkpoints/step-1"), "eval", hosts)
+    assert not any(word in remedy for word in ("lora", "activation_checkpointing", "micro_batch"))
 
 
 def test_plans_need_neither_torch_nor_monarch():
@@ -554,8 +621,8 @@ def test_an_adapter_is_of_a_rank_and_of_layers_that_there_are(model):
     def lines(lora):
         return problems(qwen(model, trainer=TrainerConfig(lora=lora)), "1xH100-80")
 
-    assert lines(LoRA(rank=MAX_LORA_RANK)) == []
-    assert any("the most that vLLM serves" in line for line in lines(LoRA(rank=MAX_LORA_RANK + 1)))
+    assert lines(LoRA(rank=LORA_RANKS[-1])) == []
+    assert any("the most that vLLM serves" in line for line in lines(LoRA(rank=LORA_RANKS[-1] + 1)))
     demand = demand_of(
         qwen(model, trainer=TrainerConfig(lora=LoRA(rank=8, targets=("q_proj", "k_prj")))), "train"
     )
@@ -682,12 +749,14 @@ def test_a_host_has_room_for_what_leaves_its_gpus(model):
 
 
 def test_a_run_can_be_evaluated_where_it_was_trained(model):
-    """Critic and reference are not started; and roles take turns by themselves, as in training."""
+    """Critic and reference are not started, and nothing is computed: roles need not take turns."""
     config = qwen(model, trainer=FULL, critic=CriticConfig(), advantages=GAE(), kl=KL(coef=0.1))
     assert any("critic" in line for line in problems(config, "1xL4-24"))
     assert why_no_plan(config, "train", cluster("1xL4-24"))
     assert why_no_plan(config, "eval", cluster("1xL4-24")) == []
-    assert settle(config, "eval", cluster("1xL4-24")).takes_turns
+    assert not settle(config, "eval", cluster("1xL4-24")).takes_turns
+    large = qwen(model, model=model("qwen3-1.7b"), dtype="float32")  # 6.4 GiB twice, and what loading takes
+    assert settle(large, "eval", cluster("1xT4-16")).takes_turns
     alone = qwen(model, max_offpolicy_steps=1)
     (generator,) = settle(alone, "eval", Cluster((Host(8, 64.0),))).of("generator")
     assert generator.processes[0].threads == 8  # the trainer does not work meanwhile

@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 _STEP_TOKENS = 4096
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM makes room; an adapter of another rank takes that of the next."""
+
+
+def served_rank(rank: int) -> int:
+    """The rank for which vLLM makes room."""
+    return min((served for served in LORA_RANKS if served >= rank), default=rank)
 
 
 @dataclass(frozen=True)
@@ -38,4 +45,4 @@ class VLLMConfig:
     @property
     def step_tokens(self) -> int:
         """Most tokens of a step."""
-        return max(self.max_model_len, _STEP_TOKENS)
+        return max(self.max_model_len, self.max_num_seqs, _STEP_TOKENS)

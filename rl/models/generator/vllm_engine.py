@@ -8,14 +8,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.config.lora import MaxLoRARanks
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -25,7 +24,7 @@ from rl.models.generator import cpu_lora, sleep
 from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.commands import Abort, Admit, Command, Load, Suspend, Tick
 from rl.models.generator.vllm_arguments import engine_args, name_shared_memory, take_own_device
-from rl.models.generator.vllm_config import VLLMConfig
+from rl.models.generator.vllm_config import VLLMConfig, served_rank
 from rl.models.generator.weights import BACKEND, fetch_on_all_ranks, register_backend
 from rl.models.hf import max_positions, read_config
 from rl.models.lora import write_adapter
@@ -273,10 +272,8 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
 def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
     if not max_rank:
         return {}
-    ranks = (r for r in get_args(MaxLoRARanks) if r >= max_rank)  # vLLM takes these alone
-    rank = min(ranks, default=max_rank)
     held = {"max_loras": max_adapters, "max_cpu_loras": max_adapters}
-    return {"enable_lora": True, "max_lora_rank": rank, **held}
+    return {"enable_lora": True, "max_lora_rank": served_rank(max_rank), **held}
 
 
 def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
