@@ -56,7 +56,8 @@ in TRL's process (`vllm_mode="colocate"`) on a CPU, weights through vLLM's layer
 
 What each computes: TRL computes every sample, rows padded to the longest. Ours leaves out samples whose group has no advantage and
 computes prompts that samples share once; "equal work" does neither (a loss that keeps samples without an advantage,
-`--trainer.share_prefixes False`). All share a prompt's whole blocks in vLLM's cache. `positions`: of the rows that the model computes for the gradient."""
+`--trainer.share_prefixes False`). TRL's learning rate is constant and ours warms up over three steps, so the policies, and the tokens that they sample, differ
+after the first step. All share a prompt's whole blocks in vLLM's cache. `positions`: of the rows that the model computes for the gradient."""
 
 
 def task() -> RunConfig:

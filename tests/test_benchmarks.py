@@ -99,7 +99,7 @@ def step(seconds, **numbers):
 
 
 def test_both_ratios_stand_beside_trls_seconds_and_padding_is_what_is_no_token():
-    ours = {"without_advantage": 64.0, "positions": 700.0, "tokens": 2500.0}
+    ours = {"without_advantage": 40.0, "positions": 700.0, "tokens": 2500.0}
     theirs = {"without_advantage": 60.0, "positions": 9000.0, "tokens": 6000.0, "forward": 3.0}
     steps = {
         "ours, synchronous": [step(s, **ours) for s in (9.0, 10.0, 30.0)],
@@ -116,8 +116,8 @@ def test_both_ratios_stand_beside_trls_seconds_and_padding_is_what_is_no_token()
     )
     assert own[at["forward"]] == "" and equal[at["with equal work"]] == ""
     _, own, equal, trl = rl_step.work_table(steps)
-    assert own[2:] == ["64", "64", "700", "0"] and equal[2:] == ["64", "128", "2,500", "0"]
-    assert trl[2:] == ["60", "128", "9,000", "3,000"]
+    assert own[2:] == ["40", "24", "700", "0"] and equal[2:] == ["40", "64", "2,500", "0"]
+    assert trl[2:] == ["60", "64", "9,000", "3,000"]
 
 
 def test_a_curve_crosses_the_goal_between_two_evaluations():

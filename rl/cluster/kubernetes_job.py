@@ -16,11 +16,6 @@ from rl.errors import ConfigError, RunError
 
 _PORT = 29500
 _PODS_SECONDS = "3600"  # pods start as nodes come; one that gives up counts as a failure of the job
-_WRONG_SETTINGS = {
-    "action": "FailJob",
-    "onExitCodes": {"containerName": "rl", "operator": "In", "values": [2]},
-}
-"""Started again they are as wrong."""
 _LONGEST_NAME = 45  # of 63 characters of a label; the rest is for what tells runs, and pods, from others
 
 
@@ -141,7 +136,6 @@ class KubernetesJob:
                 "backoffLimit": self.restarts * self.nodes,
                 # The first pod is the run: with it all end, also one that waits for a node.
                 "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
-                "podFailurePolicy": {"rules": [_WRONG_SETTINGS]},
                 "template": {"metadata": {"labels": {"rl-run": service}}, "spec": pod},
             },
         }

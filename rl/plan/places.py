@@ -177,15 +177,11 @@ def _check_one_role(
 
 def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> None:
     """The bound keeps lists short, and a CPU's cores to some use. A model's own memory is looked at later."""
-    total, num_cores = (
-        sum(of.num_procs for of in roles),
-        sum(host.num_cores for host in cluster.hosts),
-    )
-    most = (
-        _PROCESSES_PER_GPU * len(cluster.gpus) + num_cores
-        if cluster.gpus
-        else _PROCESSES_PER_CORE * num_cores
-    )
+    total = sum(of.num_procs for of in roles)
+    num_cores = sum(host.num_cores for host in cluster.hosts)
+    most = _PROCESSES_PER_CORE * num_cores
+    if cluster.gpus:
+        most = _PROCESSES_PER_GPU * len(cluster.gpus) + num_cores
     if total > most:
         notes.problem(
             "places",

@@ -295,7 +295,7 @@ FLAGS = [
     quick("a loss is a section", "--loss gspo", "--loss is a section", "--loss.low"),
     quick("a model is a section", "--model Qwen/Qwen3-0.6B", "--model is a section"),
     quick("made in Python", "--reference.model x", "made in Python; set it in a recipe of your own"),
-    quick("a function is made in Python", "--reference.model.path x", "unknown setting --reference.model.path"),
+    quick("a function is made in Python", "--reference.model.path x", "--reference.model is a part that is made in Python, and not there"),
     quick("no value", "--steps", "--steps has no value; write --steps VALUE"),
     quick("no value before another flag", "--steps --seed 1", "--steps has no value"),
     quick("no value of a tuple", "--trainer.betas", "--trainer.betas has no value"),

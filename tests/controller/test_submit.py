@@ -195,15 +195,10 @@ def test_a_directory_of_the_claims_name_that_is_not_the_claim_is_not_written_to(
     assert job.place(run_dir) == run_dir
 
 
-def test_a_job_ends_with_its_run_and_is_not_repeated_with_wrong_settings(tmp_path):
+def test_a_job_ends_with_its_run(tmp_path):
     submit(tmp_path, *KUBERNETES)
     _, job = yaml.safe_load_all((tmp_path / "run" / "kubernetes.yaml").read_text())
     assert job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
-    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"  # as the rule needs
 
 
 def test_a_run_whose_settings_are_taken_is_submitted_with_them(tmp_path, monkeypatch):

@@ -268,7 +268,7 @@ def test_a_server_on_a_cpu_fits_it_or_is_refused(tmp_path, context_length, free,
         plan = plan_of(config, tmp_path, context_length, Host(8, free))
     except ConfigError as error:
         lines = str(error).splitlines()
-        if "processes are more than this machine can hold" in lines[0]:
+        if re.search(r"^[234] processes take [\d.]+ GiB before they load a model", lines[0]):
             assert free == 1.0
             return
         if 0 < cache < needed:
