@@ -14,6 +14,7 @@ import psutil
 
 from rl.actors.births import mesh_of
 from rl.cluster.ends import kill_those_that_log_to
+from rl.cluster.environment import kernel_cache
 from rl.cluster.unshared import OwnDirectory
 from rl.errors import ConfigError
 from rl.host_protocol import MARK, OWN_HOST, Refusal
@@ -78,11 +79,15 @@ class HostedRun:
             ) from None
         if self._own is not None:
             self._kept.callback(self._own.remove)
-        self._environment = environment_of(host) | {
-            "TMPDIR": str(temporary),
-            OWN_HOST: address,
-            LEASE: self._lease,
-        }
+        self._environment = (
+            environment_of(host)
+            | kernel_cache()
+            | {
+                "TMPDIR": str(temporary),
+                OWN_HOST: address,
+                LEASE: self._lease,
+            }
+        )
         self._name = address.replace(":", "-").strip("[]")
 
     async def start_worker(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from rl.cluster.environment import kernel_cache
 from rl.host_protocol import listen
 from rl.processes import PARENT
 
@@ -43,7 +42,7 @@ def spawn_procs(
     def command(point: Any) -> Any:
         bootstrap = default_bootstrap_cmd()
         bootstrap.args = ["-P", *bootstrap.args]  # a datasets.py in the working directory is not the library
-        return bootstrap.with_env({**environments[point.rank], **kernel_cache()})
+        return bootstrap.with_env(environments[point.rank])
 
     mesh = hosts.spawn_procs(
         per_host={"procs": per_host},

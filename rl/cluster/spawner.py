@@ -13,7 +13,7 @@ from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.actors.reward import RewardProcess, RewardWorker
-from rl.cluster.environment import engine_environment
+from rl.cluster.environment import engine_environment, kernel_cache
 from rl.cluster.launchers import Launcher
 from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, join_group, spawn_procs
 from rl.envs.base import Env
@@ -156,7 +156,8 @@ class Spawner:
         if before is not None:
             await before
         mesh = await self._launcher.attach(name, hosts)
-        environments = [{**environment, **birth} for environment in environments]
+        cache = {} if self._launcher.run else kernel_cache()  # an `rl worker` has its own
+        environments = [{**environment, **birth, **cache} for environment in environments]
         return spawn_procs(mesh, name, environments, len(hosts) // len({*hosts}), self._logs / name)
 
     def _shown(self, host: int, gpus: Sequence[int]) -> dict[str, str]:

@@ -96,6 +96,20 @@ def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
     assert launcher.closed
 
 
+@pytest.mark.parametrize("run", ["", "a run on hosts"])
+def test_compiled_kernels_stay_where_each_host_has_them(run, models, tmp_path, monkeypatch):
+    """On other hosts an `rl worker` says where: the controller's directory may not be there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/controller")
+    plan = without_torchstore(settle(quickstart(), "train", Cluster((Host(8, 64.0),))))
+    launcher = FakeLauncher(plan)
+    launcher.run = run
+    started(plan, models, tmp_path, launcher)
+    told = {
+        env.get("TORCHINDUCTOR_CACHE_DIR") for spawned in launcher.spawned for env in spawned.environments
+    }
+    assert told == {None if run else "/of/the/controller"}
+
+
 def test_each_rank_has_the_threads_of_its_own_host(models, tmp_path):
     hosts = tuple(Host(cores, 64.0, address=f"10.0.0.{cores}:7000") for cores in (8, 2))
     trainer = TrainerConfig(layout=Layout(shard=2), hosts=(0, 1))
