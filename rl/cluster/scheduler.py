@@ -11,7 +11,7 @@ _SUBMIT_SECONDS = 60.0
 
 def train_command(python: str, recipe: str, arguments: Sequence[str], run_dir: Path) -> list[str]:
     """What runs on each host: it begins, or goes on."""
-    words = [python, "-P", "-m", "rl", "train", recipe, *arguments]
+    words = [python, "-m", "rl", "train", recipe, *arguments]
     return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
 
 

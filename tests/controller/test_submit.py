@@ -61,7 +61,7 @@ def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
     }  # fmt: skip
     (srun,) = [line for line in lines if line.startswith("srun ")]
     run = f"train quickstart --steps 7 --seed 3 --run_dir {tmp_path}/run --resume latest"
-    assert srun == f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 {sys.executable} -P -m rl {run}"
+    assert srun == f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 {sys.executable} -m rl {run}"
     assert lines.index("module load cuda") + 1 == lines.index("source it") < lines.index(srun)
     assert f"cd {Path.cwd()}" in lines
     assert (tmp_path / "called").read_text() == f"sbatch {script}\n"
@@ -138,7 +138,7 @@ def test_a_manifest_for_kubernetes(tmp_path):
         == container["resources"]["requests"]
     )
     run = ["--run_dir", str(tmp_path / "run"), "--resume", "latest"]
-    assert container["command"] == ["python", "-P", "-m", "rl", "train", "quickstart", *run]
+    assert container["command"] == ["python", "-m", "rl", "train", "quickstart", *run]
     assert "workingDir" not in container and pod["terminationGracePeriodSeconds"] == 300
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", str(tmp_path)}
     assert (
@@ -162,7 +162,7 @@ def test_a_pod_has_the_images_python_its_directory_and_words_as_they_are(tmp_pat
     submit(tmp_path, *KUBERNETES, *words, recipe="recipe.py:mine")
     _, job = yaml.safe_load_all((tmp_path / "run" / "kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["command"][:6] == ["/env/bin/python", "-P", "-m", "rl", "train", "recipe.py:mine"]
+    assert container["command"][:5] == ["/env/bin/python", "-m", "rl", "train", "recipe.py:mine"]
     assert container["workingDir"] == "/code"
     assert "a$$(HOME)$$b" in container["command"]  # Kubernetes makes $ of $$, and a variable of $(HOME)
 
@@ -216,7 +216,7 @@ def test_a_recipes_name_stays_its_name_beside_a_directory_of_that_name(tmp_path,
     (tmp_path / "quickstart").mkdir()
     monkeypatch.chdir(tmp_path)
     submit(tmp_path, *SLURM)
-    assert " -P -m rl train quickstart --run_dir " in (tmp_path / "run" / "slurm.sh").read_text()
+    assert " -m rl train quickstart --run_dir " in (tmp_path / "run" / "slurm.sh").read_text()
 
 
 def test_a_directory_that_cannot_be_written_is_told(tmp_path):
