@@ -67,6 +67,7 @@ class HostAgent:
         self._runs: dict[str, HostedRun] = {}  # by the run's id
         self._starting = WeakValueDictionary[str, asyncio.Lock]()  # by the run's id, while a lease holds it
         self._gpus: list[dict[str, Any]] = []
+        self._had_driver = False  # when GPUs were last looked at
         self._looking = asyncio.Lock()
         self._answering: set[asyncio.Future[None]] = set()
         self._join = join
@@ -74,7 +75,7 @@ class HostAgent:
 
     async def serve(self) -> None:
         """Until cancelled; then no process of a run is left."""
-        self._gpus = await _look_at_gpus()
+        await self._look_at_gpus(is_first=True)
         tls: dict[str, Any] = {}
         if context := server_context():
             tls = {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
@@ -94,11 +95,11 @@ class HostAgent:
             for run in list(self._runs.values()):
                 await run.end()
 
-    async def _look_again(self) -> None:
-        """Where the host boots, its driver may come after this worker. Raises ConfigError."""
+    async def _look_at_gpus(self, is_first: bool = False) -> None:
+        """Once more where a driver has come, as on a host that boots. Raises ConfigError."""
         async with self._looking:
-            if not self._gpus and has_driver():
-                self._gpus = await _look_at_gpus()
+            if is_first or (has_driver() and not self._had_driver):
+                self._had_driver, self._gpus = has_driver(), await _look_at_gpus()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._answer(reader, writer))
@@ -117,7 +118,7 @@ class HostAgent:
                 raise Refusal("refused the key; set RL_WORKER_KEY to the same on all hosts") from None
             do = request.get("do")
             if do == "look":
-                await self._look_again()
+                await self._look_at_gpus()
                 writer.write(line(self._look()))
             elif do == "file":
                 await self._send_file(request, writer)

@@ -79,15 +79,13 @@ class HostedRun:
             ) from None
         if self._own is not None:
             self._kept.callback(self._own.remove)
-        self._environment = (
-            environment_of(host)
-            | kernel_cache()
-            | {
-                "TMPDIR": str(temporary),
-                OWN_HOST: address,
-                LEASE: self._lease,
-            }
-        )
+        self._environment = {
+            **environment_of(host),
+            **kernel_cache(),
+            "TMPDIR": str(temporary),
+            OWN_HOST: address,
+            LEASE: self._lease,
+        }
         self._name = address.replace(":", "-").strip("[]")
 
     async def start_worker(self) -> None:

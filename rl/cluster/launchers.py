@@ -128,9 +128,7 @@ class Hosts:
 
     @asynccontextmanager
     async def open(self, run_dir: Path, shared: Path, models: Mapping[str, Path]) -> AsyncIterator[None]:
-        run_dir = (
-            run_dir.absolute()
-        )  # by the name that all hosts have for it: a link may lead elsewhere there
+        run_dir = run_dir.absolute()  # not resolved: on another host a link may lead elsewhere
         self._of_run, self._models = (run_dir, shared, self._patience), models
         self._leases = [
             self._lease(host.address, number) for number, host in enumerate(self._hosts) if not host.may_join

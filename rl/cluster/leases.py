@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +95,21 @@ class Lease:
 
     async def connect(self) -> None:
         """Raises HostUnreachable."""
-        lease, opened = uuid.uuid4().hex, list[asyncio.StreamWriter]()
-        try:
-            async with within(_CONNECT_SECONDS):
-                host, port = parse_address(self.address)
-                tls = client_context()
-                reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE, ssl=tls)
-                opened.append(writer)
-                first = await reader.readline()
-            writer.write(signed({**self._request, "lease": lease}, first))
-            async with within(_START_SECONDS):
-                answer = checked(self.address, await reader.readline())
-        except BaseException as error:
-            for writer in opened:
-                writer.close()
-            if isinstance(error, OSError | ValueError | KeyError):
+        lease = uuid.uuid4().hex
+        with ExitStack() as opened:  # closes it where anything fails
+            try:
+                async with within(_CONNECT_SECONDS):
+                    host, port = parse_address(self.address)
+                    tls = client_context()
+                    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE, ssl=tls)
+                    opened.callback(writer.close)
+                    first = await reader.readline()
+                writer.write(signed({**self._request, "lease": lease}, first))
+                async with within(_START_SECONDS):
+                    answer = checked(self.address, await reader.readline())
+            except (OSError, ValueError, TimeoutError, KeyError) as error:
                 raise HostUnreachable(unreachable(self.address, error)) from error
-            raise
+            opened.pop_all()
         self._reader, self._writer, self._id, self._was_held = reader, writer, lease, True
         self._worker, self._processes, self._seen = answer["worker"], {}, set()
         self.own_address = writer.get_extra_info("sockname")[0]

@@ -72,8 +72,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not groups:
         return {}
     scores = [score for group in groups for score in group.scores]
-    rewards = [score.reward for score in scores if not score.is_dropped]
-    right = [score.correct for score in scores if not score.is_dropped]
+    kept = [score for score in scores if not score.is_dropped]
+    rewards = [score.reward for score in kept]
     begun = [
         rollout
         for group in groups
@@ -83,20 +83,23 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     lengths = [sum(rollout.turn_lengths) for rollout in begun]
     compared = [group for group in groups if sum(not score.is_dropped for score in group.scores) > 1]
     return {
-        "reward/mean": statistics.fmean(rewards) if rewards else math.nan,
+        "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
-        "reward/correct": statistics.fmean(right) if right else math.nan,
+        "reward/correct": _mean([score.correct for score in kept]),
         "reward/errors": sum(score.error is not None for score in scores),
         **_by_name("reward/errors", [{s.cause: 1} for s in scores if s.cause], sum),
-        **_by_name("reward/part", [s.components for s in scores if not s.is_dropped], statistics.fmean),
+        **_by_name("reward/part", [s.components for s in kept], statistics.fmean),
         **_by_name("episode", [rollout.counts for rollout in begun], statistics.fmean),
-        "group/with_signal": statistics.fmean(g.has_signal for g in compared) if compared else math.nan,
+        "group/with_signal": _mean([group.has_signal for group in compared]),
         "tokens/sampled": sum(lengths),
-        "rollout/length": statistics.fmean(lengths) if begun else math.nan,
-        "rollout/truncated": statistics.fmean(r.stop == StopReason.LENGTH for r in begun)
-        if begun
-        else math.nan,
+        "rollout/length": _mean(lengths),
+        "rollout/truncated": _mean([rollout.stop == StopReason.LENGTH for rollout in begun]),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where there are none."""
+    return statistics.fmean(values) if values else math.nan
 
 
 def _by_name(

@@ -4,7 +4,7 @@ Each pass is a function of small values that calls no other pass. It writes down
 gives a value all the same, so that one look finds everything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from rl.models.generator.vllm_config import Fill
@@ -159,18 +159,19 @@ def _remedy(demand: Demand, facts: Facts, cluster: Cluster, problems: tuple[Prob
     for text, changed in singles:
         if fits(changed):
             return text
-    largest = {_setting(text): changed for text, changed in singles}
-    pairs = (
-        (first, _setting(other))
-        for first, changed in largest.items()
-        for other, both in changes(changed, cluster, has_experts)
-        if _setting(other) != first and fits(both)
-    )
-    first, second = next(pairs, ("", ""))
-    for text, changed in singles if first else ():
-        for other, both in changes(changed, cluster, has_experts) if _setting(text) == first else ():
-            if _setting(other) == second and fits(both):
-                return f"{text}, and {other}"
+
+    def pairs(firsts: Iterable[tuple[str, Demand]]) -> Iterator[tuple[str, str, Demand]]:
+        for text, changed in firsts:
+            for other, both in changes(changed, cluster, has_experts):
+                if _setting(other) != _setting(text):
+                    yield text, other, both
+
+    largest = {_setting(text): (text, changed) for text, changed in singles}
+    fitting = (map(_setting, words) for *words, both in pairs(largest.values()) if fits(both))
+    settings = [*next(fitting, ())]
+    for text, other, both in pairs(singles):
+        if [_setting(text), _setting(other)] == settings and fits(both):
+            return f"{text}, and {other}"
     return last_remedy(demand, cluster)
 
 
