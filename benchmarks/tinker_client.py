@@ -15,7 +15,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-WARM_ROUNDS = 12  # at most: a server that compiles for each shape has then seen them
+WARM_ROUNDS = 12  # at most
 STEADY = 1.3  # a round that takes so much longer than the shortest has still compiled
 
 
@@ -76,6 +76,8 @@ def measure(kind: str, works: list[Callable[[], int]], seconds: float) -> dict[s
         rounds: list[float] = []
         while len(rounds) < WARM_ROUNDS and (len(rounds) < 3 or max(rounds[-2:]) > STEADY * min(rounds)):
             rounds.append(round_of(len(works)))
+        if max(rounds[-2:]) > STEADY * min(rounds):
+            print(f"{kind}: not steady after {WARM_ROUNDS} rounds to warm up", file=sys.stderr)
         began = time.perf_counter()
 
         def work_on(work: Callable[[], int]) -> list[int]:

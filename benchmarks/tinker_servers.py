@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from benchmarks.pages import Rows, machine, spread, table, write_page
@@ -26,8 +27,10 @@ CLIENTS, START_SECONDS = 4, 120
 DATA, LENGTH, SAMPLES, NEW_TOKENS = 4, 128, 8, 32
 NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time. train: forward_backward (cross-entropy, {DATA} data of {LENGTH} tokens) and
 optim_step, sent together; sample: a snapshot of the weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Each server is started
-once a round and warms up until every shape is compiled; numbers are medians of the rounds (least to most). `requests`: of all rounds, over
-which they are means. `ours / SkyRL`: both in fp32, of the same round. SkyRL: its JAX backend, with the newest SDK that it accepts; commit """
+once a round, and another server begins each round. A server warms up with one client, with two, with three, and with all of them until two
+rounds in a row take about as long as the fastest one. Numbers are medians of the rounds (least to most). `requests`: of all rounds.
+`ours / SkyRL`: both in fp32, of the same round. Ours samples with vLLM. SkyRL samples with its JAX model, by the defaults of its JAX backend: its
+other ways to sample (`external_inference_url`, its backends for GPUs) need a server or a device of their own. Its SDK is the newest that it accepts. SkyRL: commit """
 
 
 def measure(python: Path, url: str, key: str, model: str, seconds: int) -> dict[str, dict]:
@@ -51,9 +54,6 @@ def skyrl(root: Path, model_dir: str, directory: Path) -> Iterator[str]:
     backend = {
         "max_lora_adapters": CLIENTS + 1,  # the first is the base model
         "max_lora_rank": 8,
-        "train_micro_batch_size": 0,
-        "sample_max_num_sequences": CLIENTS * SAMPLES,  # one shape, compiled once
-        "loss_chunk_size": DATA * LENGTH,
     }
     command = ["uv", "run", "--no-project", "--offline", "--", "python", "-m", "skyrl.tinker.api"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--base-model", model_dir, "--backend", "jax"]
@@ -105,7 +105,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     machine()
-    rounds = [round_of(str(Path(options.model_dir).resolve()), options) for _ in range(options.rounds)]
+    model_dir = str(Path(options.model_dir).resolve())
+    rounds = [round_of(model_dir, options.skyrl.resolve(), options.seconds, i) for i in range(options.rounds)]
     rows = rows_of(rounds)
     show_commit = ["git", "-C", str(options.skyrl / "source"), "log", "-1", "--format=%h, %cs."]
     notes = NOTES + subprocess.run(show_commit, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
@@ -118,22 +119,26 @@ def main() -> None:
         print(table(rows), notes, sep="\n")
 
 
-def round_of(model_dir: str, options: argparse.Namespace) -> dict[str, dict[str, dict]]:
-    """Server -> what `measure` returns."""
+def round_of(model_dir: str, root: Path, seconds: int, number: int) -> dict[str, dict[str, dict]]:
+    """Server -> what `measure` returns. root: of SkyRL; every other round goes from last to first."""
+
+    def of_ours(dtype: str, directory: Path) -> dict[str, dict]:
+        with serving(model_dir, directory, CLIENTS, dtype) as (url, _):
+            return measure(Path(sys.executable), url, "tml-first", "base", seconds)
+
+    def of_skyrl(directory: Path) -> dict[str, dict]:
+        in_fp32 = with_dtype(model_dir, "float32", directory / "model")
+        with skyrl(root, in_fp32, directory) as url:
+            return measure(root / "venv" / "bin" / "python", url, "tml-none", in_fp32, seconds)
+
+    dtypes = ("bfloat16", "float32") if has_bfloat16() else ("float32",)
+    servers = {f"ours, {dtype}": partial(of_ours, dtype) for dtype in dtypes} | {"SkyRL, float32": of_skyrl}
     measured = {}
-    with tempfile.TemporaryDirectory() as root:
-        for dtype in ("bfloat16", "float32") if has_bfloat16() else ("float32",):
-            directory = Path(root) / dtype
-            directory.mkdir()
-            with serving(model_dir, directory, CLIENTS, dtype) as (url, _):
-                own = measure(Path(sys.executable), url, "tml-first", "base", options.seconds)
-            measured[f"ours, {dtype}"] = own
-        in_fp32 = with_dtype(model_dir, "float32", Path(root) / "model")
-        with skyrl(options.skyrl.resolve(), in_fp32, Path(root)) as url:
-            python = options.skyrl.resolve() / "venv" / "bin" / "python"
-            measured["SkyRL, float32"] = measure(python, url, "tml-none", in_fp32, options.seconds)
+    for name in reversed(servers) if number % 2 else servers:
+        with tempfile.TemporaryDirectory() as directory:
+            measured[name] = servers[name](Path(directory))
     print(measured, flush=True)
-    return measured
+    return {name: measured[name] for name in servers}
 
 
 def rows_of(rounds: list[dict[str, dict[str, dict]]]) -> Rows:
