@@ -3,7 +3,7 @@
 `python -m benchmarks.prefix_trees [--rounds N]` writes docs/prefix_trees.md. SmolLM2-135M's shape with random weights; all
 responses are trained on; one update. Each way takes a step to warm up, then the ways take steps in turns, and another
 begins each round. A ratio is the median over rounds of the ratio within one. Peak memory is that of a process of each
-way's own. Padded rows are in benchmarks/engine.py.
+way's own. A step packs its samples, too. Padded rows are in benchmarks/engine.py.
 """
 
 import argparse
@@ -99,7 +99,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory))
         if options.case:
-            steps(Path(directory), cases()[options.case](), options.way)[0]()
+            (step,) = steps(Path(directory), cases()[options.case](), options.way)
+            step()  # makes the moments
+            step()
             status = Path("/proc/self/status").read_text()  # getrusage would tell what the parent took
             print(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20)
             return
@@ -124,7 +126,8 @@ def main() -> None:
         f"sample. Seconds of a step: median (least to most) of {options.rounds} rounds, in which the ways take turns, each warm.\n"
         "`plain / trees`: the median of the rounds' ratios. `ideal`: FLOPs of plain packing to those of a tree that holds each\n"
         "distinct prefix once, the head's and attention's included. Where sharing saves under a tenth of the tokens,\n"
-        f"batches are packed plainly, so trees cannot reach the ideal. Both compute in {dtype()}, at most {MAX_TOKENS:,} tokens at a time."
+        f"batches are packed plainly, so trees cannot reach the ideal. Both compute in {dtype()}, at most {MAX_TOKENS:,} tokens at a time.\n"
+        "A step's seconds include the packing of its samples. GiB: the peak of a process of its own that takes two steps."
     )
     command = f"python -m benchmarks.prefix_trees --rounds {options.rounds}"
     write_page("prefix_trees", "What shared prefixes save", command, rows, notes, packages=("torchtitan",))
@@ -175,9 +178,10 @@ def steps(directory: Path, samples: list[Any], *ways: str) -> list[Callable[[], 
         if "engine" not in _made:
             _made["engine"] = TitanEngine(directory, EngineConfig(dtype=dtype()))
         engine = _made["engine"]
-        batch = pack(samples, max_tokens=MAX_TOKENS, **{**engine.packing, "share_prefixes": way == "trees"})
+        packing = {**engine.packing, "share_prefixes": way == "trees"}
 
         def step() -> None:
+            batch = pack(samples, max_tokens=MAX_TOKENS, **packing)
             engine.forward_backward(batch, CrossEntropy())
             engine.optim_step(OptimParams(1e-5, 1 / batch.num_target_tokens))
 
@@ -220,7 +224,7 @@ def flops(depths: np.ndarray, samples: list[Any]) -> float:
 
 
 def peak(case: str, way: str) -> float:
-    """GiB of a process that takes one step."""
+    """GiB of a process that takes two steps."""
     command = [sys.executable, "-m", "benchmarks.prefix_trees", "--case", case, "--way", way]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 

@@ -22,7 +22,7 @@ from configs.smollm2 import smollm2
 from rl.cluster.environment import engine_environment, prepare_environment
 from rl.cluster.machine import has_bfloat16, num_cores
 from rl.config import RunConfig, WarmupConfig
-from rl.envs.base import Env
+from rl.envs.base import Env, derive_seed
 from rl.envs.reasoning import ReasoningGym
 from rl.loss.base import LossOutput, TokenInputs
 from rl.loss.clip import Clip
@@ -47,7 +47,8 @@ OTHERS = {
 PHASES = ("generate", "sync", "forward", "backward", "update", "train")
 EQUAL = "ours, equal work"
 NOTES = f"""SmolLM2-135M-Instruct on chain_sum: {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens, one update a step, AdamW at 2e-5, clip 0.2 and 0.28, no
-KL. Seconds are medians of as many steps on both sides (of the whole step: least to most); both have the environment of our processes
+KL. Both have the same problems in the same order. Seconds are medians of all steps but the first two (of the whole step: least to most);
+ours are of two runs, before TRL and after it. Both have the environment of our processes
 (malloc, OpenMP). `train`: forward, backward and update; no phase of ours is timed within it.
 
 TRL as it comes is the rows before "fed by vLLM": each setting is TRL's own. "Fed by vLLM" needs patches (benchmarks/trl_step.py): vLLM
@@ -56,8 +57,8 @@ in TRL's process (`vllm_mode="colocate"`) on a CPU, weights through vLLM's layer
 
 What each computes: TRL computes every sample, rows padded to the longest. Ours leaves out samples whose group has no advantage and
 computes prompts that samples share once; "equal work" does neither (a loss that keeps samples without an advantage,
-`--trainer.share_prefixes False`). TRL's learning rate is constant and ours warms up over three steps, so the policies, and the tokens that they sample, differ
-after the first step. All share a prompt's whole blocks in vLLM's cache. `positions`: of the rows that the model computes for the gradient."""
+`--trainer.share_prefixes False`). Both sides draw other samples, so the policies differ after the first step. All that sample with vLLM
+share a prompt's whole blocks in its cache. `positions`: of the rows that the model computes for the gradient."""
 
 
 def task() -> RunConfig:
@@ -66,7 +67,10 @@ def task() -> RunConfig:
     env = ReasoningGym(
         dataset="chain_sum", options=recipe.env.options, chat=True, max_new_tokens=24, num_eval=4
     )
-    plain = replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, entropy=EntropyBonus())
+    trainer = replace(recipe.trainer, lr_schedule="constant", lr_warmup_steps=0, lr_min_ratio=0.0)
+    plain = replace(
+        recipe, trainer=trainer, warmup=WarmupConfig(), resampling_rounds=0, entropy=EntropyBonus()
+    )
     return replace(
         plain, env=env, prompts_per_step=PROMPTS, group_size=GROUP, minibatches=1, eval_every=10**6
     )
@@ -84,11 +88,9 @@ def equal_work() -> RunConfig:
 
 
 def learning() -> RunConfig:
-    """The task with a constant learning rate and evaluations, as benchmarks/to_accuracy.py has TRL do it."""
+    """The task with evaluations, as benchmarks/to_accuracy.py has TRL do it."""
     config = task()
-    trainer = replace(config.trainer, lr_schedule="constant", lr_warmup_steps=0, lr_min_ratio=0.0)
-    env = replace(config.env, num_eval=NUM_EVAL)
-    return replace(config, env=env, trainer=trainer, steps=MOST_STEPS, eval_every=1)
+    return replace(config, env=replace(config.env, num_eval=NUM_EVAL), steps=MOST_STEPS, eval_every=1)
 
 
 def main() -> None:
@@ -159,16 +161,17 @@ def in_trls_words(step: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def trl(python: str, env: Env, num_steps: int, *flags: str) -> dict[str, Any]:
-    """What benchmarks/trl_step.py prints. Its problems are drawn from the env, and those held out are the env's."""
+def trl(python: str, env: Env, num_steps: int, *flags: str, seed: int = 0) -> dict[str, Any]:
+    """What benchmarks/trl_step.py prints. Its problems are those of our run with that seed."""
     problems = {
-        "train": [env.train_problem(i) for i in range(num_steps * PROMPTS)],
+        "train": [env.train_problem(derive_seed(seed, "problem", i)) for i in range(num_steps * PROMPTS)],
         "held_out": env.eval_problems(),
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({name: [(p.question, p.answer) for p in part] for name, part in problems.items()}, file)
         file.flush()
-        command = [python, "benchmarks/trl_step.py", file.name, "--steps", str(num_steps), *flags]
+        settings = ("--steps", str(num_steps), "--seed", str(seed), *flags)
+        command = [python, "-m", "benchmarks.trl_step", file.name, *settings]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment())
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stderr[-3000:]}")

@@ -22,7 +22,8 @@ Curve = list[tuple[float, float]]  # (seconds of training, held-out accuracy)
 OURS, TRL = "ours, synchronous", "TRL fed by vLLM, its head patched"
 NOTES = f"""SmolLM2-135M-Instruct on chain_sum until so many of {NUM_EVAL} held-out problems, the same on both sides, are right: {PROMPTS} prompts x {GROUP}
 samples, at most 24 new tokens, one update a step, AdamW at a constant 2e-5, clip 0.2 and 0.28, no KL, no entropy bonus; both compute in
-{products()}. Evaluations are not counted. The crossing is interpolated between the evaluations before and after it; its error is the
+{products()}. Evaluations are not counted. TRL samples, and is patched, as in [what an RL step costs](rl_step.md); it corrects nothing, and ours
+takes ratios against the generator's logprobs. The crossing is interpolated between the evaluations before and after it; its error is the
 standard error over the seeds. One evaluation has a standard error of 0.04, so a curve may cross early or late by luck.
 
 ![learning curves](to_accuracy.png)"""
@@ -61,8 +62,8 @@ def our_curve(seed: int) -> Curve:
 
 def trls_curve(python: str, goal: float, seed: int) -> Curve:
     dtype = "autocast" if has_bfloat16() else "float32"
-    flags = ("--dtype", dtype, *VLLM, "--targets_alone", "--goal", str(goal), "--seed", str(seed))
-    done = trl(python, learning().env, MOST_STEPS, *flags)
+    flags = ("--dtype", dtype, *VLLM, "--targets_alone", "--goal", str(goal))
+    done = trl(python, learning().env, MOST_STEPS, *flags, seed=seed)
     seconds = [0.0, *accumulate(step["seconds"] for step in done["steps"])]
     return list(zip(seconds, done["accuracies"], strict=True))
 
@@ -87,7 +88,7 @@ def table_of(curves: dict[str, list[Curve]], goal: float) -> list[list[str]]:
     for name, of in curves.items():
         each = ", ".join(f"{seconds:.0f}" for seconds in crossings[name])
         steps = ", ".join(
-            str(sum(second < until for second, _ in curve))
+            f"over {len(curve) - 1}" if math.isnan(until) else str(sum(second < until for second, _ in curve))
             for curve, until in zip(of, crossings[name], strict=True)
         )
         before = ", ".join(f"{curve[0][1]:.3f}" for curve in of)

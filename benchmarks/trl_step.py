@@ -9,7 +9,6 @@ first that reaches it.
 import argparse
 import functools
 import json
-import re
 import sys
 import tempfile
 import time
@@ -22,15 +21,16 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+from rl.envs.numbers import last_number, value
+
 SAMPLES, GROUP, NEW_TOKENS = 64, 8, 24
 PHASES = ("generate", "sync", "forward", "backward", "update")
 
 
 def is_right(tokenizer: Any, ids: list[int], answer: str) -> bool:
-    """As ReasoningGym.reward says."""
-    numbers = NUMBER.findall(tokenizer.decode(ids, skip_special_tokens=True))
-    return tokenizer.eos_token_id in ids and bool(numbers) and numbers[-1].replace(",", "") == answer
+    """As ReasoningGym.reward says of chain_sum."""
+    number = last_number(tokenizer.decode(ids, skip_special_tokens=True))
+    return tokenizer.eos_token_id in ids and number is not None and value(number) == value(answer)
 
 
 class Measurements(TrainerCallback):
@@ -220,6 +220,7 @@ def trainer(
         num_generations=GROUP,
         max_completion_length=NEW_TOKENS,
         max_steps=options.steps,
+        shuffle_dataset=False,
         learning_rate=2e-5,
         lr_scheduler_type="constant",
         adam_beta2=0.95,

@@ -244,12 +244,14 @@ class RunStages:
     async def evaluate(self, step: int) -> None:
         """Greedy accuracy on the held-out problems, of one version.
 
-        Generators stay at that version until they have answered.
+        Generators stay at that version until they have answered. The time in which they load it is the next
+        step's, which would wait for it otherwise.
         """
-        generators, began = self._actors.generators, self._recorder.now()
+        generators = self._actors.generators
         await self._actors.enter("generate")
         async with generators.pinned() as (version, sampler):
             await generators.wait_served(version)
+            began = self._recorder.now()
             groups = await self._rollouts.evaluate(sampler)
         if self._learning.algorithm.reads_rewards:
             check_rewards(groups, step > 0, partial(self._recorder.rollouts, step, "eval"))
