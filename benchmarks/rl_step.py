@@ -72,8 +72,9 @@ def task() -> RunConfig:
         recipe, trainer=trainer, warmup=WarmupConfig(), resampling_rounds=0, entropy=EntropyBonus()
     )
     return replace(
-        plain, env=env, prompts_per_step=PROMPTS, group_size=GROUP, minibatches=1, eval_every=10**6
-    )
+        plain, env=env, prompts_per_step=PROMPTS, group_size=GROUP, minibatches=1, eval_every=10**6,
+        save_every=0, save_every_minutes=0.0,
+    )  # fmt: skip
 
 
 def clip_of_all(logprobs: Any, inputs: TokenInputs) -> LossOutput:
@@ -146,7 +147,7 @@ def ours(num_steps: int) -> dict[str, list[dict[str, float]]]:
 
 
 def in_trls_words(step: Mapping[str, float]) -> dict[str, float]:
-    """A line of metrics.jsonl. time/step holds no evaluation and no checkpoint."""
+    """A line of metrics.jsonl. time/step holds no evaluation."""
     nonzero = step["advantages/nonzero"]
     return {
         "seconds": step["time/step"],

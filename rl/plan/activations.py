@@ -68,12 +68,14 @@ class _Layer:
         self._by_rows = not on_cpu and (kind == "hf" or is_fp32 or self._cp > 1)
         self._expands_heads = not on_cpu and is_fp32
         self._one_expert_at_a_time = kind == "titan" and is_fp32
+        # Of all the scores of a query, in a row of the longest sequence.
+        self._scores = shape.num_heads / self._tp * config.max_seq_len * shape.score_bytes * (kind == "hf")
         self._q = shape.num_heads * shape.head_dim / self._tp
         self._k = shape.num_kv_heads * shape.head_dim / self._tp
 
     def saved(self, sparse: bool) -> float:
         """Where nothing is computed again."""
-        return self._attention() + (self._experts() if sparse else self._feed_forward())
+        return self._attention() + self._scores + (self._experts() if sparse else self._feed_forward())
 
     def kept(self, sparse: bool) -> float:
         """Under selective checkpointing: its input, every second matrix product, and attention's output.

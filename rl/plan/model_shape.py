@@ -21,6 +21,10 @@ TIED = frozenset({
 """model_type of those whose config.json need not say that embeddings and head are one tensor."""
 UNLIKE = frozenset({"falcon_h1", "gemma4_text", "llama4_text", "olmo_hybrid", "qwen3_5_text"})
 """model_type of those that have more elements than the same sizes of such a decoder."""
+_SCORE_BYTES = {
+    "gemma2": 8, "granite_swa": 8, "granitemoe_swa": 8, "nemotron": 6, "stablelm": 6, "vaultgemma": 8,
+}  # fmt: skip
+"""model_type of those that HFEngine computes in padded rows -> most bytes that autograd saves of a score."""
 
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OF_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -45,6 +49,7 @@ class ModelShape:
     top_k: int = 0
     expert_dim: int = 0  # F of an expert
     shared_dim: int = 0  # F of what each layer of experts has for all tokens
+    score_bytes: int = 0  # saved of each attention score, where HFEngine computes padded rows
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "ModelShape":
@@ -77,6 +82,7 @@ class ModelShape:
                 shared_dim=hf.get("shared_expert_intermediate_size")
                 or hf.get("shared_intermediate_size")
                 or num_shared * expert_dim,
+                score_bytes=_SCORE_BYTES.get(model_type, 0),
             )
             if wrong := [value for value in vars(shape).values() if not isinstance(value, int)]:
                 raise TypeError(f"{wrong[0]!r} is no whole number")

@@ -12,9 +12,7 @@ from tests.virtual_time import run_virtually
 
 def test_weights_are_loaded_before_the_time_that_an_evaluation_takes_begins(tmp_path, monkeypatch):
     loaded, since = {}, {}
-    world = World(
-        replace(SETTINGS, eval_every=1, steps=2), tmp_path, slow={"generator-0.load_weights": 1000}
-    )
+    world = World(replace(SETTINGS, eval_every=1, steps=2), tmp_path, slow={"generator-0.load_weights": 1000})
     world.recorder.now = lambda: asyncio.get_running_loop().time()
     load = Generator.load_weights
 

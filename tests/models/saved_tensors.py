@@ -157,16 +157,18 @@ def titan(dtype: torch.dtype, on_gpu: bool, lora: LoRA | None, checkpointing: st
     return count
 
 
-def transformers_model(dtype: torch.dtype, on_gpu: bool, lora: LoRA | None, checkpointing: str) -> Count:
+def transformers_model(
+    dtype: torch.dtype, on_gpu: bool, lora: LoRA | None, checkpointing: str, packed: bool = True
+) -> Count:
     def count(config: dict, tokens: int) -> float:
         of_model = {name: value for name, value in config.items() if name != "architectures"}
-        documents = pack_documents(np.arange(tokens), torch.device("cpu"))
+        documents = pack_documents(np.arange(tokens), torch.device("cpu")) if packed else None
         with _fake(torch.float32, on_gpu, _even_split(config, tokens)):
             lm = transformers.AutoModelForCausalLM.from_config(
                 transformers.AutoConfig.for_model(**of_model), dtype=dtype
             )
             model = HFModel(lm, with_value_head=False)
-            model.use(packed=True)
+            model.use(packed)
             return _count(model, list(model.layers().values()), documents, tokens, dtype, lora, checkpointing)
 
     return count

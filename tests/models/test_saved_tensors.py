@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+from rl.errors import ConfigError
 from rl.models.engine_config import EngineConfig
 from rl.models.known_shapes import known_config
 from rl.models.layout import Layout
@@ -90,6 +92,59 @@ def test_titan(model, device, learning, checkpointing):
 @pytest.mark.parametrize(("model", "device", "learning", "checkpointing"), cases("hf"))
 def test_hf(model, device, learning, checkpointing):
     check(model, device, learning, checkpointing, "hf", transformers_model)
+
+
+PADDED = ("gemma2", "granite_swa", "granitemoe_swa", "nemotron", "stablelm", "vaultgemma")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model_type", PADDED)
+def test_scores_of_padded_rows(model_type, dtype):
+    """They grow with the square of a row, unlike all else: what two rows save beyond twice what one saves."""
+    if model_type == "granitemoe_swa" and dtype == "float32":
+        pytest.skip("FakeTensorMode refuses what transformers computes experts with in fp32")
+    config = SMALL | {"model_type": model_type, "vocab_size": 512, "max_position_embeddings": 8192}
+    config |= {"num_local_experts": 1, "num_experts_per_tok": 1} if "moe" in model_type else {}
+    if model_type == "stablelm":  # its heads are the hidden size's parts
+        config.pop("head_dim")
+    count = transformers_model(getattr(torch, dtype), False, None, "none", packed=False)
+
+    def of_a_layer(tokens):
+        one, two = (count(config | {"num_hidden_layers": layers}, tokens) for layers in (1, 2))
+        return two - one
+
+    saved = (of_a_layer(2 * TOKENS) - 2 * of_a_layer(TOKENS)) / (
+        2 * TOKENS**2
+    )  # of a token, for each it sees
+    shape = ModelShape.of(config | {"num_hidden_layers": 1})
+    long, short = (
+        activations(
+            shape, EngineConfig(dtype=dtype, max_seq_len=length), "hf", LEARNING["weights"], on_cpu=True
+        )
+        / EngineConfig().micro_batch_tokens
+        for length in (2048, 1024)
+    )
+    assert saved <= 1.01 * (long - short) / 1024 <= 1.6 * saved
+
+
+def test_every_model_of_padded_rows_whose_sizes_are_known_has_its_scores_counted():
+    """By docs/models.md, which says how each is computed."""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs" / "models.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    padded = [row[0] for row in rows if row[1] == "padded" and row[-1] == "right"]
+    assert len(padded) > len(PADDED)
+    for model_type in padded:
+        config = transformers.AutoConfig.for_model(model_type).to_dict()
+        try:
+            shape = ModelShape.of(config)
+        except ConfigError:  # then the Plan does not count its memory
+            assert model_type not in PADDED
+        else:
+            assert model_type in PADDED
+            assert shape.score_bytes
 
 
 SMALL = {
