@@ -89,10 +89,11 @@ class Judge:
     def prefers_first(self, question: str, first: str, second: str) -> float:
         """Asked twice, in both orders, for judges prefer the first: 1, 0, or 0.5 where it is undecided."""
         wins, deadline = 0, self._deadline()
+        form = {"type": "integer", "enum": [1, 2]}
         for answer_1, answer_2, number_of_first in ((first, second, 1), (second, first, 2)):
             text = f"Question: {question}\n\nAnswer 1: {answer_1}\n\nAnswer 2: {answer_2}"
             instructions = f'{_COMPARE}\nReply with JSON alone: {{"better": 1}} or {{"better": 2}}.'
-            reply = self._verdict(_messages(instructions, text), "better", {"enum": [1, 2]}, deadline)
+            reply = self._verdict(_messages(instructions, text), "better", form, deadline)
             value = verdict_in(reply, "better")
             if isinstance(value, bool) or value not in (1, 2):
                 raise self._no_verdict("1 or 2", reply)

@@ -218,7 +218,7 @@ _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}[{{ call.function.name }}("
     "{% for name, value in call.function.arguments.items() %}{{ ',' if not loop.first }}"
-    "{{ name }}={{ value }}{% endfor %})]{% endfor %}"
+    "{{ name }}={{ value | tojson if value is string else value }}{% endfor %})]{% endfor %}"
     "{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}{# tools: known, not described #}"
 )
 """A user's words and a tool's result end with >, the assistant's turns with EOS. Calls are as in Python."""

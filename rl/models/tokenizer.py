@@ -10,6 +10,7 @@ from typing import Any
 from rl.errors import ConfigError, one_line
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _BYTE, _SPACE = re.compile("<0x([0-9A-Fa-f]{2})>"), "\u2581"  # as SentencePiece writes them
 
 
@@ -39,7 +40,7 @@ class HFTokenizer:
                 f"the tokenizer in {model_dir} names no eos_token; add it to tokenizer_config.json"
             )
         self.eos_id: int = self._tokenizer.eos_token_id
-        self.chat_template: str = self._tokenizer.chat_template or ""
+        self.chat_template: str = _with_tools(self._tokenizer.chat_template)
 
     def why_no_chat(self) -> str:
         """What is wrong with its chat template; empty where it works."""
@@ -101,7 +102,16 @@ class HFTokenizer:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        """Without special tokens, of which tags of thoughts and tool calls are none in any vocabulary."""
+        if self._special_tags.keys().isdisjoint(tokens):
+            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        parts, begin = [], 0
+        for end, token in enumerate([*tokens, None]):
+            if token is None or token in self._special_tags:
+                parts.append(self._tokenizer.decode(tokens[begin:end], skip_special_tokens=True))
+                parts.append("" if token is None else self._special_tags[token])
+                begin = end + 1
+        return "".join(parts)
 
     def decode_with_special(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens)
@@ -120,6 +130,13 @@ class HFTokenizer:
         return piece.replace(_SPACE, " ").encode()
 
     @cached_property
+    def _special_tags(self) -> dict[int, str]:
+        added = self._tokenizer.added_tokens_decoder
+        return {
+            token: text.content for token, text in added.items() if text.special and text.content in _TAGS
+        }
+
+    @cached_property
     def _added(self) -> frozenset[int]:
         """Special tokens, and those that a vocabulary was extended by. transformers makes the table anew each
         time it is asked."""
@@ -129,6 +146,13 @@ class HFTokenizer:
     def _is_byte_level(self) -> bool:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend is not None and "ByteLevel" in repr(backend.decoder)
+
+
+def _with_tools(template: str | Mapping[str, str] | None) -> str:
+    """Of several templates by name, the one that transformers takes for a conversation with tools."""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default")
+    return template or ""
 
 
 def _byte_level() -> dict[str, int]:

@@ -5,16 +5,16 @@ found by writing a stand-in for the turn and taking what comes after it.
 """
 
 import json
+import keyword
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from rl.envs.chat.tool_calls import (
     CallFormat,
     ParsedTurn,
-    call_format,
     describe_tools,
     fold_tools,
     knows_tools,
@@ -28,6 +28,8 @@ from rl.types import Message
 Schema = Mapping[str, Any]
 """A tool as OpenAI's API describes it: {"type": "function", "function": {name, description, parameters}}."""
 
+_STRING = {"type": "string", "description": "x"}
+_PARAMETERS = {"type": "object", "properties": {"x": _STRING}, "required": ["x"]}
 _STAND_IN = "turn-" + uuid.UUID(int=0x5EED5EED5EED).hex
 
 
@@ -39,10 +41,13 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template, which a ChatEnv needs; add one")
         self._tokenizer = tokenizer
-        own = knows_tools(tokenizer.chat_template)
-        self.written = written or call_format(tokenizer.chat_template)
-        self._folds = not own or (written is not None and written != _own_format(tokenizer))
+        self._folds = False  # until the template's own format is known
+        self.written: CallFormat = "hermes"
         self.end_id, self._end = self._turn_end()
+        own = self._own_format()
+        self.written = written or own or "hermes"
+        self._folds = not knows_tools(tokenizer.chat_template) or (written is not None and written != own)
+        self._is_readable = self._folds or own is not None
         self._pickled_prompt = lru_cache(maxsize=256)(self._render_pickled)  # a group's siblings begin alike
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
@@ -51,6 +56,7 @@ class ChatTemplate:
 
     def prompt_once(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """As `prompt`, which keeps what it has made for the next time."""
+        self._check(tools)
         return self._tokens(self._render(messages, tools))
 
     def _render_pickled(self, conversation: bytes) -> list[int]:
@@ -104,6 +110,49 @@ class ChatTemplate:
         except Exception as error:  # the template is a program
             raise ConfigError(f"the model's chat template fails: {one_line(error):.200}") from error
 
+    def _check(self, tools: Sequence[Schema]) -> None:
+        """Raises ConfigError for tools whose calls could not be read."""
+        if tools and not self._is_readable:
+            raise ConfigError(
+                "the model's chat template writes tool calls in a format that is not read here; "
+                "set env.call_format to hermes, llama3 or pythonic, which is then described to the model"
+            )
+        names = [tool["function"]["name"] for tool in tools if self.written == "pythonic"]
+        if odd := [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]:
+            raise ConfigError(
+                f"the tool {odd[0]!r} cannot be called as in Python, as the model calls tools; give it a "
+                f"name of letters, digits and underscores, or set env.call_format to hermes"
+            )
+
+    def _own_format(self) -> CallFormat | None:
+        """The format in which the template writes a call, so that it is read back as the same call."""
+        if not knows_tools(self._tokenizer.chat_template):
+            return None
+        function = {"name": "f", "arguments": {"x": _STAND_IN}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        turns: list[Message] = [
+            {"role": "assistant", "content": _STAND_IN},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        schema = {"name": "f", "description": "f", "parameters": _PARAMETERS}
+        tools = [{"type": "function", "function": schema}]
+        try:
+            spoken, called = (
+                self._render([{"role": "user", "content": "x"}, turn], tools, prompt=False) for turn in turns
+            )
+        except ConfigError:
+            return None
+        pairs = enumerate(zip(spoken, called, strict=False))
+        begin = next((i for i, (a, b) in pairs if a != b), 0)
+        turn = called[begin:]
+        # As it is sampled, without special tokens; and as it is written: a vocabulary may lack letters of it.
+        for text in (self.text(self._tokens(turn)), turn.partition(self._end)[0]):
+            for written in get_args(CallFormat):
+                calls = [(call.name, call.arguments) for call in parse_turn(text, written).calls]
+                if calls == [("f", {"x": _STAND_IN})]:
+                    return written
+        return None
+
     def _turn_end(self) -> tuple[int, str]:
         """The token that ends the assistant's turns, and its text."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
@@ -135,13 +184,6 @@ class ChatTemplate:
         ]
         called = [{"role": "assistant", "content": "", "tool_calls": part} for part in (calls, calls[:1])]
         return [*([user, turn] for turn in called), [user, plain]]
-
-
-def _own_format(tokenizer: Tokenizer) -> CallFormat | None:
-    try:
-        return call_format(tokenizer.chat_template)
-    except ConfigError:
-        return None
 
 
 def for_template(message: Message) -> Message:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.envs.chat.call_values import json_value
-from rl.errors import ConfigError
 from rl.types import Message
 
 CallFormat = Literal["hermes", "llama3", "pythonic"]
@@ -66,21 +65,6 @@ def as_message(parsed: ParsedTurn, text: str, id_prefix: str) -> Message:
             for i, call in enumerate(parsed.calls)
         ]
     return message
-
-
-def call_format(template: str) -> CallFormat:
-    """Which format a chat template asks for. One that knows no tools gets Hermes', described in words.
-
-    Raises ConfigError for a format that is not known here.
-    """
-    if "<function=" in template or "<|channel|>" in template:
-        raise ConfigError(
-            "the model's chat template writes tool calls in a format that is not read here; "
-            "set env.call_format to hermes, llama3 or pythonic, which is then described to the model"
-        )
-    if "<tool_call>" in template or not knows_tools(template):
-        return "hermes"
-    return "llama3" if "parameters" in template else "pythonic"
 
 
 def knows_tools(template: str) -> bool:
@@ -165,7 +149,8 @@ def _is_answer(text: str) -> bool:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return "name" not in value
+    arguments = {"parameters", "arguments"} & value.keys()
+    return "name" not in value or (not arguments and value.keys() > {"name", "type", "id"} & value.keys())
 
 
 class _Unreadable(ValueError):

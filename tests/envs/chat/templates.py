@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,8 +28,29 @@ NAMES = {
 _SPECIAL = re.compile(r"<\|[a-z_0-9]+\|>|<(?:bos|eos|start_of_turn|end_of_turn)>")
 
 
-def make_tokenizer(name: str, directory: Path) -> HFTokenizer:
-    template, (end, eos) = (_TEMPLATES / f"{name}.jinja").read_text(), NAMES[name]
+# Templates whose calls are in formats that are not read.
+OTHERS = {
+    "gemma4": "<turn|>",
+    "gptoss": "<|return|>",
+    "muse_glimmer": "<|eot|>",
+    "nemotron_3_nano": "<|im_end|>",
+    "qwen3_6": "<|im_end|>",
+}
+
+
+def make_tokenizer(
+    name: str,
+    directory: Path,
+    end: str = "",
+    tags: Sequence[str] = (),
+    named: Mapping[str, str] | None = None,
+) -> HFTokenizer:
+    """end: the token that ends a turn, which is EOS too; by default as in NAMES.
+
+    tags: more special tokens. named: more templates, by name; this one is then "tool_use".
+    """
+    template = (_TEMPLATES / f"{name}.jinja").read_text()
+    end, eos = (end, end) if end else NAMES[name]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = ["Ġt", "he", "in", "12", "34", "ab"]  # so that text has several ways to be tokens
     merges = [tuple(pair) for pair in pairs]
@@ -36,7 +58,7 @@ def make_tokenizer(name: str, directory: Path) -> HFTokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = sorted({end, eos, "<bos>", *_SPECIAL.findall(template)})
+    special = sorted({end, eos, "<bos>", *_SPECIAL.findall(template), *tags})
     tokenizer.add_special_tokens(special)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -44,8 +66,12 @@ def make_tokenizer(name: str, directory: Path) -> HFTokenizer:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": eos,
-        "chat_template": template,
+        "chat_template": _named(named | {"tool_use": template}) if named else template,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return HFTokenizer(directory)
+
+
+def _named(templates: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "template": template} for name, template in templates.items()]

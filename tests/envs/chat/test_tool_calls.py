@@ -4,13 +4,11 @@ from rl.envs.chat.template import ChatTemplate
 from rl.envs.chat.tool_calls import (
     ParsedTurn,
     ToolCall,
-    call_format,
     describe_tools,
     fold_tools,
     parse_turn,
     write_calls,
 )
-from rl.errors import ConfigError
 from tests.envs.chat.templates import make_tokenizer
 
 CALL = ToolCall("price", {"fruit": "pear", "count": 2})
@@ -113,14 +111,6 @@ def test_calls_are_read_after_the_thinking_only():
     assert not parsed.calls and parsed.content == "No." and "perhaps" in parsed.reasoning
 
 
-def test_the_format_is_the_templates_and_an_unknown_one_is_refused():
-    assert call_format("{{ messages }}") == "hermes"
-    assert call_format("{% if tools %}<tool_call>") == "hermes"
-    assert call_format('{% if tools %}{"name":, "parameters":}') == "llama3"
-    with pytest.raises(ConfigError, match=r"env\.call_format"):
-        call_format("{% if tools %}<tool_call><function=")
-
-
 def test_a_template_without_tools_gets_them_as_text():
     schema = {"type": "function", "function": {"name": "price"}}
     assert '"price"' in describe_tools([schema], "hermes") and "<tool_call>" in describe_tools([], "hermes")
@@ -150,6 +140,9 @@ def test_an_answer_in_json_is_no_broken_call_of_llama3():
     for broken in ('{"answer": 3', '<|python_tag|>{"answer": 3}', '{"name": 3}', '{"name": "f"} and'):
         assert parse_turn(broken, "llama3").malformed, broken
     assert parse_turn('{"name": "f"}', "llama3").calls == (ToolCall("f", {}),)
+    assert parse_turn('{"name": "f", "type": "function"}', "llama3").calls == (ToolCall("f", {}),)
+    person = parse_turn('{"name": "Bob", "age": 3}', "llama3")
+    assert person.content == '{"name": "Bob", "age": 3}' and not person.calls and not person.malformed
 
 
 def test_a_list_within_a_line_of_words_is_no_pythonic_call():
