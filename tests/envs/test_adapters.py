@@ -9,6 +9,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import uvicorn
@@ -470,10 +472,12 @@ class NeMoGymServer(BaseHTTPRequestHandler):
     """A resources server: the routes and fields that nemo-gym 0.7 has."""
 
     protocol_version = "HTTP/1.1"
+    responses: ClassVar[list] = []  # that were to be verified
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         name, session = self.path.strip("/"), self.headers.get("cookie")
+        self.responses.extend([body["response"]] if name == "verify" else [])
         if name == "seed_session":
             return self.answer(200, {}, f"session={body['answer']}")
         if name == "double" and "number" not in body:
@@ -541,6 +545,73 @@ def test_a_nemo_gym_server_runs_the_tools_and_verifies(tokenizer, nemo_gym):
     assert "number is missing" in told[0] and json.loads(told[1]) == {"twice": 8, "session": "session=8"}
     kinds = ["function_call", "function_call_output"] * 2 + ["message"]
     assert rollout.score.notes["verified"] == {"reward": 1.0, "kinds": kinds}
+
+
+def with_params(env, **params):
+    """The environment with rows that say more."""
+    rows = [json.loads(line) for line in Path(env.path).read_text().splitlines()]
+    for row in rows:
+        row["responses_create_params"] |= params
+    path = Path(env.path).with_name(f"{'_'.join(params)}.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return replace(env, path=str(path))
+
+
+def test_a_row_of_nemo_gym_may_have_instructions(nemo_gym):
+    """They and what its system says first are one message, as by NeMo Gym's converter."""
+    env = with_params(nemo_gym, instructions="Be brief.")
+    assert env.validate() == []
+    assert [message["content"] for message in env.generate(4).messages] == [
+        "Be brief.\n\nUse the tool.",
+        "Twice 4?",
+    ]
+    items = [{"type": "function_call", "name": "double", "arguments": "{}", "call_id": "c"}]
+    (problem,) = with_params(nemo_gym, input=items).validate()
+    assert "an input of type 'function_call' is not offered here; messages are" in problem
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_of_calls_in_one_turn_nemo_gym_has_the_first_alone_where_a_row_asks_for_it(
+    parallel, tokenizer, nemo_gym
+):
+    env = with_params(nemo_gym, parallel_tool_calls=parallel)
+    call = '<tool_call>{"name": "double", "arguments": {"number": NUMBER}}</tool_call>'
+    both = call.replace("NUMBER", "4") + call.replace("NUMBER", "5")
+    NeMoGymServer.responses.clear()
+    rollout = play(tokenizer, env, env.generate(4), [both, call.replace("NUMBER", "6"), "8"])
+    told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert [("twice" in text) for text in told] == [True, parallel, True]
+    assert parallel or "only a turn's first call is run here" in told[1]
+    (response,) = NeMoGymServer.responses
+    kinds = [item["type"] for item in response["output"]]
+    calls = ["function_call"] * (2 if parallel else 1) + ["function_call_output"] * (2 if parallel else 1)
+    assert kinds == [*calls, "function_call", "function_call_output", "message"]
+    assert response["parallel_tool_calls"] is parallel
+
+
+class Cut(Writer):
+    """Its answers have reached their most tokens."""
+
+    async def sample(self, prompt, n, params):
+        (whole,) = await super().sample(prompt, n, params)
+        return [
+            replace(whole, tokens=whole.tokens[:-1], logprobs=whole.logprobs[:-1], stop=StopReason.LENGTH)
+        ]
+
+
+def test_nemo_gyms_verifier_is_told_of_an_answer_that_was_cut(tokenizer, nemo_gym):
+    NeMoGymServer.responses.clear()
+    end, problem = ChatTemplate(tokenizer).end_id, nemo_gym.generate(4)
+    playing.play(nemo_gym, tokenizer, Cut(tokenizer, end, ["eight is"], random.Random(0)), problem)
+    play(tokenizer, nemo_gym, problem, ["8"])
+    call = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+    play(tokenizer, replace(nemo_gym, max_turns=1), problem, [call])  # no answer was cut
+    ends = [(body["status"], body["incomplete_details"]) for body in NeMoGymServer.responses]
+    assert ends == [
+        ("incomplete", {"reason": "max_output_tokens"}),
+        ("completed", None),
+        ("completed", None),
+    ]
 
 
 def test_a_row_of_nemo_gym_ends_at_the_end_of_its_line_alone(nemo_gym, tmp_path):

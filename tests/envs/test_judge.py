@@ -53,6 +53,8 @@ def test_a_grade_is_the_whole_reply_which_a_schema_holds(monkeypatch):
 def test_a_comparison_is_asked_in_both_orders(replies, preferred):
     with endpoint(*replies) as (url, asked):
         assert Judge(url, "m").prefers_first("q", "first", "second") == preferred
+    schema = asked[0]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"] == {"better": {"type": "integer", "enum": [1, 2]}}  # OpenAI asks for a type
     assert asked[0]["messages"][1]["content"].index("first") < asked[0]["messages"][1]["content"].index(
         "second"
     )

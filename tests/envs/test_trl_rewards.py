@@ -258,6 +258,31 @@ class Counting:
         return float(self.count)
 
 
+class Seeded:
+    """An environment whose reset takes no prompt."""
+
+    def reset(self, seed):
+        return f" Seed {seed}."
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_reset_has_a_prompt_only_where_the_row_has_one(tokenizer):
+    env = TRLTask(rows=lambda: [{"seed": 1}, {"seed": 2}], environment_factory=Seeded, num_eval=1)
+    rollout = play(env, tokenizer, ["y"], env.generate(1))
+    assert rollout.score.error is None and rollout.score.reward == 1.0
+    assert rollout.rollout.messages[0]["content"] == " Seed 2."
+
+
+def test_what_reset_says_is_another_part_of_a_message_of_parts(tokenizer):
+    parts = [{"type": "text", "text": "Go"}]
+    row = {"prompt": [{"role": "user", "content": parts}]}
+    env = TRLTask(rows=lambda: [row, row], environment_factory=Counting, num_eval=1)
+    rollout = play(env, tokenizer, ["y"], env.generate(1))
+    assert rollout.rollout.messages[0]["content"] == [*parts, {"type": "text", "text": " Count."}]
+
+
 def test_environments_rewards_and_messages_of_calls(tokenizer):
     seen = []
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import httpx
 from rl.bounds import FilePath, PositiveInt
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode, ServerLost
-from rl.envs.chat.tools import Tool
+from rl.envs.chat.tools import BadArguments, Tool
 from rl.errors import one_line
-from rl.types import Message, Problem
+from rl.types import Message, Problem, StopReason
 
 _CONNECT_SECONDS = 10.0
 _PARAMS = "responses_create_params"
+_ONE_CALL = "only a turn's first call is run here (parallel_tool_calls is false)"
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class NeMoGym(ChatEnv):
     def generate(self, seed: int) -> Problem:
         rows = _rows(self.path)
         index = seed % len(rows)
-        messages = tuple(_messages(rows[index][_PARAMS]["input"]))
+        messages = tuple(_messages(rows[index][_PARAMS]))
         return Problem(str(index), str(messages[-1]["content"]), messages=messages)
 
     def tools(self) -> Sequence[Tool]:
         """The server's: those of the rows."""
-        return [Tool(_schema(tool), _calling(tool["name"])) for tool in _tools(_rows(self.path)[0])]
+        return [Tool(_schema(tool), self._calling(tool["name"])) for tool in _tools(_rows(self.path)[0])]
 
     def start(self, episode: Episode) -> None:
         # What the policy wrote may be slow to run: how long an answer may take is the episode's to say.
@@ -66,13 +68,23 @@ class NeMoGym(ChatEnv):
         episode.notes["verified"] = {k: v for k, v in verdict.items() if k not in (*row, "response")}
         return float(verdict["reward"])
 
+    def _calling(self, name: str) -> Callable[[Mapping[str, Any], Episode], str]:
+        def call(arguments: Mapping[str, Any], episode: Episode) -> str:
+            params, turn = _rows(self.path)[int(episode.problem.id)][_PARAMS], len(episode.turn_tokens)
+            if episode.state.get("called_in") == turn and not params.get("parallel_tool_calls", True):
+                raise BadArguments(_ONE_CALL)
+            episode.state["called_in"] = turn
+            return _post(episode.state["session"], name, arguments).text  # an error's too
+
+        return call
+
     def validate(self) -> list[str]:
         if not self.url.startswith(("http://", "https://")):
             return [f"env.url={self.url!r} is no server; give one, such as http://localhost:8000"]
         try:
             rows = _rows(self.path)
             tools = {json.dumps(_tools(row), sort_keys=True) for row in rows}
-            prompts = [list(_messages(row[_PARAMS]["input"])) for row in rows]
+            prompts = [list(_messages(row[_PARAMS])) for row in rows]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             return [f"env.path={self.path!r} cannot be read ({one_line(error)}); give rows of NeMo Gym"]
         if len(rows) <= self.num_eval:
@@ -94,27 +106,29 @@ def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [tool for tool in row[_PARAMS].get("tools") or () if tool.get("type") == "function"]
 
 
-def _messages(asked: str | Sequence[Mapping[str, Any]]) -> Iterator[Message]:
-    """Of a Responses request, as chat messages."""
-    for item in [{"role": "user", "content": asked}] if isinstance(asked, str) else asked:
-        content = item["content"]
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        yield {"role": "system" if item["role"] == "developer" else item["role"], "content": text}
+def _messages(params: Mapping[str, Any]) -> list[Message]:
+    """Of a Responses request, as chat messages. Its instructions and what the system says first are one."""
+    asked, instructions = params["input"], params.get("instructions")
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages = [_chat_message(item) for item in items]
+    if not instructions:
+        return messages
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    text = "\n\n".join([instructions, *(message["content"] for message in leading)])
+    return [{"role": "system", "content": text}, *messages[len(leading) :]]
+
+
+def _chat_message(item: Mapping[str, Any]) -> Message:
+    if "role" not in item:
+        raise ValueError(f"an input of type {item.get('type')!r} is not offered here; messages are")
+    content = item["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return {"role": "system" if item["role"] == "developer" else item["role"], "content": text}
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: tool.get(name) or "" for name in ("name", "description")}
     return {"type": "function", "function": {**function, "parameters": tool.get("parameters") or {}}}
-
-
-def _calling(name: str) -> Callable[[Mapping[str, Any], Episode], Any]:
-    def call(arguments: Mapping[str, Any], episode: Episode) -> str:
-        answer = _post(episode.state["session"], name, arguments)
-        if not answer.is_success:
-            raise RuntimeError(answer.text)
-        return answer.text
-
-    return call
 
 
 def _post(session: httpx.Client, path: str, body: Mapping[str, Any]) -> httpx.Response:
@@ -126,14 +140,18 @@ def _post(session: httpx.Client, path: str, body: Mapping[str, Any]) -> httpx.Re
 
 def _response(episode: Episode, params: Mapping[str, Any]) -> dict[str, Any]:
     """The episode as OpenAI's Responses API has it."""
+    is_cut = episode.stop == StopReason.LENGTH and episode.messages[-1]["role"] == "assistant"
     return {
         "id": f"resp_{episode.problem.id}",
         "created_at": time.time(),
         "model": "policy",
         "object": "response",
         "output": list(_items(episode.messages[episode.num_opening :])),
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": params.get("instructions"),
+        "parallel_tool_calls": params.get("parallel_tool_calls", True),
+        "tool_choice": params.get("tool_choice") or "auto",
         "tools": params.get("tools") or [],
     }
 
@@ -153,9 +171,15 @@ def _turn_items(number: int, message: Message) -> Iterator[dict[str, Any]]:
 
 
 def _items(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    not_run = {
+        message["tool_call_id"]
+        for message in messages
+        if message["role"] == "tool" and message["content"] == f"Error: {_ONE_CALL}"
+    }
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            yield from _turn_items(number, message)
-        if message["role"] == "tool":
+            calls = [call for call in message.get("tool_calls") or () if call["id"] not in not_run]
+            yield from _turn_items(number, {**message, "tool_calls": calls})
+        if message["role"] == "tool" and message["tool_call_id"] not in not_run:
             item = {"type": "function_call_output", "call_id": message["tool_call_id"]}
             yield {**item, "output": message["content"]}

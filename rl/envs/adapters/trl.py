@@ -60,10 +60,12 @@ class TRLTask(ChatEnv):
     def start(self, episode: Episode) -> None:
         if self.environment_factory is not None:
             environment = episode.state["environment"] = self.environment_factory()
-            row = {"prompt": _asked(episode.problem), **episode.problem.metadata}
-            if observation := environment.reset(**row):
-                last = episode.messages[-1]
-                episode.messages[-1] = {**last, "content": f"{last['content']}{_text(observation)}"}
+            has_prompt = episode.problem.messages != _EMPTY_PROMPT
+            prompt = {"prompt": _asked(episode.problem)} if has_prompt else {}
+            if observation := environment.reset(**prompt, **episode.problem.metadata):
+                last, text = episode.messages[-1], _text(observation)
+                more = [{"type": "text", "text": text}] if isinstance(last["content"], list) else text
+                episode.messages[-1] = {**last, "content": last["content"] + more}
         episode.state["opening"] = list(episode.messages)
 
     def reward_episode(self, episode: Episode) -> Any:
