@@ -48,7 +48,7 @@ PHASES = ("generate", "sync", "forward", "backward", "update", "train")
 EQUAL = "ours, equal work"
 NOTES = f"""SmolLM2-135M-Instruct on chain_sum: {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens, one update a step, AdamW at 2e-5, clip 0.2 and 0.28, no
 KL. Both have the same problems in the same order. Seconds are medians of all steps but the first two (of the whole step: least to most);
-ours are of two runs, before TRL and after it. Both have the environment of our processes
+ours are of two runs, where TRL is measured between them. Both have the environment of our processes
 (malloc, OpenMP). `train`: forward, backward and update; no phase of ours is timed within it.
 
 TRL as it comes is the rows before "fed by vLLM": each setting is TRL's own. "Fed by vLLM" needs patches (benchmarks/trl_step.py): vLLM

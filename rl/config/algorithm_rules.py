@@ -161,6 +161,13 @@ def without_effect(config: RunConfig) -> list[str]:
         ("reference.layout", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
         ("reference.hosts", config.reference_is_adapter, "a reference that is an adapter in the trainer"),
         ("critic", not config.algorithm.needs_critic, "an estimator that asks for no critic; use GAE"),
+        (
+            "critic.value_clip",
+            config.algorithm.needs_critic
+            and config.minibatches * config.epochs == 1
+            and not config.trainer.dropout,
+            "one update a step, before which no value has moved; raise minibatches or epochs, or leave it",
+        ),
         ("shaping", not rollouts, f"data={config.data}"),
         ("advantages", not rollouts or not reads_rewards, "nothing that reads rewards"),
         ("group_size", not rollouts, f"data={config.data}"),
@@ -203,7 +210,12 @@ def without_effect(config: RunConfig) -> list[str]:
             f"trainer.lr_decay_ratio={trainer.lr_decay_ratio} has no effect without trainer.lr_schedule=wsd; "
             f"set it"
         )
-    if not trainer.decay_all and not trainer.weight_decay:
+    if not trainer.decay_all and trainer.lora.rank and not config.algorithm.needs_critic:
+        problems.append(
+            "trainer.decay_all=False has no effect with trainer.lora.rank: adapters have matrices alone; "
+            "leave it out"
+        )
+    elif not trainer.decay_all and not trainer.weight_decay:
         problems.append("trainer.decay_all=False has no effect with trainer.weight_decay=0; set a decay")
     for part in _PARTS:
         problems += unread(getattr(config, part), f"{part}.")

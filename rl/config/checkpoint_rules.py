@@ -56,7 +56,7 @@ class _Saved:
         self.prompts: dict[str, Any] = dict(state.get("prompts_follow_from", {}))
 
 
-def check_resume(config: RunConfig) -> list[str]:
+def check_resume(config: RunConfig, starts_reference: bool = True) -> list[str]:
     """What is wrong with resume, one line each."""
     setting, path = f"resume={config.resume!r}", Path(config.resume)
     example = "give runs/.../checkpoints/step-N"
@@ -78,7 +78,7 @@ def check_resume(config: RunConfig) -> list[str]:
         return [f"{setting} has a record.json that no checkpoint of a run has; {example}"]
     if config.model.validate():  # listed already
         return []
-    problems = _another_run(config, path, saved)
+    problems = _another_run(config, path, saved, starts_reference)
     if int(match[1]) != saved.step:
         problems.append(f"{setting} holds step {saved.step}; name it step-{saved.step}")
     if saved.step > config.steps or (
@@ -88,7 +88,7 @@ def check_resume(config: RunConfig) -> list[str]:
     return problems
 
 
-def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
+def _another_run(config: RunConfig, path: Path, saved: _Saved, starts_reference: bool) -> list[str]:
     setting, problems = f"resume={str(path)!r}", []
     if saved.engine not in (None, config.trainer.engine):
         problems.append(
@@ -110,7 +110,7 @@ def _another_run(config: RunConfig, path: Path, saved: _Saved) -> list[str]:
             f"{setting} was saved with reference: {kind}, but the run has: {config.reference_kind}; "
             f"set kl, loss, reference.model and trainer.lora as they were"
         )
-    elif config.algorithm.needs_reference and weights and not Path(weights).is_dir():
+    elif starts_reference and config.algorithm.needs_reference and weights and not Path(weights).is_dir():
         problems.append(
             f"{setting} notes the reference's weights {weights}, which are gone; give an earlier checkpoint"
         )

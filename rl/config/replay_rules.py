@@ -34,25 +34,39 @@ def check_replay(config: RunConfig) -> list[str]:
     return []
 
 
-def what_a_replay_needs(config: RunConfig) -> list[str]:
-    """Lines for a run that keeps batches: which steps can be done again after its end."""
+def what_a_replay_needs(config: RunConfig, resumed_at: int = 0, in_place: bool = True) -> list[str]:
+    """Lines for a run that keeps batches: which steps can be done again after its end.
+
+    in_place: the run's directory has the checkpoint of the step that it goes on from.
+    """
     kept, last, before = config.record_batches, config.steps, _checkpoint_before_the_last(config)
     if not kept:
         return []
-    if before and kept >= last - before:
+    if in_place:
+        before, left = max(before, resumed_at), last
+    else:
+        before, left = before if before > resumed_at else 0, last - resumed_at
+    by_time, many = f"save_every_minutes={config.save_every_minutes:g}", f"record_batches={kept}"
+    if left == 1:
+        return [f"{many}: rl replay can do no step again, as this run has no checkpoint before its only one"]
+    if not before:
+        saves = f"only {by_time} may save" if config.save_every_minutes else "this run saves none of"
         return [
-            f"rl replay RUN --step N will do steps {before + 1} to {last} again, from the checkpoint before"
+            f"{many}: rl replay needs a checkpoint from before the last step, which {saves}; to be sure, set "
+            f"save_every below {left}, and record_batches as large"
         ]
-    least = f" of at least {last - before}, so that it can go on from step {before}" if before else ""
-    return [
-        f"record_batches={kept}: rl replay needs a checkpoint within the last {kept} steps, which only "
-        f"save_every_minutes={config.save_every_minutes:g} may bring; to be sure, set "
-        + (
-            f"record_batches{least}"
-            if before
-            else f"save_every below steps={last}, and record_batches as large"
-        )
-    ]
+    if kept < last - before:
+        return [
+            f"{many}: rl replay needs a checkpoint within the last {kept} steps, which only {by_time} may "
+            f"save; to be sure, set record_batches of at least {last - before}, so that it can go on from "
+            f"step {before}"
+        ]
+    if config.save_every_minutes and 0 < config.keep_checkpoints < last:
+        return [
+            f"{many}: rl replay goes on from a checkpoint that is kept, and those of {by_time} may take the "
+            f"place of step {before}'s; to be sure, set keep_checkpoints=0, which keeps all"
+        ]
+    return [f"rl replay RUN --step N will do steps {before + 1} to {last} again, from the checkpoint before"]
 
 
 def _checkpoint_before_the_last(config: RunConfig) -> int:

@@ -20,7 +20,7 @@ Command = Literal["train", "eval", "replay"]
 NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
     "train": (),
     "eval": ("critic", "reference"),
-    "replay": ("generator", "judge", "reward"),
+    "replay": ("generator", "reference", "judge", "reward"),
 }
 """Command -> the roles that it starts none of, though a run has them."""
 _OPTIONAL = ("torchao",)

@@ -12,7 +12,7 @@ from rl.config.env_rules import check_chat_env, check_env, check_prompts
 from rl.config.judge_rules import check_judge
 from rl.config.replay_rules import check_replay
 from rl.config.run import RunConfig
-from rl.config.settle import Command, demand_of, longest_sequence, why_no_plan
+from rl.config.settle import NOT_STARTED, Command, demand_of, longest_sequence, why_no_plan
 from rl.config.taught_rules import check_taught
 from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
@@ -77,7 +77,7 @@ def validate(
         ]
     problems += _engine(config, command) + why_no_plan(config, command, cluster, not model_problems)
     if config.resume:
-        problems += check_resume(config)
+        problems += check_resume(config, "reference" not in NOT_STARTED[command])
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         problems.append(
             f"{SHARED_MEMORY} may not be written to, through which weights go; mount a tmpfs there"

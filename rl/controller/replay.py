@@ -40,7 +40,7 @@ UNREAD = frozenset({
     "generator", "reward", "judge", "warmup", "tracking", "resume", "trace", "joining_hosts", "group_size",
     "max_offpolicy_steps", "stream_groups", "resampling_rounds", "eval_every", "save_every",
     "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches", "loss_agg", "advantages",
-    "shaping", "entropy", "max_logprob_diff", "prompts_per_step", "data", "reference.refresh_every",
+    "shaping", "entropy", "max_logprob_diff", "prompts_per_step", "data", "reference",
 })  # fmt: skip
 """Settings, and sections of them, that say how batches come about, or what is done between steps.
 
@@ -121,7 +121,7 @@ async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -
         directory = Path(scratch)
         plan = settle(config, "replay")
         async with launch(plan, model_dirs(config, plan, directory), out) as actors:
-            await actors.enter("score")  # reference, trainer and critic
+            await actors.enter("train")
             await load_checkpoint(actors, config.resume)
             learning = learning_of(config)
             policy, critic = updaters(learning, actors)

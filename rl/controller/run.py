@@ -66,7 +66,9 @@ def run(recipe: str, config: RunConfig, source: str = "", known: Sequence[str] =
                 config, _ = with_newest_checkpoint(recipe, replace(config, resume="latest"))
             if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
-        for line in [*changed_settings(config), *what_a_replay_needs(config)]:
+        resumed_at = step_of(config.resume) if config.resume else 0
+        replays = what_a_replay_needs(config, resumed_at, in_place or not config.resume)
+        for line in [*changed_settings(config), *replays]:
             print(line, flush=True)
         # Who starts again from these settings starts at the beginning.
         write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)

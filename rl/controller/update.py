@@ -19,9 +19,13 @@ from rl.observability.metrics import critic_metrics, learning_metrics
 from rl.types import OptimParams, Sample
 from rl.waiting import finish_all
 
+_UPDATED = "weights"  # what NotFinite names after an update
+
 
 class StepFailed(RunError):
-    """A step whose loss or gradient was not finite. `untouched`: no update of the step was applied before.
+    """A step whose loss, gradient or updated weights were not finite.
+
+    `untouched`: no update of the step was applied.
 
     `find_sample` says which sample is to blame. It leaves the weights as they are, but not the optimizer's
     moments.
@@ -149,7 +153,9 @@ async def _updates(
             stepped = await updater.optim_step(params)
         except NotFinite as error:
             # Of two that learn at a time, the other may have gone ahead.
-            untouched = not updates and not algorithm.needs_critic and error.metric != "weights"
+            # An adapter's update that leaves weights that are not finite is undone.
+            unchanged = error.metric != _UPDATED or updater.adapter is not None
+            untouched = not updates and not algorithm.needs_critic and unchanged
             position = f"step {step}, update {len(updates) + 1} of {len(plan)} of the {updater.engine.name}"
             raise _failure(error, position, untouched, updater, part, params) from error
         updates.append(learned | stepped | {"denominator": total})
@@ -168,8 +174,15 @@ def _failure(
     part: TrainingBatch,
     params: OptimParams,
 ) -> StepFailed:
-    blame = partial(_find_sample, updater, _samples(part.all_groups), part.samples_per_unit, params)
+    if error.metric == _UPDATED:
+        blame: Callable[[], Awaitable[str]] = _blame_no_sample
+    else:
+        blame = partial(_find_sample, updater, _samples(part.all_groups), part.samples_per_unit, params)
     return StepFailed(f"{position}: {error} ({error.metric})", untouched, blame)
+
+
+async def _blame_no_sample() -> str:
+    return "no sample is to blame: the update's gradient was finite"
 
 
 async def _find_sample(

@@ -39,6 +39,9 @@ class EngineConfig:
     """HFEngine: the model's own dropout in forward_backward. Ratios to the generator's policy are then not
     1."""
 
+    dropout_seed: int = 0
+    """What dropout is drawn from, with the rank."""
+
     float8: bool = False
     """Compute linear layers in float8: on GPUs by torchao's rowwise recipe, emulated tensorwise on a CPU."""
 

@@ -90,6 +90,9 @@ class HFEngine(Engine):
             model.to_empty(device=self.device)
             self._take_from_first_rank((*model.parameters(), *model.buffers()), whole)
         self._check_dtype()
+        if self.config.dropout:
+            drawn = np.random.SeedSequence([self.config.dropout_seed, dist.get_rank()])
+            torch.manual_seed(int(drawn.generate_state(1)[0]))
         return model
 
     def _read_on_first_rank(self) -> HFModel:

@@ -47,6 +47,7 @@ def _engine(demand: Demand, facts: Facts, layout: Layout, numerics: Numerics) ->
         "dtype": numerics.dtype,
         "max_seq_len": longest_sequence(demand, facts),
         "adapters": demand.trainer.lora.rank > 0 or demand.clients_adapters is not None,
+        "dropout_seed": demand.seed if demand.trainer.dropout else 0,
         "timeout_seconds": demand.deadlines.train,
         "save_seconds": demand.deadlines.checkpoint,
     }

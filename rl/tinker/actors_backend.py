@@ -14,7 +14,7 @@ from rl.tinker.losses import make_loss, measure, to_logprobs, to_samples
 from rl.types import Completion, LoRA, OptimParams, SamplingParams
 
 T = TypeVar("T")
-_SHOWN = ("loss:sum", "clip_fraction:sum", "dual_clip_fraction:sum", "apart_squared:sum")
+_SHOWN = ("loss:sum", "clip_fraction:sum", "apart_squared:sum")
 """Metrics of the engine that say something of any data."""
 
 

@@ -124,6 +124,8 @@ class Chats:
             raise UserError("response_format is not offered with tools here; set tool_choice to none")
         if isinstance(self._template, ConfigError):
             raise UserError(f"tools are not offered with this model: {self._template}")
+        if why := self._template.why_no_tools([tool.model_dump(exclude_none=True) for tool in tools]):
+            raise UserError(f"tools are not offered with this model: {why}")
         if isinstance(tool_choice, Choice):
             named = [tool for tool in tools if tool.function.name == tool_choice.function.name]
             if not named:

@@ -204,7 +204,7 @@ class Service:
         checkpoint = self.checkpoints.loadable(tenant, path)
         self._check_optimizer(checkpoint, optimizer)
         check_fits(checkpoint, self.model(tenant, model))
-        body = {"path": path, "directory": checkpoint.directory, "optimizer": optimizer}
+        body = {"path": path, "optimizer": optimizer}
         return self.submit(tenant, "load_weights", model, seq_id, json.dumps(body).encode())
 
     def optim_step(self, tenant: str, model: str, seq_id: int, adam: Mapping[str, float]) -> str:

@@ -31,7 +31,7 @@ from rl.tinker import losses, wire
 from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
-from rl.tinker.database import Database, models
+from rl.tinker.database import Database, checkpoints, models
 from rl.tinker.limits import Limits
 from rl.tinker.loaded_models import LoadedModel, next_to_leave
 from rl.tinker.paths import directory_name, new_directory
@@ -200,7 +200,7 @@ class Training:
             state.num_steps += 1
             metrics = await self._backend.optim_step(model.id, OptimParams(**body["params"]))
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}, JSON
-        await self._backend.load(model.id, self._root / body["directory"], body["optimizer"])
+        await self._backend.load(model.id, self._checkpoint(body["path"], request), body["optimizer"])
         state.has_gradient = False
         return {"path": body["path"], "model_id": model.id, "type": "load_weights"}, JSON
 
@@ -223,9 +223,18 @@ class Training:
         if model.snapshot is not None:
             await self._backend.load(model.id, self._root / model.snapshot, True)
         elif model.source is not None:
+            if not (self._root / model.source).is_dir():
+                raise UserError(f"the checkpoint that {model.id} begins from is gone; create another model")
             await self._backend.load(model.id, self._root / model.source, model.source_optimizer)
         else:
             await self._backend.create(model.id, LoRA.from_record(model.lora), model.seed)
+
+    def _checkpoint(self, path: str, request: Row) -> Path:
+        """What it is when the request's turn comes: those before it may have saved another under its name."""
+        row = self._database.get(checkpoints, path)
+        if row is None or (request.finished and row.created > request.finished):  # it is done once more
+            raise UserError(f"{path} was overwritten or deleted before it was loaded; load another")
+        return self._root / row.directory
 
     async def _do_again(self, model: Row, before: int) -> LoadedModel:
         """Its requests since the snapshot. Raises RunError where one that worked now fails."""

@@ -65,7 +65,9 @@ def _parse(body: bytes) -> Any:
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except (DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise UserError("the body is not a ForwardBackwardRequest; send it with the tinker SDK") from error
+        raise UserError(
+            "the body is not a ForwardBackwardRequest; send it with the tinker SDK, 0.25 or newer"
+        ) from error
 
 
 def _datum(datum: Any) -> Datum:

@@ -89,7 +89,7 @@ def check_fields(body: bytes, descriptor: Descriptor) -> None:
             elif kind == _BYTES:
                 size, position = _varint(body, position, end)
                 if size > end - position:
-                    raise UserError("the body is cut off; send it with the tinker SDK")
+                    raise UserError("the body is cut off; send it with the tinker SDK, 0.25 or newer")
                 if field is not None and field.message_type is not None:
                     waiting.append((position, position + size, field.message_type))
                 elif _is_list(field) and size > _MAX_PACKED_BYTES:
@@ -98,7 +98,9 @@ def check_fields(body: bytes, descriptor: Descriptor) -> None:
                     )
                 position += size
             else:
-                raise UserError("the body is not a ForwardBackwardRequest; send it with the tinker SDK")
+                raise UserError(
+                    "the body is not a ForwardBackwardRequest; send it with the tinker SDK, 0.25 or newer"
+                )
 
 
 def _is_list(field: FieldDescriptor | None) -> bool:
@@ -117,4 +119,4 @@ def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
         if byte < 128:
             return value, position
         shift += 7
-    raise UserError("the body is cut off; send it with the tinker SDK")
+    raise UserError("the body is cut off; send it with the tinker SDK, 0.25 or newer")

@@ -264,7 +264,7 @@ ELSEWHERE = {
     "reference.model": "tests/config/test_settings_effect.py::test_a_teacher_is_another_model",
     "resume": "tests/integration/test_runs.py::test_a_run_goes_on_from_a_checkpoint_with_the_same_numbers",
     "tracking.sinks": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
-    "tracking.project": "tests/observability/test_sinks.py::test_mlflow_goes_on_in_its_run_and_has_each_step_once",
+    "tracking.project": "tests/observability/test_sinks.py::test_wandb_goes_on_in_its_run_and_has_each_step_once",
     "run_dir": "tests/integration/test_runs.py::test_a_run_leaves_its_artefacts",
     "record_batches": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
     "record_rollouts": "tests/config/test_settings_effect.py::test_a_setting_of_what_is_written_changes_the_files",
@@ -369,9 +369,16 @@ def test_every_setting_is_tested():
 def test_who_holds_a_setting_elsewhere_knows_it(setting):
     path, _, function = ELSEWHERE[setting].partition("::")
     source = (ROOT / path).read_text()
-    assert function in {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    if not path.startswith("tests/integration/"):  # whose recipes have it
-        assert re.search(rf"\b{setting.rpartition('.')[2]}\b", source), setting
+    functions = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+    if path.startswith("tests/integration/"):  # whose recipes have it
+        assert function in functions
+        return
+    text = ast.unparse(functions[function])
+    for statement in ast.parse(source).body:  # what it takes from its module
+        if not isinstance(statement, ast.FunctionDef | ast.Import | ast.ImportFrom):
+            targets = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+            text += ast.unparse(statement) * any(re.search(rf"\b{name}\b", text) for name in targets)
+    assert re.search(rf"\b{setting.rpartition('.')[2]}\b", text), setting
 
 
 FILES = [

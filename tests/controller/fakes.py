@@ -109,6 +109,9 @@ class FakeEngine(EngineHandle):
     async def optim_step(self, params, adapter=None):
         from rl.errors import NotFinite
 
+        if self._bad and self.fail_on[0] == "weights":  # no probe with a rate of 0 fails
+            self._bad = False
+            raise NotFinite("the weights are not finite", "weights")
         if self._bad:
             self._bad = False
             raise NotFinite("the gradient norm is inf; the step was not applied", "grad_norm")
@@ -264,7 +267,9 @@ class QuietRecorder(SimpleNamespace):
     """A recorder that keeps the metrics of each step."""
 
     def __init__(self, run_dir):
-        super().__init__(run_dir=run_dir, steps={}, evaluations={}, groups={}, failed={}, num_pauses=0)
+        super().__init__(
+            run_dir=run_dir, steps={}, evaluations={}, waited_since={}, groups={}, failed={}, num_pauses=0
+        )
 
     def warmup(self, *args):
         pass
@@ -285,7 +290,7 @@ class QuietRecorder(SimpleNamespace):
         self.failed[step, split] = groups
 
     def evaluation(self, step, metrics, groups, waited_since):
-        self.evaluations[step] = metrics
+        self.evaluations[step], self.waited_since[step] = metrics, waited_since
 
     async def keep_batch(self, step, batch, entropy_coef, keep_last):
         await asyncio.sleep(0)  # a turn, in which an interrupt may come

@@ -281,6 +281,23 @@ def test_where_every_sample_fails_the_weights_are_to_blame(tmp_path):
         run(config(), tmp_path, fail_on=("loss", None, 0))
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_update_that_leaves_no_finite_weights_is_blamed_on_no_sample(rank, tmp_path):
+    """An adapter's is undone: what the run had before is saved."""
+    settings = config(trainer=replace(config().trainer, lora=LoRA(rank=rank)))
+    with pytest.raises(RunError, match=r"\(weights\); no sample is to blame") as error:
+        run(settings, tmp_path, fail_on=("weights", None, 1))
+    is_saved = (tmp_path / "checkpoints" / "step-1" / ".metadata").exists()
+    assert is_saved == (rank > 0)
+    rest = "go on from --resume .*step-1" if rank else "set save_every to at most 1, and at least 1"
+    assert re.search(rest, str(error.value))
+
+
+def test_where_the_first_steps_second_update_fails_nothing_earlier_could_have_been_saved(tmp_path):
+    with pytest.raises(RunError, match="update 2 of 2 of the trainer: .*; begin the run again"):
+        run(config(minibatches=2, save_every=0), tmp_path, fail_on=("loss", None, 1))
+
+
 def test_a_warm_up_that_is_not_finite_says_so(tmp_path):
     with pytest.raises(RunError, match="warm-up step 1: the loss is nan; lower warmup.lr=0.003"):
         run(config(warmup=WarmupConfig(steps=1, batch_size=2)), tmp_path, fail_on=("loss", None, 0))

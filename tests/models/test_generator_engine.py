@@ -73,7 +73,7 @@ def test_requests_and_weights_join_between_the_steps_of_others():
             await asyncio.sleep(0)
         second = asyncio.create_task(engine.sample([2], 1, SamplingParams(2)))
         await engine.load_weights(Manifest(7, ()))
-        assert engine.version == 7 and not first.done()
+        assert not first.done()
         await second
         assert not first.done() and engine.progress.num_requests == 1
         await first

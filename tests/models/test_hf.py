@@ -319,6 +319,21 @@ def test_packed_rows_are_chosen_in_fp32_whatever_it_computes_in(tmp_path, capfd)
     assert "Gemma2ForCausalLM computes padded rows (packed rows: its attention uses" in capfd.readouterr().out
 
 
+def test_dropout_follows_the_runs_seed(tmp_path):
+    """And not what the process drew before, which torch seeds anew in each."""
+    write_model(tmp_path, "qwen2", attention_dropout=0.5)
+    batch = pack([supervised_sample([1], list(range(2, 60)))])
+
+    def losses(before, seed):
+        torch.manual_seed(before)
+        engine = HFEngine(tmp_path, EngineConfig(dropout=True, dropout_seed=seed))
+        return [engine.forward_backward(batch, CrossEntropy())["loss:sum"] for _ in range(2)]
+
+    first, again, other = losses(1, 5), losses(2, 5), losses(1, 6)
+    assert first == again
+    assert first[0] != first[1] and not set(first) & set(other)
+
+
 def test_a_models_own_dropout_is_off_unless_asked_for(tmp_path):
     write_model(tmp_path, "qwen2", attention_dropout=0.5)
     batch = pack([supervised_sample([1], list(range(2, 60)))])

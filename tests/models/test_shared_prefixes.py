@@ -11,6 +11,7 @@ from rl.micro_batch import Batch
 from rl.models.engine_config import EngineConfig
 from rl.models.hf_engine import HFEngine
 from rl.models.learner import local
+from rl.models.packing import packing
 from rl.models.titan import TitanEngine
 from rl.types import OptimParams, Sample
 from tests.numeric import assert_close_as, exact_twin
@@ -174,6 +175,14 @@ def test_a_tree_that_fits_into_no_row_is_cut_and_counted():
     assert cut.num_cuts == len(cut.ranks[0]) - 1 == 1
     assert cut.num_tokens == 2 * (60 + 4 * 20)
     assert cut.num_target_tokens == sum(s.target_mask.sum() for s in samples)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "n_embd"])
+def test_what_attention_costs_follows_from_the_models_width(name):
+    """A token that sees 6 D others costs as much in attention as in the layers' weights."""
+    for config in ({name: 64}, {"text_config": {name: 64}}):
+        cost = packing(EngineConfig(), config, True)["attention_cost"]
+        assert cost * 6 * 64 == pytest.approx(1.0)
 
 
 def test_micro_batches_are_balanced_by_what_attention_costs():

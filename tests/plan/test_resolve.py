@@ -408,11 +408,21 @@ def test_old_gpus_that_adapters_cannot_use_are_told_no_setting(model):
         assert line.endswith("use newer GPUs (this is a T4, 7.5)")
 
 
+def test_dropout_is_drawn_from_the_runs_seed(model):
+    trainer = dataclasses.replace(qwen(model).trainer, engine="hf", dropout=True)
+    made = settle(qwen(model, trainer=trainer, seed=7), cluster=cluster("2xH100-80"))
+    assert made.of("trainer")[0].spec.config.dropout_seed == 7
+
+
 def test_a_default_gives_way_to_a_setting(model):
     asked = GeneratorConfig(num_threads=3, cuda_graphs="off", kv_cache_gib=2.0)
-    config = qwen(model, dtype="float32", generator=asked, placement="alone")
+    config = qwen(model, dtype="float32", generator=asked, placement="by_turns")
     made = settle(config, cluster=cluster("2xH100-80"))
     spec = made.of("generator")[0].spec.config
+    assert (
+        spec.sleeps
+        and not settle(qwen(model), cluster=cluster("2xH100-80")).of("generator")[0].spec.config.sleeps
+    )
     assert spec.dtype == "float32" and not spec.cuda_graphs and spec.kv_cache_gib == 2.0
     assert made.of("generator")[0].processes[0].threads == 3
     reasons = {line.setting: line.why for line in made.settled}
@@ -504,6 +514,7 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
     assert run_dir == out  # its logs stay
     assert made == settle(config, command, Cluster((host,))) and made.command == command
     assert models["model"] == tmp_path / "qwen3-0.6b"
+    assert bool(made.of("critic")) == (command == "replay") and not made.of("reference")
     assert made.of("trainer")[0].spec.config.device_memory_gib is not None
 
 

@@ -70,10 +70,12 @@ class NeMoGym(ChatEnv):
 
     def _calling(self, name: str) -> Callable[[Mapping[str, Any], Episode], str]:
         def call(arguments: Mapping[str, Any], episode: Episode) -> str:
-            params, turn = _rows(self.path)[int(episode.problem.id)][_PARAMS], len(episode.turn_tokens)
-            if episode.state.get("called_in") == turn and not params.get("parallel_tool_calls", True):
+            params = _rows(self.path)[int(episode.problem.id)][_PARAMS]
+            before = sum(
+                m["role"] == "tool" for m in episode.messages[episode.num_opening :]
+            )  # in turns before
+            if len(episode.tool_results) > before and not params.get("parallel_tool_calls", True):
                 raise BadArguments(_ONE_CALL)
-            episode.state["called_in"] = turn
             return _post(episode.state["session"], name, arguments).text  # an error's too
 
         return call
@@ -84,15 +86,17 @@ class NeMoGym(ChatEnv):
         try:
             rows = _rows(self.path)
             tools = {json.dumps(_tools(row), sort_keys=True) for row in rows}
-            prompts = [list(_messages(row[_PARAMS])) for row in rows]
+            asked = [_messages(row[_PARAMS]) and row[_PARAMS]["input"] for row in rows]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return [f"env.path={self.path!r} cannot be read ({one_line(error)}); give rows of NeMo Gym"]
+            return [
+                f"env.path={self.path!r} cannot be read ({one_line(error)}); give rows of messages of text"
+            ]
         if len(rows) <= self.num_eval:
             return [f"env.path has {len(rows)} rows; lower env.num_eval={self.num_eval}"]
         if len(tools) > 1:
             return [f"the rows of env.path have {len(tools)} sets of tools; give a file for each"]
         return (
-            [] if all(prompts) else ["a row of env.path asks nothing: responses_create_params.input is empty"]
+            [] if all(asked) else ["a row of env.path asks nothing: responses_create_params.input is empty"]
         )
 
 
@@ -120,8 +124,10 @@ def _messages(params: Mapping[str, Any]) -> list[Message]:
 
 def _chat_message(item: Mapping[str, Any]) -> Message:
     if "role" not in item:
-        raise ValueError(f"an input of type {item.get('type')!r} is not offered here; messages are")
+        raise ValueError(f"an input of type {item.get('type')!r} is not offered here")
     content = item["content"]
+    if not isinstance(content, str) and (others := [part for part in content if "text" not in part]):
+        raise ValueError(f"content of type {others[0].get('type')!r} is not offered here")
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     return {"role": "system" if item["role"] == "developer" else item["role"], "content": text}
 

@@ -30,6 +30,7 @@ Schema = Mapping[str, Any]
 
 _STRING = {"type": "string", "description": "x"}
 _PARAMETERS = {"type": "object", "properties": {"x": _STRING}, "required": ["x"]}
+_WRITES_NONE = "describes tools, but writes no calls: it does not show in which format they are"
 _STAND_IN = "turn-" + uuid.UUID(int=0x5EED5EED5EED).hex
 
 
@@ -44,10 +45,15 @@ class ChatTemplate:
         self._folds = False  # until the template's own format is known
         self.written: CallFormat = "hermes"
         self.end_id, self._end = self._turn_end()
-        own = self._own_format()
+        own, writes_calls = self._own_format()
         self.written = written or own or "hermes"
-        self._folds = not knows_tools(tokenizer.chat_template) or (written is not None and written != own)
-        self._is_readable = self._folds or own is not None
+        self._folds = not knows_tools(tokenizer.chat_template) or (
+            writes_calls and written is not None and written != own
+        )
+        self._unreadable = ""  # why calls could not be read
+        if not (self._folds or written or own):
+            verb = "writes tool calls in a format that is not read here" if writes_calls else _WRITES_NONE
+            self._unreadable = f"the model's chat template {verb}"
         self._pickled_prompt = lru_cache(maxsize=256)(self._render_pickled)  # a group's siblings begin alike
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
@@ -56,7 +62,8 @@ class ChatTemplate:
 
     def prompt_once(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """As `prompt`, which keeps what it has made for the next time."""
-        self._check(tools)
+        if why := self.why_no_tools(tools):
+            raise ConfigError(f"{why}; set env.call_format to hermes, which is then described to the model")
         return self._tokens(self._render(messages, tools))
 
     def _render_pickled(self, conversation: bytes) -> list[int]:
@@ -110,24 +117,23 @@ class ChatTemplate:
         except Exception as error:  # the template is a program
             raise ConfigError(f"the model's chat template fails: {one_line(error):.200}") from error
 
-    def _check(self, tools: Sequence[Schema]) -> None:
-        """Raises ConfigError for tools whose calls could not be read."""
-        if tools and not self._is_readable:
-            raise ConfigError(
-                "the model's chat template writes tool calls in a format that is not read here; "
-                "set env.call_format to hermes, llama3 or pythonic, which is then described to the model"
-            )
-        names = [tool["function"]["name"] for tool in tools if self.written == "pythonic"]
-        if odd := [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]:
-            raise ConfigError(
-                f"the tool {odd[0]!r} cannot be called as in Python, as the model calls tools; give it a "
-                f"name of letters, digits and underscores, or set env.call_format to hermes"
-            )
+    def why_no_tools(self, tools: Sequence[Schema]) -> str:
+        """Why calls of these could not be read; empty where they can."""
+        if tools and self._unreadable:
+            return self._unreadable
+        functions = [tool["function"] for tool in tools if self.written == "pythonic"]
+        odd = [
+            name
+            for function in functions
+            for name in (function["name"], *(function.get("parameters") or {}).get("properties", ()))
+            if not name.isidentifier() or keyword.iskeyword(name)
+        ]
+        return f"{odd[0]!r} cannot be written in a call as in Python, as the model's are" if odd else ""
 
-    def _own_format(self) -> CallFormat | None:
-        """The format in which the template writes a call, so that it is read back as the same call."""
+    def _own_format(self) -> tuple[CallFormat | None, bool]:
+        """The format in which the template writes a call, so that it is read back; whether it writes any."""
         if not knows_tools(self._tokenizer.chat_template):
-            return None
+            return None, False
         function = {"name": "f", "arguments": {"x": _STAND_IN}}
         call = {"id": "call00000", "type": "function", "function": function}
         turns: list[Message] = [
@@ -141,7 +147,7 @@ class ChatTemplate:
                 self._render([{"role": "user", "content": "x"}, turn], tools, prompt=False) for turn in turns
             )
         except ConfigError:
-            return None
+            return None, True
         pairs = enumerate(zip(spoken, called, strict=False))
         begin = next((i for i, (a, b) in pairs if a != b), 0)
         turn = called[begin:]
@@ -150,8 +156,8 @@ class ChatTemplate:
             for written in get_args(CallFormat):
                 calls = [(call.name, call.arguments) for call in parse_turn(text, written).calls]
                 if calls == [("f", {"x": _STAND_IN})]:
-                    return written
-        return None
+                    return written, True
+        return None, _STAND_IN in turn
 
     def _turn_end(self) -> tuple[int, str]:
         """The token that ends the assistant's turns, and its text."""

@@ -15,6 +15,7 @@ from rl.types import Message
 
 CallFormat = Literal["hermes", "llama3", "pythonic"]
 
+_MISNAMED = frozenset({"args", "params"})
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 THINK, _THOUGHT = "<think>", "</think>"
@@ -149,8 +150,8 @@ def _is_answer(text: str) -> bool:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    arguments = {"parameters", "arguments"} & value.keys()
-    return "name" not in value or (not arguments and value.keys() > {"name", "type", "id"} & value.keys())
+    of_a_call = {"name", "type", "id", "parameters", "arguments", *_MISNAMED}
+    return "name" not in value or not value.keys() <= of_a_call
 
 
 class _Unreadable(ValueError):
@@ -170,6 +171,10 @@ def _json_call(text: str, start: int, arguments_name: str) -> tuple[ToolCall, in
         raise _Unreadable(f"the call is not JSON: {error}", start) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise _Unreadable("a call is a JSON object with a name", end)
+    if misnamed := _MISNAMED & call.keys():
+        raise _Unreadable(
+            f"{min(misnamed)!r} is no part of a call; arguments are its {arguments_name!r}", end
+        )
     alias = "parameters" if arguments_name == "arguments" else "arguments"
     arguments = call.get(arguments_name, call.get(alias, {}))
     if not isinstance(arguments, dict):

@@ -35,6 +35,12 @@ class GAE:
     def __post_init__(self) -> None:
         refuse(self)
 
+    def unread(self, prefix: str) -> list[str]:
+        """A line for each field that was changed and has no effect, with the prefix before its name."""
+        if self.whiten or self.eps == GAE.eps:
+            return []
+        return [f"{prefix}eps={self.eps} has no effect with {prefix}whiten=False; leave it"]
+
     def __call__(self, groups: Groups) -> list[list[np.ndarray]]:
         advantages = [[self._advantages(t) for t in group] for group in groups]
         return whiten(advantages, self.eps) if self.whiten else advantages

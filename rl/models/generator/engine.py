@@ -15,7 +15,7 @@ from itertools import count
 from rl.errors import GeneratorFailed, RunError
 from rl.models.generator.commands import Abort, Admit, Command, Load, Progress, Suspend, Tick
 from rl.models.generator.wave import Wave
-from rl.types import Completion, PolicyVersion, SamplingParams
+from rl.types import Completion, SamplingParams
 from rl.weight_sync.manifest import Manifest
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ class GeneratorEngine:
         self._sampling: set[int] = set()
         self._stepper: asyncio.Task[None] | None = None
         self._num_ticks = 0
-        self._version: PolicyVersion | None = None
 
     async def sample(
         self,
@@ -99,7 +98,6 @@ class GeneratorEngine:
         answer = self._expect(load.id)
         self._submit([load])
         await answer
-        self._version = manifest.version
 
     async def suspend(self) -> None:
         """Give back the memory of weights and cache. The next model that is loaded takes it again."""
@@ -107,12 +105,6 @@ class GeneratorEngine:
         answer = self._expect(suspend.id)
         self._submit([suspend])
         await answer
-        self._version = None
-
-    @property
-    def version(self) -> PolicyVersion | None:
-        """The newest that was loaded."""
-        return self._version
 
     @property
     def progress(self) -> Progress:

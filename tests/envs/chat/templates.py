@@ -32,6 +32,7 @@ _SPECIAL = re.compile(r"<\|[a-z_0-9]+\|>|<(?:bos|eos|start_of_turn|end_of_turn)>
 OTHERS = {
     "gemma4": "<turn|>",
     "gptoss": "<|return|>",
+    "lfm2": "<|im_end|>",
     "muse_glimmer": "<|eot|>",
     "nemotron_3_nano": "<|im_end|>",
     "qwen3_6": "<|im_end|>",

@@ -41,21 +41,28 @@ def test_a_call_is_read_as_the_template_writes_it(name, tmp_path):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_tools_are_refused_where_calls_could_not_be_read(name, tmp_path):
+    why = "writes no calls" if name == "lfm2" else "writes tool calls in a format that is not read here"
+    reason = rf"{why}.*; set env\.call_format to hermes"
     tokenizer = make_tokenizer(name, tmp_path, OTHERS[name])
     template = ChatTemplate(tokenizer)
     assert template.prompt([USER], [])
-    with pytest.raises(ConfigError, match=r"set env\.call_format to hermes, llama3 or pythonic"):
+    with pytest.raises(ConfigError, match=reason):
         template.prompt([USER], [TOOL])
     described = ChatTemplate(tokenizer, "hermes")
-    assert "look" in tokenizer.decode(described.prompt([USER], [TOOL]))
+    text = tokenizer.decode(described.prompt([USER], [TOOL]))
+    # A template that writes no calls describes tools itself.
+    assert "look" in text and ("<tool_call>" in text) == (name != "lfm2")
     assert described.parse(described.written_turn(CALLED)).calls[0].name == "look"
 
 
 @pytest.mark.parametrize("name", ["get-sum", "a.b", "class", "1st"])
-def test_a_tool_that_python_could_not_call_is_refused_where_calls_are_as_in_python(name, tmp_path):
+@pytest.mark.parametrize("of", ["tool", "parameter"])
+def test_what_python_could_not_call_is_refused_where_calls_are_as_in_python(of, name, tmp_path):
     template = ChatTemplate(make_tokenizer("lfm2_2_5", tmp_path, "<|im_end|>"))
-    tool = {"type": "function", "function": {"name": name, "parameters": {}}}
-    with pytest.raises(ConfigError, match=r"cannot be called as in Python.*env\.call_format to hermes"):
+    names = (name, "x") if of == "tool" else ("f", name)
+    parameters = {"type": "object", "properties": {names[1]: {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": names[0], "parameters": parameters}}
+    with pytest.raises(ConfigError, match=r"written in a call as in Python.*env\.call_format to hermes"):
         template.prompt([USER], [tool])
 
 

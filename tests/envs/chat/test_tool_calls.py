@@ -141,6 +141,8 @@ def test_an_answer_in_json_is_no_broken_call_of_llama3():
         assert parse_turn(broken, "llama3").malformed, broken
     assert parse_turn('{"name": "f"}', "llama3").calls == (ToolCall("f", {}),)
     assert parse_turn('{"name": "f", "type": "function"}', "llama3").calls == (ToolCall("f", {}),)
+    for misnamed in ("args", "params"):
+        assert parse_turn(f'{{"name": "f", "{misnamed}": {{"x": 1}}}}', "llama3").malformed
     person = parse_turn('{"name": "Bob", "age": 3}', "llama3")
     assert person.content == '{"name": "Bob", "age": 3}' and not person.calls and not person.malformed
 

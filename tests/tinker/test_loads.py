@@ -1,0 +1,84 @@
+"""A checkpoint that is saved, overwritten or deleted while a request to load it waits."""
+
+# holds: exact
+
+import asyncio
+import shutil
+
+import pytest
+
+from rl.tinker.database import checkpoints
+from tests.tinker.fakes import FakeBackend
+from tests.tinker.lives import ME, answered, living, make_model, save, train, value_of
+from tests.tinker.test_protocol import request_body
+
+
+def test_a_load_takes_what_is_saved_under_the_name_when_its_turn_comes(tmp_path):
+    """Clients send a save and a load of it without waiting between them."""
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            path = f"tinker://{model}/weights/a"
+            await save(service, "save_weights", model, 1, path="a")
+            await train(service, model, 2)
+            saving = service.save(ME, "save_weights", model, 4, {"path": "a", "overwrite": True})
+            loading = service.load_weights(ME, model, 5, path, True)
+            await answered(service, saving)
+            await answered(service, loading)
+            assert await value_of(service, model, 6) == pytest.approx(0.3)
+
+    asyncio.run(main())
+
+
+def test_a_load_that_is_done_once_more_is_refused_where_others_weights_have_its_name(tmp_path):
+    """After a restart, where no snapshot could be written behind it: they would be trained twice."""
+    root = tmp_path / "server"
+
+    class Full(FakeBackend):
+        async def save(self, model, directory, optimizer):
+            if directory.parent.parent.name == "models":
+                raise OSError("no space left on device")
+            await super().save(model, directory, optimizer)
+
+    async def main():
+        async with living(root, backend=Full()) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            await save(service, "save_weights", model, 1, path="a")
+            await answered(service, service.load_weights(ME, model, 2, f"tinker://{model}/weights/a", True))
+            await train(service, model, 3)
+            await save(service, "save_weights", model, 5, path="a", overwrite=True)
+        async with living(root) as service:
+            request = service.submit(ME, "forward", model, 6, request_body(model, 6))
+            failed = await answered(service, request, state="failed")
+            assert "overwritten or deleted before it was loaded" in failed.result.decode()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["load", "create"])
+def test_one_that_is_gone_when_its_turn_comes_is_the_clients_failure(kind, tmp_path):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            path = f"tinker://{model}/weights/a"
+            await save(service, "save_weights", model, 1, path="a")
+            row = service.database.get(checkpoints, path)
+            if kind == "load":
+                request = service.load_weights(ME, model, 2, path, True)
+            else:
+                request = service.create_model_from(ME, session, 1, path, True, {"path": path})
+            service.database.delete(checkpoints, checkpoints.c.path == path)
+            shutil.rmtree(root / row.directory)
+            failed = await answered(service, request, state="failed")
+            text = failed.result.decode()
+            expected = (
+                "overwritten or deleted before it was loaded" if kind == "load" else "create another model"
+            )
+            assert expected in text
+            assert '"user"' in text and str(root) not in text
+
+    asyncio.run(main())
