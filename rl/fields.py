@@ -9,16 +9,7 @@ import operator
 import os
 import types
 from collections.abc import Iterator
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -169,6 +160,8 @@ def _problem(name: str, value: Any, hint: Any) -> str | None:
         of_class = isinstance(value, type) and issubclass(value, _classes(hint))
         remedy = f"; write {value.__name__}(...)" if of_class else ""
         return f"{name}={shown(value)} must be {_words(hint)}{remedy}"
+    if get_origin(hint) in (Union, types.UnionType):  # of which one part fits
+        return _problem(name, value, next(kind for kind in get_args(hint) if fits(value, kind)))
     numbers = value if isinstance(value, tuple) else (value,)
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"{name}={value} must be finite"
@@ -202,6 +195,11 @@ def _classes(hint: Any) -> tuple[type, ...]:
     return (hint,) if isinstance(hint, type) else ()
 
 
+def _is_path(hint: Any) -> bool:
+    """A FilePath, or one or None."""
+    return isinstance(hint, IsPath) or any(map(_is_path, get_args(hint)))
+
+
 def expand_paths(config: T) -> T:
     """With the home directory for `~` in each field that is a FilePath, at any depth."""
     hints, changes = type_hints(type(config)), {}
@@ -209,7 +207,7 @@ def expand_paths(config: T) -> T:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) or isinstance(value, tuple):
             new: Any = _expanded(value)
-        elif any(isinstance(mark, IsPath) for mark in getattr(hints.get(field.name), "__metadata__", ())):
+        elif _is_path(hints.get(field.name)):
             new = os.path.expanduser(value) if isinstance(value, str) else value
         else:
             continue

@@ -3,14 +3,16 @@
 What huggingface_hub reads from the environment holds here: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
 """
 
+import os
 import re
 from functools import lru_cache
-from pathlib import Path
 
 from rl.errors import ConfigError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _DATA = "hf://datasets/"
+# A revision has no slash, but for those that the Hub makes.
+_DATA_FILE = re.compile(r"([^/]+/[^/@]+(?:@(?:refs/(?:convert|pr)/[^/]+|(?!refs/)[^/]+))?)/(.+)")
 _REACH_SECONDS = 4.0
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
 _MODEL_FILES = (*_SMALL_FILES, "*.safetensors")
@@ -26,7 +28,7 @@ def model_directory(path: str) -> str:
 
 def hub_id(path: str) -> str | None:
     """The model's id on the Hub, without its revision; None for a directory."""
-    if Path(path).exists() or not _ID.fullmatch(path):
+    if os.path.exists(path) or not _ID.fullmatch(path):
         return None
     return path.partition("@")[0]
 
@@ -45,11 +47,10 @@ def data_file(path: str) -> str:
     """A file as it is; for `hf://datasets/owner/name/file`, or .../name@revision/file, the Hub's."""
     if not path.startswith(_DATA):
         return path
-    owner, _, rest = path.removeprefix(_DATA).partition("/")
-    name, _, file = rest.partition("/")
-    if not file:
+    match = _DATA_FILE.fullmatch(path.removeprefix(_DATA))
+    if match is None:
         raise ConfigError(f"{path} names no file; give {_DATA}owner/name/file.jsonl")
-    return _download(f"{owner}/{name}", file)
+    return _download(*match.groups())
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """Paths that a user gives: can they be paths, can a directory be made there, who has it; and whole files."""
 
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,19 @@ def why_not_made(path: str) -> str:
     if existing == os.path.abspath(path) and os.listdir(existing):
         return "exists and is not empty; give another directory"
     return ""
+
+
+def new_directory(path: Path) -> Path:
+    """This one, or one with a number behind its name: no other call makes it, at the same moment either."""
+    for number in itertools.count(1):
+        directory = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            if not os.path.lexists(directory):  # one above it is a link to nothing
+                raise
+    raise AssertionError("itertools.count has no end")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,8 +1,10 @@
 from types import SimpleNamespace
 
 import psutil
+import pytest
 
 from rl import doctor
+from rl.cli import _dispatch
 
 
 def test_the_machine_that_runs_the_tests_is_well(capsys):
@@ -44,3 +46,11 @@ def test_what_runs_have_abandoned_is_listed_with_its_size(capsys, monkeypatch, t
     assert "elsewhere" not in out
     doctor.doctor([str(tmp_path / "elsewhere")])
     assert f"{tmp_path}/elsewhere/abandoned/1 (step-40): 1.50 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["worker", "doctor", "gpu-check", "fetch"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_commands_without_settings_say_how_they_are_written(command, flag, capsys):
+    assert _dispatch([command, flag]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.startswith(f"  rl {command}") for line in lines)

@@ -1,5 +1,6 @@
 """`rl fetch`: a directory is complete or not there, so that an interrupted fetch costs nothing but itself."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -177,6 +178,15 @@ def write_gguf(path):
     return kept
 
 
+@pytest.mark.parametrize("missing", ["gguf", "accelerate", "pip"])
+def test_what_the_conversion_needs_is_looked_for_before_the_download(tmp_path, monkeypatch, missing):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    monkeypatch.setattr(module, "_download", lambda scratch: pytest.fail("it downloads"))
+    with pytest.raises(ConfigError, match=rf"rl fetch needs {missing}.*; run: "):
+        module.fetch(["smollm2", str(tmp_path / "model")])
+
+
 @pytest.mark.timeout(180)
 def test_the_directory_holds_the_tensors_of_the_file_in_bf16(tmp_path):
     """And its sizes and tokens, as what trains and samples reads them."""
@@ -193,6 +203,7 @@ def test_the_directory_holds_the_tensors_of_the_file_in_bf16(tmp_path):
     out_dir.mkdir()
     module._convert(tmp_path / "scratch", out_dir)
     tensors = load_file(out_dir / "model.safetensors")
+    assert (out_dir / "model.safetensors").stat().st_mode == (out_dir / "config.json").stat().st_mode
     assert sorted(tensors) == sorted(kept)
     for name, tensor in kept.items():
         assert torch.equal(tensors[name], torch.from_numpy(tensor).bfloat16()), name

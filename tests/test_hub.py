@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from rl import hub as module
 from rl.envs.sort_letters import ALPHABET
 from rl.models.sources import TinyQwen3
 from tests.json_server import serving
@@ -154,3 +155,18 @@ def test_what_is_not_there_is_named(hub, tmp_path):
     assert "hf://datasets/me/none/train.jsonl could not be fetched" in answer["env"][0]
     answer = ask(tmp_path, "me/none", "hf://datasets/me/none", HF_ENDPOINT=hub[0])
     assert "names no file" in answer["env"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "repository", "file"),
+    [
+        ("owner/name/a.jsonl", "owner/name", "a.jsonl"),
+        ("owner/name/data/a.jsonl", "owner/name", "data/a.jsonl"),
+        ("owner/name@v1/data/a.jsonl", "owner/name@v1", "data/a.jsonl"),
+        ("owner/name@refs/convert/parquet/default/0000.parquet", "owner/name@refs/convert/parquet", "default/0000.parquet"),
+        ("owner/name@refs/pr/3/a.jsonl", "owner/name@refs/pr/3", "a.jsonl"),
+    ],
+)  # fmt: skip
+def test_which_part_of_a_datasets_path_is_the_revision(monkeypatch, path, repository, file):
+    monkeypatch.setattr(module, "_download", lambda *asked: asked)
+    assert module.data_file(f"hf://datasets/{path}") == (repository, file)

@@ -91,6 +91,38 @@ def test_a_dead_index_is_refused_before_anything_is_installed(tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ("3 10", "is a virtual environment of Python 3.10; remove it"),
+        ("", "whose Python does not start; remove it"),
+    ],
+)
+def test_an_environment_of_another_python_is_refused(tmp_path, answer, sentence):
+    """`python -m venv` would leave the Python that it has."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\n{f'echo {answer}' if answer else 'exit 1'}\n")
+    python.chmod(0o755)
+    assert sentence in check.install_problem(str(tmp_path), "cpu")
+    python.write_text(f"#!/bin/sh\necho {sys.version_info[0]} {sys.version_info[1]}\n")
+    assert check.environment_problem(str(tmp_path)) == check.environment_problem(str(tmp_path / "none")) == ""
+
+
+@pytest.mark.parametrize(("device", "other"), [("cpu", "gpu"), ("gpu", "cpu")])
+@pytest.mark.parametrize("stamp", [".setup-{}", ".for-{}"])
+def test_an_environment_for_the_other_device_is_refused(tmp_path, device, other, stamp):
+    """Also where its installation was interrupted."""
+    for name in (".created", stamp.format(other)):
+        (tmp_path / name).touch()
+    done = make("setup", f"VENV={tmp_path}", f"DEVICE={device}", env=dict(os.environ))
+    assert done.returncode != 0 and not (tmp_path / f".setup-{device}").exists()
+    assert (
+        f"was made for the {other.upper()}; run: rm -rf {tmp_path} && make setup DEVICE={device}, or keep it by DEVICE={other}"
+        in done.stderr
+    )
+
+
 def test_a_cpu_that_would_get_torch_for_cuda_needs_more_space(tmp_path, monkeypatch):
     asked = []
     versions = {"torch": "2.13.0", "torchmonarch": "0.7.0"}

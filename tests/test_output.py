@@ -46,3 +46,10 @@ def test_what_runs_goes_on_without_its_output():
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line of a run\n", "done\n")
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code():
+    """As of `rl ... 2>&1 | tee` after Ctrl-C, which ends tee first."""
+    done = run(f"{sys.executable} -m rl.cli fetch nothing 2>&1 | true; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert run(f"{sys.executable} -m rl.cli fetch nothing 2>&-").returncode == 2

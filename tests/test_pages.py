@@ -77,15 +77,15 @@ ROUNDS = 5
 
 def measure(steps):
     """Measures."""
-    found = [helper(step, 2) for step in steps if step.is_long]
+    found = [helper(step, times=2, size=8) for step in steps if step.is_long]
     print(f"{found[0]:.1f} is the first of them")
     return statistics.median(found) - min(found)
 '''
 OTHER = """
 UNIT = 1000
 
-def helper(step, times):
-    return step.seconds * times * UNIT
+def helper(step, times, size):
+    return step.seconds * times * UNIT / size
 
 def unused():
     return 1
@@ -124,7 +124,10 @@ def test_words_and_names_are_no_other_code(page, old, new):
         ("median", "fmean"),
         ("min(", "max("),
         ("if step.is_long", ""),
-        ("helper(step, 2)", "helper(2, step)"),
+        ("helper(step, ", "helper(steps, "),
+        ("times=2, size=8", "times=8, size=2"),
+        ("times=2", "rounds=2"),
+        ("step.is_long", "step.is_short"),
         ("found[0]", "found[1]"),
         ("statistics.median(found) - min(found)", "min(found) - statistics.median(found)"),
     ],

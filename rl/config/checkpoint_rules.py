@@ -1,5 +1,6 @@
 """Why a run cannot go on from a checkpoint: it is broken, or of another model or algorithm."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -62,7 +63,7 @@ def check_resume(config: RunConfig, starts_reference: bool = True) -> list[str]:
     example = "give runs/.../checkpoints/step-N"
     match = re.fullmatch(r"step-(\d+)", path.name)
     if match is None:
-        missing = "" if path.exists() else "does not exist, and "
+        missing = "" if os.path.exists(path) else "does not exist, and "
         return [
             f"{setting} {missing}is not named step-N; give a run's directory, or runs/.../checkpoints/step-N"
         ]

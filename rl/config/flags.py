@@ -6,8 +6,10 @@ import difflib
 import io
 import shlex
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
@@ -19,6 +21,7 @@ from rl.fields import check_fields, describe_type, expand_paths, postpone_refusa
 from rl.type_hints import type_hints
 
 T = TypeVar("T")
+_SEVERAL = (tuple, list, dict, set, frozenset)
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 
 # Of foreign names whose value means something else there: what to change in it.
@@ -30,13 +33,31 @@ FOREIGN_VALUES = {
 
 
 def setting_names(config: Any, prefix: str = "") -> list[str]:
-    """Every leaf of the nested config: "steps", "trainer.lr", ..."""
+    """Every leaf of the nested config: "steps", "trainer.lr", "env.tasks.0.1.num_eval", ..."""
     names = []
-    for field in settable(config):
-        value = getattr(config, field.name)
-        nested = dataclasses.is_dataclass(value)
-        names += setting_names(value, f"{prefix}{field.name}.") if nested else [prefix + field.name]
+    for name, value in _parts(config):
+        names += setting_names(value, f"{prefix}{name}.") if _has_parts(value) else [prefix + name]
     return names
+
+
+def _parts(owner: Any) -> list[tuple[str, Any]]:
+    if isinstance(owner, tuple):
+        return [(str(i), value) for i, value in enumerate(owner)]
+    return [(field.name, getattr(owner, field.name)) for field in settable(owner)]
+
+
+def _has_parts(value: Any) -> bool:
+    """A dataclass, or a tuple with one somewhere in it."""
+    if type(value) is tuple:  # not of another class, which could not be made again of its items
+        return any(map(_has_parts, value))
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _value(config: Any, name: str) -> Any:
+    """Of a setting or a section."""
+    for part in name.split(".") if name else ():
+        config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
+    return config
 
 
 def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
@@ -69,12 +90,14 @@ def settings_of(config: T, arguments: Sequence[str]) -> tuple[T, list[str]]:
 def _with(owner: Any, names: Sequence[str], values: Sequence[str], within: str = "") -> Any:
     """The part of the config with one field read from the command line. Raises ConfigError."""
     name, *rest = names
-    path, current = f"{within}{name}", getattr(owner, name)
+    path, current = f"{within}{name}", _value(owner, name)
     if rest:
         new = _with(current, rest, values, f"{path}.")
     else:
-        hint = type_hints(type(owner)).get(name, Any)
+        hint = _hint(owner, name)
         new = _read(path, type(current) if hint is Any else hint, current, values)
+    if isinstance(owner, tuple):
+        return tuple(new if i == int(name) else value for i, value in enumerate(owner))
     try:
         return dataclasses.replace(owner, **{name: new})
     except ConfigError:
@@ -122,12 +145,12 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
         if name not in known:
             problems.append(_unknown(config, name, known))
             continue
-        value = attrgetter(name)(config)
-        if callable(value) or (value is None and not _is_plain(config, name)):
+        value, hint = _value(config, name), _hint(config, name)
+        if callable(value) or (value is None and not _is_plain(hint)):
             problems.append(f"--{name} is a part that is made in Python; set it in a recipe of your own")
             continue
-        several = isinstance(value, tuple | list | dict | set | frozenset)
-        if values == ["None"] and _may_be_empty(config, name):
+        several = isinstance(value, _SEVERAL) or (value is None and _may_be_several(hint))
+        if values == ["None"] and _may_be_empty(hint):
             values = []
         elif not values:
             problems.append(f"--{name} has no value; write --{name} VALUE")
@@ -139,23 +162,32 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
 
 
 def _hint(config: Any, name: str) -> Any:
-    owner, _, field = name.rpartition(".")
-    return type_hints(type(attrgetter(owner)(config) if owner else config)).get(field, Any)
+    section, _, field = name.rpartition(".")
+    return type_hints(type(_value(config, section))).get(field, Any)
 
 
-def _may_be_empty(config: Any, name: str) -> bool:
+def _may_be_empty(hint: Any) -> bool:
     """Whether `None` empties it: a tuple of any length, but of texts, of which it may be one."""
-    hint = _hint(config, name)
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return get_origin(hint) is tuple and get_args(hint)[-1:] == (...,) and get_args(hint)[0] is not str
 
 
-def _is_plain(config: Any, name: str) -> bool:
-    """Whether a setting that may be None is otherwise a word or a number, as a flag has it."""
-    hint = _hint(config, name)
-    kinds = [kind for kind in get_args(hint) if get_origin(kind) is not Literal]
-    return bool(get_args(hint)) and {*kinds} <= {str, int, float, bool, type(None)}
+def _is_plain(hint: Any) -> bool:
+    """Whether words of a command line can be a value of the type."""
+    kinds = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    if get_origin(hint) is Literal or hint is Ellipsis:
+        return True
+    if get_origin(hint) not in (None, Annotated, Union, UnionType, *_SEVERAL):  # a function
+        return False
+    if kinds:
+        return all(map(_is_plain, kinds))
+    return isinstance(hint, type) and issubclass(hint, str | int | float | Path | Enum | type(None))
+
+
+def _may_be_several(hint: Any) -> bool:
+    """Whether a value of the type may be several words."""
+    return get_origin(hint) in _SEVERAL or any(map(_may_be_several, get_args(hint)))
 
 
 def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
@@ -206,7 +238,7 @@ def _unknown(config: Any, name: str, known: Sequence[str]) -> str:
         return "there is no setting --temperature: training samples at 1, evaluation is greedy"
     if name in SPLIT:
         return f"--{name} is two settings now; set {' and '.join('--' + new for new in SPLIT[name])}"
-    if part := next((k for k in known if name.startswith(f"{k}.") and attrgetter(k)(config) is None), ""):
+    if part := next((k for k in known if name.startswith(f"{k}.") and _value(config, k) is None), ""):
         return f"--{part} is a part that is made in Python, and not there; set it in a recipe of your own"
     if inside := [k for k in known if k.startswith(f"{name}.")]:
         return f"--{name} is a section, not a setting; its settings: {', '.join('--' + k for k in inside)}"

@@ -43,7 +43,7 @@ def what_a_replay_needs(config: RunConfig, resumed_at: int = 0, in_place: bool =
     if not kept:
         return []
     if in_place:
-        before, left = max(before, resumed_at), last
+        before, left = max(before, resumed_at if resumed_at < last else 0), last
     else:
         before, left = before if before > resumed_at else 0, last - resumed_at
     by_time, many = f"save_every_minutes={config.save_every_minutes:g}", f"record_batches={kept}"

@@ -72,7 +72,7 @@ def changed_settings(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return [f"what has changed since the checkpoint's run is not known: {error}"]
     old, new = _leaves(before), _leaves(to_json(config))
-    names = [name for name in dict.fromkeys([*old, *new]) if name not in ("resume", "run_dir")]
+    names = [name for name in dict.fromkeys([*old, *new]) if name not in ("resume", "run_dir", "hosts")]
     return [
         f"changed since the checkpoint's run: {name} {_written(old, name)} -> {_written(new, name)}"
         for name in names

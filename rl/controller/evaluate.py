@@ -64,9 +64,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     rest = list(arguments)
     num_samples = _take_samples(rest)
     flags = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    if flags < 2:
+        raise ConfigError(f"no {'recipe' if flags else 'model'} is named; {_USAGE}")
     model, recipes, rest = rest[0], rest[1:flags], rest[flags:]
-    if not recipes:
-        raise ConfigError(f"no recipe is named; {_USAGE}")
     configs = {name: _config(model, name, rest) for name in recipes}
     for name, config in configs.items():
         with modules_of(source_of(name)):

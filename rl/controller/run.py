@@ -33,18 +33,21 @@ from rl.observability.silence import break_silence
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
-from rl.paths import lock_directory
+from rl.paths import lock_directory, new_directory
 from rl.processes import on_interrupt
 from rl.waiting import beside, give_way_often
 
 _SAME_SIGNAL_SECONDS = 1.0
 
 
-def run(recipe: str, config: RunConfig, source: str = "", known: Sequence[str] = ()) -> int:
+def run(
+    recipe: str, config: RunConfig, source: str = "", known: Sequence[str] = (), hosts_last: bool = True
+) -> int:
     """Check, then train. Returns the exit code.
 
     source: where the recipe is, as `rl train` was told; config.json names it. known: problems that are known
-    already. Raises ConfigError with every problem before any process starts.
+    already. hosts_last: config.hosts are there after the run, too, and stand in config.json. Raises
+    ConfigError with every problem before any process starts.
     """
     in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
     asked_for = config.resume
@@ -58,6 +61,7 @@ def run(recipe: str, config: RunConfig, source: str = "", known: Sequence[str] =
             raise ConfigError("\n".join(problems))
     run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
+        run_dir = run_dir if config.run_dir else new_directory(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(run_dir, "run")
         if in_place:
@@ -68,10 +72,11 @@ def run(recipe: str, config: RunConfig, source: str = "", known: Sequence[str] =
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         resumed_at = step_of(config.resume) if config.resume else 0
         replays = what_a_replay_needs(config, resumed_at, in_place or not config.resume)
+        asked = config if hosts_last else replace(config, hosts="")
         for line in [*changed_settings(config), *replays]:
             print(line, flush=True)
         # Who starts again from these settings starts at the beginning.
-        write_config(run_dir, source or recipe, replace(config, resume="") if in_place else config)
+        write_config(run_dir, source or recipe, replace(asked, resume="") if in_place else asked)
     except OSError as error:
         raise ConfigError(
             f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"

@@ -1,6 +1,5 @@
 """The directory of an evaluation or a replay: nobody else's, and its logs stay there."""
 
-import itertools
 import os
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from rl.errors import ConfigError, RunError
 from rl.observability.log_tail import log_tail
-from rl.paths import lock_directory
+from rl.paths import lock_directory, new_directory
 
 _NAMES = {"eval": "model evaluation", "replay": "replay"}
 
@@ -23,7 +22,8 @@ def own_directory(kind: str, run_dir: str = "") -> Iterator[Path]:
     cannot be made or belongs to another. A RunError of the context gets the place of its logs.
     """
     try:
-        directory = Path(run_dir) if run_dir else _new_directory(kind)
+        named = Path(run_dir or f"runs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+        directory = named if run_dir else new_directory(named)
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(directory, _NAMES[kind])
     except OSError as error:
@@ -36,16 +36,3 @@ def own_directory(kind: str, run_dir: str = "") -> Iterator[Path]:
         raise RunError(f"{error}; its logs are in {directory / 'logs'}") from error
     finally:
         os.close(lock)
-
-
-def _new_directory(kind: str) -> Path:
-    """Made by this call alone, whoever makes one at the same moment."""
-    stem = f"runs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(1):
-        directory = Path(stem if number == 1 else f"{stem}-{number}")
-        try:
-            directory.mkdir(parents=True)
-            return directory
-        except FileExistsError:
-            continue
-    raise AssertionError("itertools.count has no end")

@@ -14,6 +14,7 @@ from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe, write_plan
 from rl.errors import ConfigError
 from rl.fields import check_fields
+from rl.paths import new_directory
 from rl.plan.cluster import Cluster, parse_cluster
 
 _OF_JOBS = tuple(f"--{name}." for name in LAUNCHERS)
@@ -46,7 +47,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     problems += [
         f"{flag} has no effect here: {why}; leave it out"
         for flag, why in _NOT_OF_JOBS.items()
-        if flag in rest
+        if flag in map(flag_name, rest)
     ]
     if cluster and not is_dry:
         problems.append("--cluster has no effect without --dry_run; leave it out")
@@ -55,13 +56,17 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     job = getattr(jobs, launcher)
     run_dir = job.run_dir(config.run_dir, f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     source = from_anywhere(recipe_name, recipe) if job.shares_files else recipe_name
-    text = job.text(run_dir, job.command(source, _without(rest, "--run_dir"), run_dir))
-    place = job.place(run_dir)
+    words, place = _without(rest, "--run_dir"), job.place(run_dir)
+    text = job.text(run_dir, job.command(source, words, run_dir))
     file = place / job.file
     result = plan_or_problems(config, "train", _hosts_of(job, launcher, cluster)) if is_dry else None
     if isinstance(result, list):
         raise ConfigError("\n".join(result))
     try:
+        if not config.run_dir:  # another may be submitted in this second
+            place = new_directory(place)
+            run_dir, file = run_dir.with_name(place.name), place / job.file
+            text = job.text(run_dir, job.command(source, words, run_dir))
         place.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         if result is not None:
@@ -86,9 +91,11 @@ def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[st
     cluster, is_dry = take_value(words, "--cluster", "'2 x 8xH100-80'"), take_switch(words, "--dry_run")
     groups: list[list[str]] = []
     for word in words:
-        if word.startswith("--") or not groups:
-            _, equals, value = word.partition("=")
-            groups.append([flag_name(word) or word, *([value] if equals else [])])
+        flag, equals, value = word.partition("=")
+        if (word.startswith("--") and flag.strip("-")) or not groups:
+            name = flag_name(word) or word
+            is_like_a_flag = value.startswith("-")  # taken apart it could be one
+            groups.append([f"{name}={value}"] if is_like_a_flag else [name, *([value] if equals else [])])
         else:
             groups[-1].append(word)
     of_job = [word for group in groups if group[0].startswith(_OF_JOBS) for word in group]
@@ -97,11 +104,12 @@ def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[st
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:
-    """Without the flag and its one value."""
+    """Without the flag and its one value, which may be a part of its word."""
     kept = list(words)
-    if flag in kept:
-        at = kept.index(flag)
-        del kept[at : at + 2]
+    for at, word in enumerate(kept):
+        if flag_name(word) == flag:
+            del kept[at : at + (1 if "=" in word else 2)]
+            return kept
     return kept
 
 

@@ -59,14 +59,18 @@ def expert_names(name: str, num_experts: int) -> list[str] | None:
 def read_config(model_dir: str | Path) -> dict[str, Any]:
     """The contents of config.json. Raises ConfigError where there is none."""
     path = Path(model_dir) / "config.json"
-    if not path.is_file():
+    try:
+        config = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError(
             f"model directory {model_dir} has no config.json; "
             f"give the path of a Hugging Face model directory, or make one with: rl fetch smollm2"
-        )
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        ) from error
+    except PermissionError as error:
+        raise ConfigError(f"{path} may not be read; give yourself access, or another model") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give another model") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); fetch it again") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no JSON object; fetch it again")
@@ -258,19 +262,26 @@ def save_model(
     for i, names in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         (out_dir / f"part-{i}.safetensors").rename(out_dir / name)
-        (out_dir / name).chmod(0o644)  # safetensors writes 0600
         weight_map |= dict.fromkeys(names, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out_dir / _INDEX).write_text(json.dumps(index, indent=1))
     copy_companions(model_dir, out_dir, dtype)
+    make_readable(out_dir)
+
+
+def make_readable(out_dir: Path) -> None:
+    """Weights as the config beside them: safetensors writes them with mode 0600, whatever the umask."""
+    mode = (out_dir / "config.json").stat().st_mode & 0o777
+    for path in out_dir.glob("*.safetensors"):
+        path.chmod(mode)
 
 
 def copy_companions(model_dir: str | Path, out_dir: Path, dtype: torch.dtype) -> None:
     """Config and tokenizer beside exported weights."""
     for path in Path(model_dir).iterdir():
         if path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
-            shutil.copy(path, out_dir / path.name)
+            shutil.copyfile(path, out_dir / path.name)  # without its mode, which may be to read alone
     config = read_config(model_dir) | {"dtype": str(dtype).removeprefix("torch.")}
     (out_dir / "config.json").write_text(json.dumps(config, indent=1))
 

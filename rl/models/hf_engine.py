@@ -226,6 +226,7 @@ class HFEngine(Engine):
         # It refuses to write some settings for sampling that it reads; the file itself is copied.
         self._model.lm.generation_config = transformers.GenerationConfig()
         self._model.lm.save_pretrained(out_dir, state_dict=dict(tensors))
+        hf.make_readable(out_dir)
         hf.copy_companions(self._model_dir, out_dir, self._dtype)
 
     @torch.no_grad()

@@ -65,8 +65,7 @@ class Training:
         self._backend = backend
         self._root = root
         self._save = save
-        self._snapshot_every = limits.snapshot_every
-        self._max_models = limits.max_models
+        self._limits = limits
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # the one used longest ago first
         self._waiting = TrainingQueue()
         self._arrived = asyncio.Event()
@@ -169,7 +168,7 @@ class Training:
             return
         # A checkpoint that a model was loaded from may be deleted while the model lives.
         loaded = request.kind == "load_weights" or (request.kind == "create_model" and model.source)
-        if not loaded and state.num_steps < self._snapshot_every:
+        if not loaded and state.num_steps < self._limits.snapshot_every:
             return
         try:
             await self._try_snapshot(model, request.number, state)
@@ -232,7 +231,8 @@ class Training:
     def _checkpoint(self, path: str, request: Row) -> Path:
         """What it is when the request's turn comes: those before it may have saved another under its name."""
         row = self._database.get(checkpoints, path)
-        if row is None or (request.finished and row.created > request.finished):  # it is done once more
+        is_newer = row and request.finished and row.created > request.finished  # the request is done again
+        if row is None or is_newer or not (row.public or row.tenant == request.tenant):
             raise UserError(f"{path} was overwritten or deleted before it was loaded; load another")
         return self._root / row.directory
 
@@ -253,7 +253,7 @@ class Training:
 
     async def _make_room(self, tenant: str) -> None:
         """For a model of the tenant. What another has learned since its snapshot is done again later."""
-        if len(self._loaded) < self._max_models:
+        if len(self._loaded) < self._limits.max_models:
             return
         model_id = next_to_leave(self._loaded, tenant)
         state = self._loaded[model_id]

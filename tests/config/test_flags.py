@@ -1,16 +1,21 @@
 """Values on the command line: whatever a value begins with, after = it is the value."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from operator import attrgetter
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
 from configs.quickstart import quickstart
+from rl.bounds import FilePath, PositiveInt
 from rl.config.flags import override, setting_names, settings_of
+from rl.envs.mixture import Mixture
 from rl.envs.question_file import QuestionFile
-from rl.fields import postpone_refusals
+from rl.fields import check_fields, expand_paths, postpone_refusals
 
 CONFIG = replace(quickstart(), env=QuestionFile(path="questions.jsonl", num_eval=1))
 SETTINGS = {name: attrgetter(name)(CONFIG) for name in setting_names(CONFIG)}
@@ -111,3 +116,76 @@ class Command:
 )
 def test_the_words_of_a_command_may_begin_with_a_dash(words):
     assert settings_of(Command(), ["--command", *words]) == (Command(words), [])
+
+
+class Size(Enum):
+    SMALL = "small"
+
+
+@dataclass(frozen=True)
+class Optional:
+    count: Annotated[int, "at least 1"] | None = None
+    file: Path | None = None
+    size: Size | None = None
+    numbers: tuple[int, ...] | None = None
+    words: list[str] | None = None
+    made: Callable | None = None
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--count 3", 3),
+        ("--file a/b", Path("a/b")),
+        ("--size SMALL", Size.SMALL),
+        ("--numbers 1 2", (1, 2)),
+        ("--words a b", ["a", "b"]),
+    ],
+)
+def test_a_setting_that_may_be_none_takes_what_its_type_says(words, value):
+    flag, *rest = words.split()
+    config, problems = settings_of(Optional(), [flag, *rest])
+    assert problems == [] and getattr(config, flag[2:]) == value
+    config, problems = settings_of(config, [flag, "None"])
+    assert problems == [] and getattr(config, flag[2:]) is None
+    (problem,) = settings_of(Optional(), ["--made", "x"])[1]
+    assert "is a part that is made in Python" in problem
+
+
+def test_the_parts_of_a_mixture_are_settings(capsys):
+    tasks = (
+        ("words", QuestionFile(path="a.jsonl", num_eval=1)),
+        ("more", QuestionFile(path="b.jsonl", num_eval=1)),
+    )
+    config = replace(quickstart(), env=Mixture(tasks=tasks))
+    changed, problems = override(
+        config, ["--env.tasks.1.1.num_eval", "5", "--env.tasks.0.0", "w"], "rl train x"
+    )
+    assert problems == []
+    assert [(name, env.num_eval, env.path) for name, env in changed.env.tasks] == [
+        ("w", 1, "a.jsonl"),
+        ("more", 5, "b.jsonl"),
+    ]
+    with pytest.raises(SystemExit):
+        override(config, ["--help"], "rl train x")
+    shown = set(re.findall(r"--(env\.tasks[\w.]+)", capsys.readouterr().out))
+    assert shown and shown == {name for name in setting_names(config) if name.startswith("env.tasks")}
+
+
+@dataclass(frozen=True)
+class Bounded:
+    count: PositiveInt | None = None
+    file: FilePath | None = None
+    kinds: tuple[type, ...] = (Size, Optional)
+
+
+def test_a_setting_that_may_be_none_keeps_its_bounds(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    assert setting_names(Bounded()) == ["count", "file", "kinds"]
+    config, problems = settings_of(Bounded(), ["--count", "-5", "--file", "~/a"])
+    assert problems == []
+    _, problems = check_fields(config)
+    assert problems == ["count=-5 must be at least 1"]
+    assert expand_paths(config).file == "/home/x/a"
+    _, (problem,) = check_fields(Bounded(file="a\0b"))
+    assert "holds a NUL character" in problem

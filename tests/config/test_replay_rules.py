@@ -95,6 +95,8 @@ def test_a_run_that_goes_on_in_its_directory_can_go_on_from_the_checkpoint_that_
     config = replace(quickstart(), record_batches=20, save_every_minutes=0.0)
     (line,) = what_a_replay_needs(config, 85)
     assert "will do steps 86 to 100 again" in line
+    (line,) = what_a_replay_needs(config, 100)  # its command once more
+    assert "will do steps 81 to 100 again" in line
 
 
 def test_it_is_a_problem_of_the_run():

@@ -52,6 +52,8 @@ def test_measures_of_greedy_answers_and_of_samples():
     ("arguments", "said"),
     [
         (["model"], "no recipe is named"),
+        (["--samples", "8"], "no model is named"),
+        (["--samples=8", "--steps", "3"], "no model is named"),
         (["model", "quickstart", "--samples"], "--samples has no value; write --samples 8"),
         (["model", "quickstart", "--samples", "0"], "from 1 to 1024"),
         (["model", "quickstart", "--samples=8", "--samples", "9"], "--samples is given 2 times"),

@@ -3,9 +3,13 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from configs.quickstart import quickstart
+from rl.config.codec import read_config
+from rl.controller import run as run_module
 from rl.controller.side_run import own_directory
 from rl.errors import ConfigError, RunError
 
@@ -29,6 +33,35 @@ def test_those_that_start_in_the_same_second_have_a_directory_each(one_second):
         directories = list(threads.map(start, range(AT_ONCE)))
     assert len(set(directories)) == AT_ONCE
     assert [(directory / "eval.json").read_text() for directory in directories] == [*map(str, range(AT_ONCE))]
+
+
+def test_so_have_runs_without_a_name(one_second, monkeypatch):
+    directories = []
+
+    async def main(recipe, config, run_dir, *_):
+        directories.append(run_dir)
+
+    monkeypatch.setattr(run_module, "_main", main)
+    for _ in range(2):
+        assert run_module.run("quickstart", quickstart()) == 0
+    assert [directory.name for directory in directories] == [
+        "quickstart-20260101-000000",
+        "quickstart-20260101-000000-2",
+    ]
+
+
+def test_hosts_of_a_group_are_no_setting_of_its_run(one_second, monkeypatch):
+    """Their addresses go with the job: who reads config.json later would wait for them."""
+    used = []
+
+    async def main(recipe, config, run_dir, *_):
+        used.append((config.hosts, read_config(str(run_dir / "config.json"))[1]["hosts"]))
+
+    monkeypatch.setattr(run_module, "_main", main)
+    monkeypatch.setattr(run_module, "validate", lambda *_, **__: [])
+    for hosts_last in (True, False):
+        run_module.run("quickstart", replace(quickstart(), hosts="127.0.0.1:1"), hosts_last=hosts_last)
+    assert used == [("127.0.0.1:1", "127.0.0.1:1"), ("127.0.0.1:1", "")]
 
 
 def test_a_directory_that_is_named_is_for_one_at_a_time(tmp_path):

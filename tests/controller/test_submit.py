@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,6 +234,24 @@ def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, c
     assert "nothing was started" in capsys.readouterr().out
     submit(tmp_path, *SLURM, "--dry_run")  # hosts as this one
     assert len(json.loads((tmp_path / "run" / "plan.json").read_text())["cluster"]["hosts"]) == 2
+
+
+def test_two_that_are_submitted_in_one_second_have_a_directory_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    for _ in range(2):
+        assert _dispatch(["train", "quickstart", *SLURM]) == 0
+    for name in ("quickstart-20260101-000000", "quickstart-20260101-000000-2"):
+        text = (tmp_path / "runs" / name / "slurm.sh").read_text()
+        assert f"--run_dir {tmp_path}/runs/{name} " in text
+
+
+def test_values_that_look_like_flags_are_handed_on_as_values(tmp_path):
+    submit(tmp_path, *SLURM, "--env.prompt_prefix=--think", "--tracking.project", "---")
+    (srun,) = re.findall("^srun .*$", (tmp_path / "run" / "slurm.sh").read_text(), re.M)
+    words = shlex.split(srun)
+    assert "--env.prompt_prefix=--think" in words
+    assert words[words.index("--tracking.project") + 1] == "---"
 
 
 def test_flags_may_be_written_with_dashes(tmp_path):

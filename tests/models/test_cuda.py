@@ -193,8 +193,13 @@ def test_doctor_says_what_a_gpu_machine_lacks(monkeypatch, capsys, tmp_path):
     paths = {**doctor.sysconfig.get_paths(), "include": str(tmp_path)}
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda *_: paths)
     problems: list[str] = []
-    doctor._devices(types.SimpleNamespace(__version__="2.13.0", version=torch.version), problems)
+    for_cuda = types.SimpleNamespace(__version__="2.13.0", version=types.SimpleNamespace(cuda="13.0"))
+    doctor._devices(for_cuda, problems)
     assert len(problems) == 3
     assert "can use no GPU (driver: 535.104.05); update the driver" in problems[0]
     assert "no C compiler" in problems[1] and "no Python.h" in problems[2]
     assert "dtype                    float32" in capsys.readouterr().out
+    others: list[str] = []
+    for_cpus = types.SimpleNamespace(__version__="2.13.0+cpu", version=types.SimpleNamespace(cuda=None))
+    doctor._devices(for_cpus, others)
+    assert "torch 2.13.0+cpu is not; run: rm -rf .venv && make setup DEVICE=gpu" in others[0]

@@ -1,6 +1,7 @@
 """Hugging Face directories in and out: logits equal transformers', weights survive the round trip."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -358,3 +359,24 @@ def test_weights_of_another_shape_than_the_config_are_refused(tmp_path, kind):
     )
     with pytest.raises(RunError, match=message):
         ENGINES[kind](tmp_path)
+
+
+def test_what_is_written_beside_weights_may_be_read_and_changed(tmp_path):
+    """Whatever the mode of the model's own files: git-annex and nix keep them to be read alone."""
+    write_model(tmp_path / "model")
+    for path in (tmp_path / "model").iterdir():
+        path.chmod(0o444)
+    engine = HFEngine(tmp_path / "model", EngineConfig())
+    engine.save_hf(tmp_path / "out")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes and "config.json" in modes
+    assert len(set(modes.values())) == 1 and modes["config.json"] & 0o600 == 0o600, modes
+
+
+def test_a_directory_that_may_not_be_entered_is_named(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match="config.json may not be read; give yourself access"):
+        hf.read_config(tmp_path)

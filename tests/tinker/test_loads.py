@@ -12,6 +12,8 @@ from tests.tinker.fakes import FakeBackend
 from tests.tinker.lives import ME, answered, living, make_model, save, train, value_of
 from tests.tinker.test_protocol import request_body
 
+OTHER = "other"
+
 
 def test_a_load_takes_what_is_saved_under_the_name_when_its_turn_comes(tmp_path):
     """Clients send a save and a load of it without waiting between them."""
@@ -73,12 +75,34 @@ def test_one_that_is_gone_when_its_turn_comes_is_the_clients_failure(kind, tmp_p
                 request = service.create_model_from(ME, session, 1, path, True, {"path": path})
             service.database.delete(checkpoints, checkpoints.c.path == path)
             shutil.rmtree(root / row.directory)
-            failed = await answered(service, request, state="failed")
+            failed = await answered(service, request, state="refused")
             text = failed.result.decode()
             expected = (
                 "overwritten or deleted before it was loaded" if kind == "load" else "create another model"
             )
             assert expected in text
             assert '"user"' in text and str(root) not in text
+
+    asyncio.run(main())
+
+
+def test_a_published_checkpoint_that_is_private_again_is_loaded_by_no_other_tenant(tmp_path):
+    """As one that replaces it is, until it is published too."""
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            models = {}
+            for tenant in (ME, OTHER):
+                session = service.create_session(tenant, None, None)
+                models[tenant] = await make_model(service, session, tenant=tenant)
+            mine, theirs = models[ME], models[OTHER]
+            await save(service, "save_weights", theirs, 1, OTHER, path="a")
+            path = f"tinker://{theirs}/weights/a"
+            row = service.database.get(checkpoints, path)
+            service.checkpoints.change(row, public=True)
+            await answered(service, service.load_weights(ME, mine, 1, path, True))
+            request = service.load_weights(ME, mine, 2, path, True)
+            service.checkpoints.change(row, public=False)
+            await answered(service, request, state="refused")
 
     asyncio.run(main())

@@ -74,7 +74,7 @@ class NeMoGym(ChatEnv):
             before = sum(
                 m["role"] == "tool" for m in episode.messages[episode.num_opening :]
             )  # in turns before
-            if len(episode.tool_results) > before and not params.get("parallel_tool_calls", True):
+            if len(episode.tool_results) > before and params.get("parallel_tool_calls") is False:
                 raise BadArguments(_ONE_CALL)
             return _post(episode.state["session"], name, arguments).text  # an error's too
 

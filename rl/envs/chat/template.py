@@ -125,7 +125,7 @@ class ChatTemplate:
         odd = [
             name
             for function in functions
-            for name in (function["name"], *(function.get("parameters") or {}).get("properties", ()))
+            for name in (function["name"], *((function.get("parameters") or {}).get("properties") or ()))
             if not name.isidentifier() or keyword.iskeyword(name)
         ]
         return f"{odd[0]!r} cannot be written in a call as in Python, as the model's are" if odd else ""

@@ -150,8 +150,8 @@ def _is_answer(text: str) -> bool:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    of_a_call = {"name", "type", "id", "parameters", "arguments", *_MISNAMED}
-    return "name" not in value or not value.keys() <= of_a_call
+    calls = {"parameters", "arguments", *_MISNAMED} & value.keys() or value.keys() <= {"name", "type", "id"}
+    return "name" not in value or not calls
 
 
 class _Unreadable(ValueError):

@@ -141,6 +141,8 @@ def test_an_answer_in_json_is_no_broken_call_of_llama3():
         assert parse_turn(broken, "llama3").malformed, broken
     assert parse_turn('{"name": "f"}', "llama3").calls == (ToolCall("f", {}),)
     assert parse_turn('{"name": "f", "type": "function"}', "llama3").calls == (ToolCall("f", {}),)
+    odd = parse_turn('{"name": "f", "parameters": {"x": 1}, "reason": "why"}', "llama3")
+    assert odd.calls == (ToolCall("f", {"x": 1}),)
     for misnamed in ("args", "params"):
         assert parse_turn(f'{{"name": "f", "{misnamed}": {{"x": 1}}}}', "llama3").malformed
     person = parse_turn('{"name": "Bob", "age": 3}', "llama3")
