@@ -187,7 +187,7 @@ def database_url(database: str):
 def measure(database: str, options: argparse.Namespace) -> tuple[list[list[str]], str]:
     """Rows of the table, one a kind of request; and what the server's processes held, in words."""
     with tempfile.TemporaryDirectory() as root, database_url(database) as of_server:
-        serve = serving(options.model_dir, Path(root), options.models, database=of_server)
+        serve = serving(options.model_dir, Path(root), options.models, "fastest", of_server)
         with serve as (url, pid):
             sizes = (options.clients, options.models, 60 * options.minutes)
             clients, memory = asyncio.run(drive(url, ["tml-first", "tml-second"], "base", *sizes, pid))

@@ -36,7 +36,7 @@ with serving(Path(sys.argv[1]), limits=Limits(max_models=1000), database_url=sys
 NOTES = """One process serves, on one core, with a backend that computes nothing; clients are another process on another core. "train":
 forward_backward of one datum of 32 tokens, and its result fetched; "sample": one sample asked for, and fetched; each two HTTP requests. Fairness: the
 fewest requests that a model got done, over the most. Memory: of the server, at the end less after the first tenth.
-PostgreSQL 16 with its own settings (each commit is synced, and the server waits for it), over a Unix socket; SQLite syncs snapshots and checkpoints alone."""
+PostgreSQL 16, on both cores, with its own settings (each commit is synced, and the server waits for it), over a Unix socket; SQLite syncs snapshots and checkpoints alone."""
 
 
 def body(model: str, seq_id: int) -> bytes:
