@@ -56,6 +56,12 @@ class Problem:
     task: str = ""  # whose accuracy it counts for too, where a run has several
 
     @property
+    def asked(self) -> str:
+        """What it asks, in whichever form: a question is a user's message."""
+        messages = list(self.messages) or [{"role": "user", "content": self.question}]
+        return json.dumps(messages, sort_keys=True, default=repr)
+
+    @property
     def key(self) -> str:
         """What tells it from other problems: all but its id."""
         parts = [self.question, self.answer, self.metadata, self.messages, self.task]

@@ -68,7 +68,11 @@ def _wrong_tools(env: ChatEnv) -> list[str]:
     try:
         tools = env.tools()
         wrong = next((tool for tool in tools if not isinstance(tool, Tool)), None)
-    except ConfigError as error:
+    except Exception as error:
+        if env.validate():  # what it says comes next
+            return []
+        if not isinstance(error, ConfigError):
+            raise
         return [f"env {type(env).__name__}: {error}"]
     if wrong is not None:
         return [f"env {type(env).__name__}.tools() returned {shown(wrong)}; return what as_tool() makes"]

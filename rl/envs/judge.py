@@ -158,7 +158,11 @@ class Judge:
                 is_own = not self.base_url
                 reply = _post(f"{url.rstrip('/')}/chat/completions", body, headers, left, is_own)
                 if reply.status_code == 200:
-                    return str(reply.json()["choices"][0]["message"]["content"])
+                    choice = reply.json()["choices"][0]
+                    if choice["message"]["content"] is None:
+                        why = str(choice["message"].get("refusal") or choice.get("finish_reason"))
+                        raise JudgeFailed(f"the judge at {url} replied without a text ({why:.200})")
+                    return str(choice["message"]["content"])
                 failure = f"{reply.status_code} {reply.text:.200}"
                 if reply.status_code in _REFUSALS:
                     raise JudgeFailed(

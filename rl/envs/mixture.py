@@ -1,6 +1,5 @@
 """Several tasks in one run, each with held-out problems of its own."""
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -73,7 +72,7 @@ class Mixture(Env):
         excluded = _held_out_of_all(self)
         for attempt in range(1000):
             problem = env.train_problem(derive_seed(name, seed, *([attempt] if attempt else [])))
-            if _asked(problem) not in excluded:
+            if problem.asked not in excluded:
                 return _of_task(name, problem)
         raise ConfigError(
             f"env.tasks, {name}: other tasks hold out nearly all of its problems; lower their num_eval"
@@ -121,11 +120,6 @@ def _of_task(name: str, problem: Problem) -> Problem:
     return replace(problem, task=f"{name}/{problem.task}" if problem.task else name)
 
 
-def _asked(problem: Problem) -> str:
-    """What it asks, whichever task has it."""
-    return json.dumps([problem.question, problem.messages], sort_keys=True, default=repr)
-
-
 @lru_cache(maxsize=8)
 def _held_out_of_all(mixture: Mixture) -> frozenset[str]:
-    return frozenset(map(_asked, held_out(mixture)))
+    return frozenset(problem.asked for problem in held_out(mixture))

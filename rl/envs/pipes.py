@@ -32,8 +32,8 @@ def receive(fd: int, limit_seconds: float | None = None) -> Any:
     ready = select.poll()  # select.select takes no descriptor past 1,023
     ready.register(fd, select.POLLIN)
 
-    def exactly(count: int) -> bytes:
-        data = b""
+    def exactly(count: int) -> bytearray:
+        data = bytearray()
         while len(data) < count:
             left = None if deadline is None else 1e3 * max(0.0, deadline - time.monotonic())
             if not ready.poll(left):

@@ -51,12 +51,12 @@ class QuestionFile(Env):
         return float(number is not None and value(number) == value(problem.answer))
 
     def demonstration(self, problem: Problem, seed: int) -> str:
-        row = self._row(problem)
-        return str(row.get("response", row["answer"]))
+        row = self.row(problem)
+        return str(row["answer"] if row.get("response") is None else row["response"])
 
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
-        row = self._row(problem)
-        if not {"chosen", "rejected"} <= row.keys():
+        row = self.row(problem)
+        if row.get("chosen") is None or row.get("rejected") is None:
             raise ConfigError(
                 f"{problem.id} has no chosen and rejected, which data=preferences learns from; "
                 f"add them to every line"
@@ -106,7 +106,8 @@ class QuestionFile(Env):
     def _read(self) -> list[Problem]:
         return _parse(self._file, self._modified())
 
-    def _row(self, problem: Problem) -> dict:
+    def row(self, problem: Problem) -> dict:
+        """The whole object of its line."""
         return _rows(self._file, self._modified())[int(problem.id.rpartition(":")[2])]
 
     def _modified(self) -> int:
@@ -116,12 +117,8 @@ class QuestionFile(Env):
 @lru_cache(maxsize=8)
 def _train_problems(path: str, modified: int, num_eval: int) -> list[Problem]:
     problems = _parse(path, modified)
-    held_out = {_asked(problem) for problem in problems[:num_eval]}
-    return [problem for problem in problems[num_eval:] if _asked(problem) not in held_out]
-
-
-def _asked(problem: Problem) -> str:
-    return json.dumps([problem.question, problem.messages])
+    held_out = {problem.asked for problem in problems[:num_eval]}
+    return [problem for problem in problems[num_eval:] if problem.asked not in held_out]
 
 
 @lru_cache(maxsize=8)
@@ -209,7 +206,7 @@ def _what_is_wrong(row: object) -> str:
         return wrong
     if isinstance(row["answer"], bool) or not isinstance(row["answer"], str | int | float):
         return f"has an answer that is neither a string nor a number ({row['answer']!r:.40})"
-    for name in (name for name in ("response", "chosen", "rejected") if name in row):
+    for name in (name for name in ("response", "chosen", "rejected") if row.get(name) is not None):
         if isinstance(row[name], bool) or not isinstance(row[name], str | int | float):
             return f"has a {name} that is neither a string nor a number ({row[name]!r:.40})"
     text = json.dumps(row, ensure_ascii=False, default=str)

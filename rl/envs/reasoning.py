@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.envs.base import Env
-from rl.envs.numbers import last_number
+from rl.envs.numbers import NUMBER, last_number
 from rl.rewards import is_success
 from rl.types import Problem, StopReason
 
@@ -62,7 +62,20 @@ class ReasoningGym(Env):
             return ["the reasoning-gym package is missing; run: make tasks"]
         if self.partial_credit == "distance" and self.answers != "number":
             return [f"env.partial_credit=distance is for numbers; set env.answers=number, not {self.answers}"]
+        answers = self._some_answers() if self.answers == "number" else []
+        if answers and not any(map(NUMBER.fullmatch, answers)):
+            return [
+                f"env.dataset={self.dataset} has answers that are no numbers, such as {answers[0]!r:.40}; "
+                f"set env.answers to line or tag"
+            ]
         return []
+
+    def _some_answers(self) -> list[str]:
+        """None where a problem cannot be made: that is told elsewhere."""
+        try:
+            return [str(self._entry(seed)["answer"]).strip() for seed in range(5)]
+        except Exception:
+            return []
 
     def _entry(self, seed: int) -> dict[str, Any]:
         return self._dataset(seed)[0]

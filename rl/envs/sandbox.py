@@ -51,7 +51,8 @@ ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody looks into thi
 child = os.fork()
 if not child:
     os.nice(5)
-    for limit, value in (("AS", memory), ("FSIZE", memory), ("CORE", 0)):
+    # Of what a descriptor holds, as a socket's buffer, the kernel counts nothing.
+    for limit, value in (("AS", memory), ("FSIZE", memory), ("CORE", 0), ("NOFILE", 256)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     os.execvp(command[0], command)
 def end(code, cause=""):

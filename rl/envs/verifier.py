@@ -84,7 +84,7 @@ class Verifier:
 
     def _start(self) -> subprocess.Popen:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rl.envs.verifier"],
+            [sys.executable, "-u", "-P", "-m", "rl.envs.verifier"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -54,6 +54,8 @@ def test_textarena(tokenizer):
     rollout = play(tokenizer, env, env.train_problem(3), [f"I guess [{i}]" for i in range(1, 21)])
     assert rollout.score.error is None
     assert "guess" in rollout.messages[0]["content"].lower() and rollout.counts["turns"] > 1
+    said = [m["content"] for m in rollout.messages if m["role"] == "user"]
+    assert all(said[0][:40] not in text for text in said[1:])  # the game's rules stand there once
     again = play(tokenizer, env, env.train_problem(3), [f"I guess [{i}]" for i in range(1, 21)])
     assert again.messages == rollout.messages and again.score == rollout.score
 
@@ -97,6 +99,22 @@ def test_skyrl_gym(tokenizer, tmp_path):
     # As in SkyRL, the environment sees the thoughts too.
     rollout = play(tokenizer, env, problem, ["<think>#### 4</think> I know.", "#### 5", "#### 5"])
     assert rollout.counts["turns"] == 1 and rollout.score.parts.turns[0] >= 1
+
+
+@pytest.mark.slow
+def test_rows_of_skyrl_gym_may_have_a_reward_spec_of_their_own(tokenizer, tmp_path):
+    from rl.envs.adapters.skyrl_gym import SkyRLGym
+    from rl.envs.question_file import QuestionFile
+
+    spec = {"method": "rule", "ground_truth": {"target": ["Paris"]}}
+    rows = [{"question": f"Capital {i}?", "answer": "Paris", "reward_spec": spec} for i in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = QuestionFile(path=str(path), match="exact")
+    env = SkyRLGym(environment="search", questions=questions, num_eval=1, turn_seconds=60.0)
+    for answer, reward in (("<answer>Paris</answer>", 1.0), ("<answer>Rome</answer>", 0.0)):
+        score = play(tokenizer, env, env.train_problem(1), [answer]).score
+        assert (score.error, score.reward) == (None, reward)
 
 
 def test_trl_reward_functions_and_environments(tokenizer):

@@ -11,8 +11,10 @@ from configs.algorithms import distillation
 from configs.smollm2 import work_out
 from rl.controller.rollouts import Rollouts
 from rl.envs.base import Env, RolloutContext, derive_seed
+from rl.envs.mixture import Mixture
 from rl.envs.numbers import last_number, value
 from rl.envs.question_file import QuestionFile
+from rl.envs.reasoning import ReasoningGym
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError
 from rl.models.sources import TinyQwen3
@@ -118,6 +120,44 @@ def test_preferences_prefer_the_answer_to_a_mistake():
         problem = env.train_problem(i)
         chosen, rejected = env.preference(problem, i)
         assert chosen == problem.answer != rejected and env.preference(problem, i) == (chosen, rejected)
+
+
+def test_a_question_is_held_out_in_its_other_form_too(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    as_messages = '{"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}\n'
+    other = '{"question": "3+3?", "answer": "6"}\n'
+    first.write_text('{"question": "2+2?", "answer": "4"}\n' + as_messages + other)
+    env = QuestionFile(path=str(first), num_eval=1)
+    assert {env.train_problem(i).id for i in range(20)} == {"a.jsonl:3"}
+    second.write_text(other.replace("3", "9") + as_messages + other.replace("3", "5"))
+    tasks = (("a", env), ("b", QuestionFile(path=str(second), num_eval=1)))
+    mixture = Mixture(tasks=tasks, weights=(0.0, 1.0), max_new_tokens=512)
+    assert {mixture.train_problem(i).question for i in range(20)} == {"5+5?"}
+
+
+def test_what_is_null_is_not_there(tmp_path):
+    """As in parquet files, whose rows have all columns."""
+    path = tmp_path / "lines.jsonl"
+    row = '{"question": "1+1", "answer": "2", "response": null, "chosen": null, "rejected": null}\n'
+    path.write_text(row + row.replace("1+1", "2+2"))
+    env = QuestionFile(path=str(path), num_eval=1)
+    assert env.validate() == []
+    assert env.demonstration(env._read()[0], 0) == "2"
+    with pytest.raises(ConfigError, match="lines.jsonl:1 has no chosen and rejected"):
+        env.preference(env._read()[0], 0)
+
+
+def test_a_dataset_whose_answers_are_no_numbers_is_refused_where_numbers_are_compared(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    for answers, refused in ((["olleh", "dlrow"], True), (["olleh", "12"], False), ([], False)):
+        monkeypatch.setattr(ReasoningGym, "_some_answers", lambda env, answers=answers: answers)
+        problems = ReasoningGym(dataset="spell_backward").validate()
+        assert bool(problems) == refused
+        if refused:
+            assert (
+                "answers that are no numbers, such as 'olleh'; set env.answers to line or tag" in problems[0]
+            )
+        assert ReasoningGym(dataset="spell_backward", answers="line").validate() == []
 
 
 def test_a_file_of_questions_holds_demonstrations_and_preferences(tmp_path):

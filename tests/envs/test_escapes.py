@@ -57,6 +57,11 @@ pid = syscall(56, 220, 0x10000000 | 17, 0, 0, 0, 0)
 if pid == 0: os._exit(0)
 if pid > 0: print('GOT OUT')
 """,
+    "memory in sockets": """
+import socket
+pairs = [socket.socketpair() for _ in range(200)]
+print('GOT OUT')
+""",
     "memory in files without a name": """
 import os
 for n in range(3):

@@ -5,6 +5,7 @@ That process imports this module, which therefore imports little.
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -63,6 +64,26 @@ def test_scores_of_a_call_that_was_given_up_are_nobody_elses():
         verifier.close()
     assert [score.reward for score in scores] == list(range(8))
     assert 0 < len(given_up) < 8
+
+
+@dataclass(frozen=True)
+class Printing(Env):
+    def reward(self, problem, response, stop):
+        print("seen", response)
+        if response == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+
+def test_what_a_reward_prints_is_there_however_its_process_ends(monkeypatch, capfd):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    verifier = Verifier(Printing(), limit_seconds=30)
+    try:
+        assert [score.cause for score in verifier.score([rollout("1"), rollout("2")])] == ["", "crashed"]
+    finally:
+        verifier.close()
+    out, err = capfd.readouterr()
+    assert "seen 1\n" in out + err and "seen 2\n" in out + err
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """OpenEnv's environment servers (openenv 0.10), over WebSocket: beside the server, nothing to install."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -52,18 +53,16 @@ class OpenEnv(ChatEnv):
         """The server's, where its actions are calls of them."""
         if self.action:
             return ()
-        session = _Session(self.url)
         try:
-            session.ask("reset", dict(self.reset), _CONNECT_SECONDS)
-            answer = session.ask("step", {"type": "list_tools"}, _CONNECT_SECONDS)
+            with contextlib.closing(_Session(self.url)) as session:
+                session.ask("reset", dict(self.reset), _CONNECT_SECONDS)
+                answer = session.ask("step", {"type": "list_tools"}, _CONNECT_SECONDS)
             listed = answer["observation"]["tools"]
         except (ServerLost, RuntimeError, LookupError) as error:
             raise ConfigError(
                 f"the OpenEnv server {self.url} offers no tools ({one_line(error)}); set env.action to the "
                 f"field of its action that is text (GET {self.url}/schema has them)"
             ) from error
-        finally:
-            session.close()
         return [Tool(_schema(described), _calling(described["name"])) for described in listed]
 
     def start(self, episode: Episode) -> str:

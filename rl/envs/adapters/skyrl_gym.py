@@ -19,7 +19,8 @@ class SkyRLGym(ChatEnv):
     options: tuple[tuple[str, Any], ...] = ()
     """Its env_config."""
     questions: QuestionFile = QuestionFile(match="exact")
-    """The rows: their answer is the environment's ground truth."""
+    """The rows. Their answer is the environment's ground truth, unless they have a reward_spec of their own.
+    What else they have is handed on: some environments read reward_model, db_id or data."""
 
     turn_rewards: bool = False
     """Its rewards turn by turn, for advantages that read them (GAE, ReinforcePP); else their sum."""
@@ -42,9 +43,11 @@ class SkyRLGym(ChatEnv):
         from omegaconf import DictConfig
 
         asked = list(episode.messages)
+        row = self._rows.row(episode.problem)
         extras = {
             "reward_spec": {"method": "rule", "ground_truth": episode.problem.answer},
-            "extra_info": {"max_turns": self.max_turns},
+            **{name: value for name, value in row.items() if name not in ("question", "answer", "messages")},
+            "extra_info": {**(row.get("extra_info") or {}), "max_turns": self.max_turns},
             "max_turns": self.max_turns,
         }
         config = DictConfig(dict(self.options))

@@ -37,13 +37,13 @@ class TextArena(ChatEnv):
         game = textarena.make(self.game, **dict(self.options))
         game.reset(num_players=1, seed=int(episode.problem.id) % 2**32)
         episode.state["game"] = game
-        return game.get_observation()[1]
+        return _new_text(episode)
 
     def step(self, episode: Episode) -> str | None:
         game = episode.state["game"]
         done, _ = game.step(action=episode.response)
         if not done:
-            return game.get_observation()[1]
+            return _new_text(episode)
         rewards, _ = game.close()
         episode.state["reward"] = rewards[0]
         return None
@@ -56,3 +56,10 @@ class TextArena(ChatEnv):
         if importlib.util.find_spec("textarena") is None:
             return ["the textarena package is missing; run: pip install textarena==0.7.4"]
         return []
+
+
+def _new_text(episode: Episode) -> str:
+    """What the game says now. Most games say all that they have said so far: the conversation has it."""
+    text: str = episode.state["game"].get_observation()[1]
+    before, episode.state["text"] = episode.state.get("text", ""), text
+    return text.removeprefix(before).strip() or text

@@ -57,20 +57,20 @@ class AgentEnv(ChatEnv):
             )
         settings = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         program = os.path.expanduser(self.command[0])
-        with _file() as problem, _file() as output, _file() as errors:
-            problem.write(json.dumps(asdict(episode.problem)))
-            problem.seek(0)
+        with _file() as output, _file() as errors:
             done = subprocess.run(
                 [program, *self.command[1:]],
                 env={**clean_variables(self.variables), **settings},
-                stdin=problem,
+                # By a pipe, which is empty once it is read: what the program starts finds no answer there.
+                input=json.dumps(asdict(episode.problem)),
+                text=True,
                 stdout=output,
                 stderr=errors,
             )
+            episode.state["output"] = _written(output)
             if done.returncode:
                 why = _written(errors)[-_SHOWN:]
                 raise RuntimeError(f"the agent ended with code {done.returncode}: {why}")
-            episode.state["output"] = _written(output)
         return None
 
     def opening(self, problem: Problem) -> list[Message]:
@@ -83,7 +83,7 @@ class AgentEnv(ChatEnv):
 
 def _file() -> IO[str]:
     """For a program's output. Unlike a pipe, reading it does not wait for what the program leaves behind."""
-    return tempfile.TemporaryFile("a+")
+    return tempfile.TemporaryFile("a+", errors="replace")
 
 
 def _written(file: IO[str]) -> str:

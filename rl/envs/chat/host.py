@@ -51,7 +51,7 @@ class EpisodeHost:
         """The process that forks, with the environment ready, and the socket to it."""
         data = cloudpickle.dumps(self._env)
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "rl.envs.chat.process"]
+        command = [sys.executable, "-u", "-P", "-m", "rl.envs.chat.process"]  # killed, it writes nothing more
         process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         theirs.close()
         try:

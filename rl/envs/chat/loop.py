@@ -219,7 +219,7 @@ class _AgentWalk(_Walk):
             self._messages += await self._door.leave(key)
             turns = self._session.turns
             self._counts["tool_calls"] = sum(len(turn.parsed.calls) for turn in turns)
-            if self._session.was_refused or any(not turn.is_complete for turn in turns[-1:]):
+            if self._session.is_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
         try:
             return await process.score(self._stop, self._messages, _tokens(turns), _texts(turns))

@@ -92,6 +92,7 @@ class ChatSession:
         self.turns: list[Turn] = []
         self.outages: list[str] = []  # generators that died while a turn was sampled
         self.was_refused = False  # a turn that its budgets do not allow was asked for
+        self.is_refused = False  # the last one that was
         self._template = template
         self._sampler = sampler
         self._params = replace(params, stop_token_ids=_with(params.stop_token_ids, template.end_id))
@@ -119,7 +120,7 @@ class ChatSession:
         max_new_tokens: where it is to be shorter than others.
         """
         if not self.num_turns_left:
-            self.was_refused = True
+            self.was_refused = self.is_refused = True
             raise NoTurnsLeft("the episode's turns are used up (env.max_turns)")
         before, new = self._find(messages, tools)
         try:
@@ -130,7 +131,8 @@ class ChatSession:
             raise Unwritable(str(error)) from error
         prompt = [*(before.tokens if before else ()), *new_tokens]
         room = self._max_tokens - len(prompt)
-        if room < 1:
+        self.is_refused = room < 1
+        if self.is_refused:
             self.was_refused = True
             raise TooLong(no_room("conversation", len(prompt), self._max_tokens))
         seed = self._seeds[self._num_begun]

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextlib
 import importlib.util
 import json
 import random
@@ -18,6 +19,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.endpoint import AgentEndpoint
+from rl.envs.chat.episode import Episode
 from rl.envs.chat.requests import ACCEPTED, NEUTRAL, Refused, read_request
 from rl.envs.chat.session import ChatSession
 from rl.envs.chat.template import ChatTemplate
@@ -143,6 +145,23 @@ def test_an_agent_may_be_a_program_of_its_own(tokenizer, tmp_path):
     path.write_text("raise SystemExit('broken')")
     rollout, _ = play(tokenizer, Program(command=(sys.executable, str(path))), "2 + 2", ["four"])
     assert "ended with code 1: broken" in rollout.score.error
+
+
+def test_what_a_program_starts_finds_no_answer_and_what_it_left_is_there_as_it_fails(tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(
+        "import json, subprocess, sys\n"
+        "assert json.load(sys.stdin)['answer'] == '4'\n"
+        "found = subprocess.run(['cat', '/proc/self/fd/0'], capture_output=True).stdout\n"
+        "sys.stdout.buffer.write(b'\\xff' + found + b'left')\n"
+        "sys.exit(len(sys.argv) - 1)\n"
+    )
+    for words in ((), ("fail",)):
+        env = Agent(command=(sys.executable, str(path), *words))
+        episode = Episode(Problem("1", "2 + 2", "4"), random.Random(0), [])
+        with pytest.raises(RuntimeError, match="ended with code 1") if words else contextlib.nullcontext():
+            AgentEnv.agent(env, episode, "http://localhost", "key")
+        assert episode.state["output"] == "\ufffdleft"
 
 
 def test_an_agents_program_is_done_as_it_ends_whatever_it_leaves_behind(tokenizer, tmp_path, monkeypatch):
