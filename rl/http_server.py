@@ -8,6 +8,9 @@ import uvicorn
 
 from rl.host_protocol import written
 
+KEPT_SECONDS = 600
+"""How long a connection that is idle stays open: a request that comes as it is closed fails."""
+
 
 def url_of(listener: socket.socket) -> str:
     return f"http://{written(*listener.getsockname()[:2])}"

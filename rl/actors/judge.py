@@ -22,7 +22,7 @@ from rl.actors.replica import Pool, Replica
 from rl.envs.judge import OWN_KEY, OWN_URL
 from rl.errors import ConfigError, RunError, one_line
 from rl.host_protocol import listen
-from rl.http_server import Server, url_of
+from rl.http_server import KEPT_SECONDS, Server, url_of
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, choice, refusal
 from rl.types import Completion, SamplingParams
@@ -102,7 +102,9 @@ class JudgeServer:
     async def run(self) -> None:
         """Keep the judges alive and answer, until cancelled."""
         app = Starlette(routes=[Route("/v1/chat/completions", self._chat, methods=["POST"])])
-        server = Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=600))
+        server = Server(
+            uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEPT_SECONDS)
+        )
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
             await self.pool.run()

@@ -18,7 +18,7 @@ from rl.cluster.hosts import cluster_at
 from rl.cluster.launch import launch
 from rl.cluster.spawner import spec_of
 from rl.errors import ConfigError
-from rl.http_server import Server
+from rl.http_server import KEPT_SECONDS, Server
 from rl.hub import hub_id
 from rl.models.hf import max_positions, read_config
 from rl.models.layout import Layout
@@ -220,7 +220,12 @@ def _bind(host: str, port: int) -> socket.socket:
 
 async def _listen(app: FastAPI, listener: socket.socket) -> None:
     """Until a signal."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_LAST_ANSWERS_SECONDS)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=_LAST_ANSWERS_SECONDS,
+        timeout_keep_alive=KEPT_SECONDS,
+    )
     server = Server(config)
     on_interrupt(lambda number: server.stop())
     await server.serve(sockets=[listener])

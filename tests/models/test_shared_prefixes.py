@@ -182,7 +182,7 @@ def test_what_attention_costs_follows_from_the_models_width(name):
     """A token that sees 6 D others costs as much in attention as in the layers' weights."""
     for config in ({name: 64}, {"text_config": {name: 64}}):
         cost = packing(EngineConfig(), config, True)["attention_cost"]
-        assert cost * 6 * 64 == pytest.approx(1.0)
+        assert cost * 6 * 64 == pytest.approx(1.0)  # holds: exact
 
 
 def test_micro_batches_are_balanced_by_what_attention_costs():

@@ -22,7 +22,7 @@ from rl.envs.chat.requests import Refused, TurnRequest, read_request
 from rl.envs.chat.session import ChatSession, NoTurnsLeft, TooLong, Turn, Unwritable
 from rl.errors import RunError
 from rl.host_protocol import listen
-from rl.http_server import Server, url_of
+from rl.http_server import KEPT_SECONDS, Server, url_of
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice, event, refusal
 from rl.types import Message
@@ -61,7 +61,9 @@ class AgentEndpoint:
             listener = listen(self._address, backlog=2048)
             self._url = f"{url_of(listener)}/v1"
             self._server = Server(
-                uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_keep_alive=600)
+                uvicorn.Config(
+                    self._app(), log_level="warning", lifespan="off", timeout_keep_alive=KEPT_SECONDS
+                )
             )
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         async with within(_START_SECONDS):
