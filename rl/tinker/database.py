@@ -150,7 +150,7 @@ class Database:
 
     def insert(self, table: Table, **values: Any) -> None:
         _check(table, values)
-        self._run(table.insert(), values)
+        self._run(table.insert(), values, changes=True)
 
     def get(self, table: Table, key: Any, column: str | None = None) -> Row | None:
         """By its key, or by another unique column."""
@@ -180,10 +180,10 @@ class Database:
 
     def update(self, table: Table, *where: Any, **values: Any) -> None:
         _check(table, values)
-        self._run(table.update().where(*where).values(**values))
+        self._run(table.update().where(*where).values(**values), changes=True)
 
     def delete(self, table: Table, *where: Any) -> None:
-        self._run(table.delete().where(*where))
+        self._run(table.delete().where(*where), changes=True)
 
     def change(self, *statements: Any, durable: bool = False) -> None:
         """All of them or none. durable: they outlive the machine's death; what is deleted next does not."""
@@ -197,7 +197,10 @@ class Database:
             except Unavailable:
                 await asyncio.sleep(_REST_SECONDS)
 
-    def _run(self, statement: Any, values: dict[str, Any] | None = None) -> CursorResult:
+    def _run(
+        self, statement: Any, values: dict[str, Any] | None = None, changes: bool = False
+    ) -> CursorResult:
+        """changes: for a database of the tests, which fails before or after what changes rows."""
         return self._connection.run(statement, values)
 
     def close(self) -> None:

@@ -624,7 +624,6 @@ DATA = [
     data("half a preference", _GOOD.replace('"}', '", "chosen": "1"}'), "has no chosen and rejected", changes="data='preferences', loss=DPO(),"),
     data("one preference that is missing", _GOOD.replace('"}', '", "chosen": "1", "rejected": "2"}') + _GOOD.replace("1+", "3+"), "has no chosen and rejected", changes="data='preferences', loss=DPO(),"),
     data("a preference that is null", _GOOD.replace('"}', '", "chosen": null, "rejected": "2"}'), "chosen", changes="data='preferences', loss=DPO(),"),
-    data("a response that is null", _GOOD.replace('"}', '", "response": null}'), "response", changes="data='demonstrations', loss=CrossEntropy(),"),
     data("no path", _GOOD, "env.path='' is not a file; give a JSON-lines file", flags="--env.path ''"),
     data("a missing path", _GOOD, "env.path='nowhere.jsonl' is not a file", flags="--env.path nowhere.jsonl"),
     data("a directory", _GOOD, "env.path='/' is not a file", flags="--env.path /"),
