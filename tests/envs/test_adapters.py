@@ -111,7 +111,13 @@ def test_rows_of_skyrl_gym_may_have_a_reward_spec_of_their_own(tokenizer, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     questions = QuestionFile(path=str(path), match="exact")
-    env = SkyRLGym(environment="search", questions=questions, num_eval=1, turn_seconds=60.0)
+    env = SkyRLGym(
+        environment="search",
+        options=(("search_url", "http://127.0.0.1:9"), ("topk", 1), ("timeout", 1), ("log_requests", False)),
+        questions=questions,
+        num_eval=1,
+        turn_seconds=60.0,
+    )
     for answer, reward in (("<answer>Paris</answer>", 1.0), ("<answer>Rome</answer>", 0.0)):
         score = play(tokenizer, env, env.train_problem(1), [answer]).score
         assert (score.error, score.reward) == (None, reward)
