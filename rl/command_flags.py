@@ -15,6 +15,11 @@ def flag_name(word: str) -> str:
     return "--" + name[2:].replace("-", "_") if name.startswith("--") else ""
 
 
+def is_flag(word: str) -> bool:
+    """Whether it names a flag: dashes alone are a value."""
+    return word.startswith("--") and bool(word.partition("=")[0].strip("-"))
+
+
 def take_value(words: list[str], flag: str, example: str) -> str:
     """The flag's value, taken out of the words; empty where they do not have the flag.
 

@@ -77,7 +77,7 @@ def refuse(part: Any) -> None:
 
 def conflicts(part: Any, prefix: str) -> list[str]:
     """One line for each pair of a part's fields that exclude each other: its method `conflicts`, if any."""
-    return list(part.conflicts(prefix)) if _is_instance(part) and hasattr(part, "conflicts") else []
+    return list(part.conflicts(prefix)) if is_instance(part) and hasattr(part, "conflicts") else []
 
 
 def unread(part: Any, prefix: str) -> list[str]:
@@ -85,7 +85,7 @@ def unread(part: Any, prefix: str) -> list[str]:
 
     These keep a run from starting. They are not refused before, since fields may be changed one by one.
     """
-    return list(part.unread(prefix)) if _is_instance(part) and hasattr(part, "unread") else []
+    return list(part.unread(prefix)) if is_instance(part) and hasattr(part, "unread") else []
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def postpone_refusals() -> Iterator[list[tuple[Any, list[str]]]]:
 
 def parts_of(config: Any) -> Iterator[Any]:
     """The dataclass and all that are nested in its fields, those of tuples among them."""
-    if _is_instance(config):
+    if is_instance(config):
         yield config
         for field in dataclasses.fields(config):
             yield from parts_of(getattr(config, field.name))
@@ -119,7 +119,7 @@ def settable(config: Any) -> list["dataclasses.Field[Any]"]:
     return [field for field in dataclasses.fields(config) if field.init]
 
 
-def _is_instance(value: Any) -> bool:
+def is_instance(value: Any) -> bool:
     """Whether it is a dataclass's instance, and not the class."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -147,7 +147,7 @@ def _checked(config: Any, prefix: str, wrong: dict[str, str], hopeless: list[str
 
 def _checked_value(value: Any, name: str, wrong: dict[str, str], hopeless: list[str]) -> Any:
     """A field's value, with its defaults where a dataclass in it is wrong; itself where none is."""
-    if _is_instance(value):
+    if is_instance(value):
         return _checked(value, f"{name}.", wrong, hopeless)
     if type(value) is not tuple:
         return value
@@ -219,7 +219,7 @@ def expand_paths(config: T) -> T:
 def _expanded(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_expanded, value))
-    return expand_paths(value) if _is_instance(value) else value
+    return expand_paths(value) if is_instance(value) else value
 
 
 def describe_type(hint: Any) -> str:
@@ -257,7 +257,7 @@ def shown(value: Any) -> str:
     """A value in a message: short, and on one line."""
     if isinstance(value, type) or inspect.isroutine(value):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
-    if _is_instance(value):
+    if is_instance(value):
         changed = any(getattr(value, f.name) != f.default for f in dataclasses.fields(value))
         return f"{type(value).__name__}({'...' if changed else ''})"
     return short(repr(value))

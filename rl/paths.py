@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,19 @@ def why_not_made(path: str) -> str:
     if existing == os.path.abspath(path) and os.listdir(existing):
         return "exists and is not empty; give another directory"
     return ""
+
+
+def run_directory(asked: str, name: str) -> Path:
+    """Made: the directory that is asked for, or else a new one below runs/, with the time in its name."""
+    if not asked:
+        return new_directory(Path("runs", dated(name)))
+    Path(asked).mkdir(parents=True, exist_ok=True)
+    return Path(asked)
+
+
+def dated(name: str) -> str:
+    """The name of a directory of runs/."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def new_directory(path: Path) -> Path:

@@ -13,11 +13,20 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
-from rl.command_flags import flag_name, repeated
+from rl.command_flags import flag_name, is_flag, repeated
 from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError, one_line
-from rl.fields import check_fields, describe_type, expand_paths, postpone_refusals, settable, short, shown
+from rl.fields import (
+    check_fields,
+    describe_type,
+    expand_paths,
+    is_instance,
+    postpone_refusals,
+    settable,
+    short,
+    shown,
+)
 from rl.type_hints import type_hints
 
 T = TypeVar("T")
@@ -50,7 +59,7 @@ def _has_parts(value: Any) -> bool:
     """A dataclass, or a tuple with one somewhere in it."""
     if type(value) is tuple:  # not of another class, which could not be made again of its items
         return any(map(_has_parts, value))
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_instance(value)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -132,7 +141,7 @@ def _flags(config: Any, arguments: Sequence[str]) -> tuple[list[list[str]], list
     known, flags, problems = setting_names(config), [], []
     groups: list[list[str]] = []
     for argument in arguments:
-        if argument.startswith("--") and argument.partition("=")[0].strip("-"):
+        if is_flag(argument):
             _, equals, value = argument.partition("=")
             groups.append([flag_name(argument), *([value] if equals else [])])
         elif groups:

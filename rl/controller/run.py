@@ -33,7 +33,7 @@ from rl.observability.silence import break_silence
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
-from rl.paths import lock_directory, new_directory
+from rl.paths import lock_directory, run_directory
 from rl.processes import on_interrupt
 from rl.waiting import beside, give_way_often
 
@@ -59,10 +59,8 @@ def run(
     with modules_of(source):
         if problems := rehearse(config, config.model.tokenizer()).problems:
             raise ConfigError("\n".join(problems))
-    run_dir = Path(config.run_dir or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        run_dir = run_dir if config.run_dir else new_directory(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = run_directory(config.run_dir, recipe)
         lock = lock_directory(run_dir, "run")
         if in_place:
             remove_unfinished(run_dir)
@@ -72,14 +70,14 @@ def run(
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         resumed_at = step_of(config.resume) if config.resume else 0
         replays = what_a_replay_needs(config, resumed_at, in_place or not config.resume)
-        asked = config if hosts_last else replace(config, hosts="")
         for line in [*changed_settings(config), *replays]:
             print(line, flush=True)
+        lasting = config if hosts_last else replace(config, hosts="")
         # Who starts again from these settings starts at the beginning.
-        write_config(run_dir, source or recipe, replace(asked, resume="") if in_place else asked)
+        write_config(run_dir, source or recipe, replace(lasting, resume="") if in_place else lasting)
     except OSError as error:
         raise ConfigError(
-            f"the run's directory {run_dir} cannot be made ({error}); give another run_dir"
+            f"the run's directory {config.run_dir or 'runs/'} cannot be made ({error}); give another run_dir"
         ) from error
     try:
         with modules_of(source):

@@ -2,14 +2,13 @@
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rl.errors import ConfigError, RunError
 from rl.observability.log_tail import log_tail
-from rl.paths import lock_directory, new_directory
+from rl.paths import lock_directory, run_directory
 
 _NAMES = {"eval": "model evaluation", "replay": "replay"}
 
@@ -22,9 +21,7 @@ def own_directory(kind: str, run_dir: str = "") -> Iterator[Path]:
     cannot be made or belongs to another. A RunError of the context gets the place of its logs.
     """
     try:
-        named = Path(run_dir or f"runs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-        directory = named if run_dir else new_directory(named)
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = run_directory(run_dir, kind)
         lock = lock_directory(directory, _NAMES[kind])
     except OSError as error:
         where = run_dir or "runs/"

@@ -1,20 +1,19 @@
 """`rl train RECIPE --launcher slurm | kubernetes`: hand the run to a scheduler, on hosts that it chooses."""
 
-import time
 from collections.abc import Sequence
 
 from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.kubernetes_job import KubernetesJob
 from rl.cluster.machine import look_at_host
 from rl.cluster.slurm_job import SlurmJob
-from rl.command_flags import flag_name, take_switch, take_value
+from rl.command_flags import flag_name, is_flag, take_switch, take_value
 from rl.config.flags import override, settings_of
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe, write_plan
 from rl.errors import ConfigError
 from rl.fields import check_fields
-from rl.paths import new_directory
+from rl.paths import dated, new_directory
 from rl.plan.cluster import Cluster, parse_cluster
 
 _OF_JOBS = tuple(f"--{name}." for name in LAUNCHERS)
@@ -54,7 +53,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     if problems:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)
-    run_dir = job.run_dir(config.run_dir, f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = job.run_dir(config.run_dir, dated(recipe))
     source = from_anywhere(recipe_name, recipe) if job.shares_files else recipe_name
     words, place = _without(rest, "--run_dir"), job.place(run_dir)
     text = job.text(run_dir, job.command(source, words, run_dir))
@@ -91,8 +90,8 @@ def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[st
     cluster, is_dry = take_value(words, "--cluster", "'2 x 8xH100-80'"), take_switch(words, "--dry_run")
     groups: list[list[str]] = []
     for word in words:
-        flag, equals, value = word.partition("=")
-        if (word.startswith("--") and flag.strip("-")) or not groups:
+        if is_flag(word) or not groups:
+            _, equals, value = word.partition("=")
             name = flag_name(word) or word
             is_like_a_flag = value.startswith("-")  # taken apart it could be one
             groups.append([f"{name}={value}"] if is_like_a_flag else [name, *([value] if equals else [])])

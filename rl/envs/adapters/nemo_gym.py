@@ -71,9 +71,8 @@ class NeMoGym(ChatEnv):
     def _calling(self, name: str) -> Callable[[Mapping[str, Any], Episode], str]:
         def call(arguments: Mapping[str, Any], episode: Episode) -> str:
             params = _rows(self.path)[int(episode.problem.id)][_PARAMS]
-            before = sum(
-                m["role"] == "tool" for m in episode.messages[episode.num_opening :]
-            )  # in turns before
+            # Results of this turn are no messages yet.
+            before = sum(message["role"] == "tool" for message in episode.messages[episode.num_opening :])
             if len(episode.tool_results) > before and params.get("parallel_tool_calls") is False:
                 raise BadArguments(_ONE_CALL)
             return _post(episode.state["session"], name, arguments).text  # an error's too
