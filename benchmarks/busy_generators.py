@@ -42,20 +42,21 @@ def slow_user() -> RunConfig:
 
 
 NOTES = """SmolLM2-135M talks three turns, in 256 episodes a step, with a user who takes 0 to 2 s to answer. Trainer and generator share the cores.
-Seconds of a step: median (least to most) of the run's steps but the first. The other columns: mean shares of those steps in which a
-process was at work, or an environment's code (`user`), or nobody."""
+Seconds of a step: median (least to most) of the run's steps but the first and the last, in which generators have
+nothing more to sample. The other columns: mean shares of those steps in which a process was at work, or an environment's code (`user`),
+or nobody."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     num_steps = parser.parse_args().steps
     machine()
     rows = [
         ["max_offpolicy_steps", "s a step", "generator at work", "trainer at work", "user at work", "nobody"]
     ]
     for k in (0, 1):
-        steps = run(f"{__file__}:slow_user", "--steps", num_steps, "--max_offpolicy_steps", k)["steps"][1:]
+        steps = run(f"{__file__}:slow_user", "--steps", num_steps, "--max_offpolicy_steps", k)["steps"][1:-1]
 
         def share(name: str, steps: list = steps) -> float:
             return fmean(step.get(name, 0.0) / step["time/step"] for step in steps)

@@ -116,13 +116,14 @@ async def drive(
     url: str, keys: list[str], name: str, num_clients: int, num_models: int, seconds: float, pid: int
 ) -> tuple[list[Client], dict[str, list[tuple[float, float]]]]:
     """The clients when their time is over, and the memory of each process: seconds, MiB."""
-    connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(
-            url, headers={"X-API-Key": keys[0]}, timeout=timeout, connector=connector
+            url, headers={"X-API-Key": keys[0]}, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
         ) as one,
-        aiohttp.ClientSession(url, headers={"X-API-Key": keys[1]}, timeout=timeout) as other,
+        aiohttp.ClientSession(
+            url, headers={"X-API-Key": keys[1]}, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        ) as other,
     ):
         tenants = [(one, other)[i % 2] for i in range(num_models)]
         models = [await begin(http, name) for http in tenants]

@@ -77,6 +77,9 @@ def crossing(curve: Curve, goal: float) -> float:
 
 
 def with_error(values: Sequence[float]) -> str:
+    """Of seconds to the goal. NaN: of a seed that never reached it."""
+    if missed := sum(map(math.isnan, values)):
+        return f"{missed} of {len(values)} seeds never reach it"
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.fmean(values):.0f} +- {error:.0f}"
 
@@ -98,7 +101,9 @@ def table_of(curves: dict[str, list[Curve]], goal: float) -> list[list[str]]:
 
 
 def ratio_with_error(above: Sequence[float], below: Sequence[float]) -> str:
-    """Of the means, with the errors of both."""
+    """Of the means, with the errors of both; empty where a seed never reached the goal."""
+    if any(map(math.isnan, [*above, *below])):
+        return ""
     if above is below or len(below) < 2:
         return f"{statistics.fmean(above) / statistics.fmean(below):.1f}"
     ratio = statistics.fmean(above) / statistics.fmean(below)

@@ -32,7 +32,8 @@ RUNS = (
 )
 """Link, learning rate, weight_sync.delta."""
 NOTES = """Each row is a run of its own. Sent: bytes that reached the generator's host over those of the whole version, by the generator's log, without
-the first version, which is always whole. Sync: `time/sync` of a step, from the trainer's copy to the last generator that has loaded. Runs of one learning rate had
+the first version, which is always whole. Sync: `time/sync` of a step, from the trainer's copy to the last generator that has loaded, without the first
+step's, in which none loads. Runs of one learning rate had
 the same metrics, bit for bit, whether what changed was sent or the whole. Both hosts share the machine's two cores, one each, which make and
 apply the differences too."""
 
@@ -106,7 +107,7 @@ def main() -> None:
                 r": ([\d.]+) MB of ([\d.]+) came", (run_dir / "run/logs/generator-0.log").read_text()
             )
             sent = [float(part) / float(whole) for part, whole in came[1:]]
-            seconds = [line["time/sync"] for line in read_metrics(run_dir / "run") if "loss" in line]
+            seconds = [line["time/sync"] for line in read_metrics(run_dir / "run") if "loss" in line][1:]
             same = by_rate.setdefault(lr, numbers(run_dir / "run"))
             if numbers(run_dir / "run") != same:
                 raise SystemExit(

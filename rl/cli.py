@@ -4,6 +4,7 @@ Bad input is one line on standard error, and exit code 2.
 """
 
 import os
+import signal
 import sys
 from contextlib import suppress
 
@@ -42,6 +43,8 @@ def main() -> None:
     open_standard_streams()
     sys.stderr = Output(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115  # None: it was closed before
     prepare_environment()
+    if os.getpid() == 1:  # a container's first process, which the kernel spares a signal that nobody handles
+        signal.signal(signal.SIGTERM, _end)
     from rl.command_flags import flag_name
     from rl.errors import TERMINATED, TOLD, ConfigError, RunError, exit_code
 
@@ -72,6 +75,10 @@ def main() -> None:
             with suppress(OSError):
                 open(told, "w").close()
         sys.exit(exit_code(interrupt))
+
+
+def _end(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -7,12 +7,12 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl.cluster.machine import free_memory, has_bfloat16, num_cores, total_memory
-from rl.envs.sandbox import why_no_sandbox
+from rl.errors import one_line
 
 _REQUIRED = (
     "torch",
@@ -48,8 +48,8 @@ def doctor(run_dirs: Sequence[str] = ()) -> int:
     for name, remedy in _OPTIONAL.items():
         print(f"{name:14} {_version(name) or f'not installed (optional; run: {remedy})'}")
     _machine(problems)
-    print(f"sandbox        {why_no_sandbox() or 'isolates what a model writes'}")
-    _listening()
+    _look(_sandbox, problems)
+    _look(_listening, problems)
     _abandoned([*sorted(Path("runs").glob("*")), *map(Path, run_dirs)])
     for problem in problems:
         print(f"problem: {problem}")
@@ -123,8 +123,8 @@ def _machine(problems: list[str]) -> None:
             )
     try:
         import torch
-    except ImportError as error:
-        problems.append(f"torch does not import ({error}); run: rm -rf .venv && make setup")
+    except (ImportError, OSError, ValueError) as error:  # the last two: of CUDA's libraries
+        problems.append(f"torch does not import ({one_line(error)}); run: rm -rf .venv && make setup")
         return
     _devices(torch, problems)
 
@@ -158,7 +158,21 @@ def _devices(torch: Any, problems: list[str]) -> None:
                 "there is no Python.h, which Triton's kernels include; run: apt install python3-dev"
             )
     print("what `rl train quickstart` would settle here:")
-    _settled(problems)
+    _look(lambda: _settled(problems), problems)
+
+
+def _look(at: Callable[[], None], problems: list[str]) -> None:
+    """What this machine is asked for may need the package that it lacks."""
+    try:
+        at()
+    except (ImportError, OSError) as error:
+        problems.append(f"a package does not import ({one_line(error)}); run: rm -rf .venv && make setup")
+
+
+def _sandbox() -> None:
+    from rl.envs.sandbox import why_no_sandbox
+
+    print(f"sandbox        {why_no_sandbox() or 'isolates what a model writes'}")
 
 
 def _settled(problems: list[str]) -> None:

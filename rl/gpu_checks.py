@@ -7,6 +7,7 @@ Imports are inside: each check runs in a process of its own.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -216,6 +217,9 @@ def self_check(model: Path) -> dict[str, Any]:
     return {"packed": engine._model.packed, "seconds": time.monotonic() - began}
 
 
+_OF_A_RANK = re.compile(r"^(?:\[rank\d+\]:\s*)?((?!.*ChildFailedError)[\w.]*(?:Error|Exception)\b.*)", re.M)
+
+
 def context_parallel(model: Path) -> dict[str, Any]:
     """Two processes of this same check, each with half of every row."""
     from rl.models.hf import read_config
@@ -226,7 +230,8 @@ def context_parallel(model: Path) -> dict[str, Any]:
         command += ["-m", "rl.cli", "gpu-check", "--worker", "context_parallel", str(model)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(done.stderr[-300:])
+            errors = _OF_A_RANK.findall(done.stderr)  # torchrun's own report follows
+            raise RuntimeError(errors[-1] if errors else done.stderr[-300:])
         two = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"logprobs"')))
         alone = make_engine(model).forward(_batches(vocab_size, 1)[0])
         gap = max(

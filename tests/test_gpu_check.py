@@ -175,3 +175,19 @@ def test_a_cpu_passes_what_it_can_run(capsys):
     assert gpu_check.gpu_check([]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     assert out.count("\nok ") == 11 and "tokens/s" in out and "sync GB/s" in out
+
+
+def test_the_cause_of_a_check_in_several_processes_is_what_a_rank_says():
+    errors = """Traceback (most recent call last):
+  File "checks.py", line 3, in <module>
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
+E1127 21:00:00.000 77 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+  error_file: <N/A>
+============================================================
+"""
+    assert gpu_checks._OF_A_RANK.findall(errors) == [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    ]

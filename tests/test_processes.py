@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from fastapi import FastAPI
 
 from configs.quickstart import quickstart
 from rl.controller import run
+from rl.errors import TERMINATED
 from rl.processes import ProcessInfo, is_gone, is_stopped
 from rl.tinker import serve
 
@@ -187,3 +189,16 @@ def test_what_was_ignored_at_the_start_stays_so_and_the_rest_is_handled(ignored,
             signal.signal(number, handler)
     assert tuple(during) == ignored
     assert {*handled} == {*SIGNALS} - {*ignored}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace needs root")
+def test_a_containers_first_process_ends_when_it_is_told_to_from_its_start_on():
+    """The kernel spares it a signal that it does not handle."""
+    waits = "cli._dispatch = lambda words: print('there', flush=True) or time.sleep(60) or 0"
+    script = f"import sys, time; from rl import cli; {waits}; sys.argv = ['rl', 'doctor']; cli.main()"
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout.readline() == "there\n"
+        (first,) = psutil.Process(outside.pid).children()
+        first.terminate()
+        assert outside.wait(20) == TERMINATED and "rl: interrupted" in outside.stderr.read()

@@ -9,16 +9,26 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation.clock import SimulatedLoop
+from benchmarks.simulation.probe import longest_demonstration
 from benchmarks.simulation.processes import Remote, Trainer
 from benchmarks.simulation.seconds import Controls, Device, Machine, Overheads, Work
 from benchmarks.simulation.shares import Shared
-from benchmarks.simulation.workloads import STEPS, cases, cpu_hosts, gpu_hosts, with_gpus, without_pauses
+from benchmarks.simulation.workloads import (
+    STEPS,
+    cases,
+    cpu_hosts,
+    gpu_hosts,
+    with_gpus,
+    without_pauses,
+    workload,
+)
 from benchmarks.simulation.world import Options, Workload, World, simulate
 from configs.quickstart import quickstart
 from rl.actors.remote import ProcessDied
 from rl.config import RewardConfig
 from rl.config.settle import settle
 from rl.models.layout import Layout
+from rl.models.tokenizer import HFTokenizer
 from rl.plan.cluster import Cluster, Host
 from rl.plan.model_shape import ModelShape
 
@@ -283,6 +293,20 @@ def test_a_run_takes_what_its_parts_take():
         assert work.optim(1) + HERE.overheads.train < step["time/train"] < most
     assert len(outcome.steps) == 3 and outcome.sent == outcome.received == [0.0]
     assert outcome.controller == 0.0 and set(outcome.lags) == {0.0}
+    steady, second = outcome.steady(1, HERE.link), outcome.steps[1]
+    assert steady.step == pytest.approx(second["time/step"])
+    assert steady.generators == pytest.approx(second["time/generate"] / second["time/step"], rel=0.05)
+    assert steady.trainer == pytest.approx(1 - second["idle/trainer"] / second["time/step"])
+    assert steady.controller == steady.links == 0.0
+
+
+def test_a_share_of_answers_is_as_long_as_may_be(tmp_path):
+    config = quickstart()
+    tokenizer = HFTokenizer(config.model.materialize(tmp_path))
+    whole, cut = (workload(config, tokenizer, share).lengths for share in (0.0, 0.02))
+    limit = config.env.max_new_tokens
+    assert max(whole) == longest_demonstration() == limit - 1
+    assert cut.count(limit) == len(cut) // 50 and len(cut) == len(whole)
 
 
 def test_a_seed_decides_a_run_and_its_failures():

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.simulation [--hosts N ...] [--gpu_hosts N ...] [--write]` measures this machine and a quickstart on
 it, predicts quickstart and SmolLM2 on one and on two hosts, runs them, and simulates hosts up to 1,024. As root, with
-`make tasks` and `rl fetch smollm2`, on an idle machine: an hour. Without numbers behind --hosts it ends with what is measured, which
-a later call takes from the file --measured. --write: into docs/simulation.md.
+`make tasks` and `rl fetch smollm2`, on an idle machine: an hour. Each table is kept in the file --measured as soon as it is done, and a
+later call takes it from there. Without numbers behind --hosts it ends with what is measured. --write: into docs/simulation.md.
 """
 
 import argparse
@@ -11,40 +11,44 @@ import logging
 import pickle
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.pages import Rows, machine, write_page
+from benchmarks.pages import Rows, code_hash, machine, write_page
 from benchmarks.runs import run
 from benchmarks.simulation import workloads
-from benchmarks.simulation.probe import probe
+from benchmarks.simulation.probe import link_rate, probe
 from benchmarks.simulation.seconds import Machine
 from benchmarks.simulation.workloads import Case
 from benchmarks.simulation.world import Options, Outcome, Workload, simulate
 from rl.models.tokenizer import HFTokenizer
 
-_VETH = 1.2e9  # bytes a second between two hosts of this machine: docs/host_weights.md
 _GBIT = 1.25e8
-_FEW = 4  # steps of a large simulation
+_FEW = 6  # steps of a large simulation
+_MORE = 20  # of one in which hosts are lost
 _FAILURES = 3  # expected in a run
 _FAILING = (8, 32)  # hosts, where some are lost
 _PARTS = ("step", "generate", "train", "sync_blocking")
 NOTES = """Predicted before the run, from the parts above alone: of the quickstart's 96 and 16 prompts a step were measured, on one host; what is run has its own 64.
-Nothing of SmolLM2's was. Two hosts are namespaces of this machine, a core each; they have the trainer on one and generator and rewards on the other. Medians of
-the steps but the first; answers are taken to be as long as the demonstrations that the policy has learned from. `resampling_rounds` is 0: how many groups have no signal follows from
-what is learned."""
+No run of SmolLM2 was; matrices of its sizes were multiplied. Two hosts are namespaces of this machine, a core each; they have the trainer on one and
+generator and rewards on the other. Medians of the steps but the first. Answers are taken to be as long as the demonstrations that the policy has
+learned from, but for the share that the quickstart's warmed-up policy does not end in time. `resampling_rounds` is 0: how many groups have no signal follows
+from what is learned. All groups are taken to have one; of the quickstart's some had none, and were not trained on."""
 SCALE = """Each generator has 16 prompts x 8 samples a step; the trainer has one host in four, a copy of the model on each; one step off-policy. Controller: the
 share of the time for which one core of this machine would be busy with its work, its threads and Monarch's messages included. Lag: of its event loop,
-by which everything that it waits for is late. Last host: seconds from a version's publishing until the last host has it. Most sent: by any host, of what its
-link carries."""
+by which everything that it waits for is late. Last host: seconds from a version's publishing until the last host has it. Fullest link: what some host sends
+or receives, of what its link carries. Seconds and shares are of the steps but the first and the last."""
 REMEDIES = """Trees: a host that has a version sends it to two others. Relays: processes beside the controller, each with so many
-processes' heartbeats and answers, which reach it in one message. Neither is built; the rows say what they would give."""
+processes' heartbeats and answers, which reach it in one message; what they compute themselves is not counted. Neither is built; the
+rows say what they would give. Sending what changed alone is built; how long it takes to find that out is not counted."""
 FAILURES = """Hosts but the controller's are lost at random and are back after 60 s; a process takes 20 s to start and a death 2 s to be
-noticed. Lost: seconds beyond the same run without failures, for each. A checkpoint every two steps. At one failure of a host in 1,000
-hours, a run on so many hosts loses the last column."""
+noticed. Lost: seconds beyond the same run without failures, for each. A checkpoint every two steps, which takes no time here. At one
+failure of a host in 1,000 hours, a run on so many hosts loses the last columns of its two rows together."""
 
 
 def main() -> None:
@@ -62,33 +66,52 @@ def main() -> None:
     options = parser.parse_args()
     machine()
     logging.disable(logging.WARNING)  # deaths that are meant
-    if options.measured.exists():
-        here, compared = pickle.loads(options.measured.read_bytes())
-    else:
-        here = probe(_VETH)
-        shown(parts_table(here))
-        predictions = {case.name: predicted(case, here) for case in workloads.cases()}
-        print(predictions, flush=True)
-        compared = comparison(predictions, {case.name: measured(case) for case in workloads.cases()})
-        options.measured.write_bytes(pickle.dumps((here, compared)))
+    kept = Kept(options.measured)
+    here: Machine = kept.value("here", lambda: probe(link_rate()))
     parts = parts_table(here)
+    shown(parts)
+    predictions = {case.name: predicted(case, here) for case in workloads.cases()}
+    print(predictions, flush=True)
+    runs = {case.name: kept.value(case.name, lambda case=case: measured(case)) for case in workloads.cases()}
+    compared = comparison(predictions, runs)
     shown(compared)
     if not options.hosts:
         return
-    linked = replace(here, link=10 * _GBIT)
-    of_cpus = scale(workloads.cpu_hosts, linked, options.hosts, smollm2_work())
-    remedies, failures = remedy_table(linked, options.remedies), failure_table(linked, _FAILING)
+    linked, work = replace(here, link=10 * _GBIT), smollm2_work(here)
+    of_cpus = scale(kept, workloads.cpu_hosts, linked, options.hosts, work)
+    remedies = remedy_table(kept, linked, options.remedies, work)
+    failures = failure_table(kept, linked, _FAILING, work)
     gpus = workloads.with_gpus(here, 400 * _GBIT)
-    of_gpus = scale(workloads.gpu_hosts, gpus, options.gpu_hosts, Workload([512, 1024, 1536, 2048], 200))
+    answers = Workload([512, 1024, 1536, 2048], 200)
+    of_gpus = scale(kept, workloads.gpu_hosts, gpus, options.gpu_hosts, answers)
     if options.write:
         hosts, gpu_hosts = (" ".join(map(str, each)) for each in (options.hosts, options.gpu_hosts))
         command = f"python -m benchmarks.simulation --hosts {hosts} --gpu_hosts {gpu_hosts} --remedies {options.remedies} --write"
-        assumed = "The same, with eight H100 a host, links of 400 Gbit/s and the sizes of Qwen3-8B. The GPUs' rates are assumed, not measured."
+        assumed = """The same, with eight H100 a host, links of 400 Gbit/s and the sizes of Qwen3-8B. Answers have 512 to 2,048 tokens and are decoded
+after 200 of a prompt, whose own computing is not counted. The GPUs' rates are assumed, not measured."""
         write_page(
             "simulation", "Runs that are simulated", command, parts, "## Against real runs", NOTES, compared,
             "## SmolLM2 on hosts like this one, links of 10 Gbit/s", SCALE, of_cpus, REMEDIES, remedies, FAILURES, failures,
             "## GPUs", assumed, of_gpus,
         )  # fmt: skip
+
+
+class Kept:
+    """What was measured and simulated, in a file, so that a run that ends early loses one table at most."""
+
+    def __init__(self, path: Path):
+        self._path, code = path, code_hash("simulation")
+        self._values = pickle.loads(path.read_bytes()) if path.exists() else {"code": code}
+        if self._values["code"] != code:
+            raise SystemExit(
+                f"{path} was measured by other code; remove it, or name another file by --measured"
+            )
+
+    def value(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._values:
+            self._values[name] = make()
+            self._path.write_bytes(pickle.dumps(self._values))
+        return self._values[name]
 
 
 def shown(rows: Rows) -> None:
@@ -110,6 +133,8 @@ def parts_table(here: Machine) -> Rows:
     rows += [
         [f"quickstart, {name}, ms", f"{value * 1e3:.2f}"] for name, value in vars(here.overheads).items()
     ]
+    rows.append(["quickstart, answers that are cut at their limit", f"{here.cut:.2%}"])
+    rows.append(["between two hosts, GB/s", f"{here.link / 1e9:.2f}"])
     controls = here.controls
     rows.append(["a call, us of the controller's core", f"{controls.call * 1e6:.0f}"])
     rows.append(["a MB of it, us of the controller's core", f"{controls.byte * 1e12:.0f}"])
@@ -121,9 +146,9 @@ def tokenizer_of(case: Case) -> HFTokenizer:
         return HFTokenizer(case.config.model.materialize(Path(directory)))
 
 
-def smollm2_work() -> Workload:
+def smollm2_work(here: Machine) -> Workload:
     case = workloads.cases()[-1]
-    return workloads.workload(case.config, tokenizer_of(case))
+    return workloads.workload(case.config, tokenizer_of(case), here.cut)
 
 
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -131,7 +156,7 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def predicted(case: Case, here: Machine) -> dict[str, float]:
-    work = workloads.workload(case.config, tokenizer_of(case))
+    work = workloads.workload(case.config, tokenizer_of(case), here.cut)
     return medians(simulate(case.config, case.cluster, here, work).steps)
 
 
@@ -155,7 +180,7 @@ def comparison(predictions: dict[str, dict[str, float]], runs: dict[str, dict[st
     return rows
 
 
-def scale(of, here: Machine, counts: Sequence[int], work: Workload) -> Rows:
+def scale(kept: Kept, of: Callable, here: Machine, counts: Sequence[int], work: Workload) -> Rows:
     header = [
         "hosts",
         "generators",
@@ -166,40 +191,32 @@ def scale(of, here: Machine, counts: Sequence[int], work: Workload) -> Rows:
         "trainer",
         "controller",
     ]
-    rows = [[*header, "lag, ms: median, p99", "last host, s", "most sent", "the limit"]]
+    rows = [[*header, "lag, ms: median, p99", "last host, s", "fullest link", "the limit"]]
     for count in counts:
         config, cluster = of(count, _FEW)
-        outcome = simulate(config, cluster, here, work)
-        rows.append([str(count), *row(config, outcome, here)])
+
+        def cells(config=config, cluster=cluster) -> list[str]:
+            return row(config, simulate(config, cluster, here, work), here)
+
+        rows.append([str(count), *kept.value(f"{of.__name__} {count}", cells)])
         print(rows[-1], flush=True)
     return rows
 
 
 def row(config, outcome: Outcome, here: Machine) -> list[str]:
     samples = config.prompts_per_step * config.group_size
-    used = shares(outcome, here)
+    steady = outcome.steady(config.generator.num_replicas, here.link)
+    used = {name: getattr(steady, name) for name in ("generators", "trainer", "controller", "links")}
     lag = np.percentile(np.array(outcome.lags) * 1e3, [50, 99])
     return [
-        str(config.generator.num_replicas), f"{samples:,}", f"{outcome.step_seconds:.1f}",
-        f"{samples / outcome.step_seconds:,.0f}",
+        str(config.generator.num_replicas), f"{samples:,}", f"{steady.step:.1f}", f"{samples / steady.step:,.0f}",
         *(f"{used[name]:.0%}" for name in ("generators", "trainer", "controller")),
         f"{lag[0]:.0f}, {lag[1]:.0f}", f"{max(outcome.fetches, default=0.0):.2f}", f"{used['links']:.0%}",
         max(used, key=lambda name: used[name]),
     ]  # fmt: skip
 
 
-def shares(outcome: Outcome, here: Machine) -> dict[str, float]:
-    """Of the run's time: for how much of it each part works. The fullest is the limit."""
-    most = max(*outcome.sent, *outcome.received)
-    return {
-        "generators": outcome.generators_busy,
-        "trainer": outcome.trainer_busy,
-        "controller": outcome.controller / outcome.seconds,
-        "links": most / here.link / outcome.seconds,
-    }
-
-
-def remedy_table(here: Machine, count: int) -> Rows:
+def remedy_table(kept: Kept, here: Machine, count: int, work: Workload) -> Rows:
     rows = [
         [
             "hosts",
@@ -209,7 +226,7 @@ def remedy_table(here: Machine, count: int) -> Rows:
             "controller",
             "lag, ms: median, p99",
             "last host, s",
-            "most sent",
+            "fullest link",
         ]
     ]
     variants = {
@@ -220,16 +237,17 @@ def remedy_table(here: Machine, count: int) -> Rows:
         "both, and what changed alone (3%)": Options(tree=True, relay=16, delta=0.03),
     }
     config, cluster = workloads.cpu_hosts(count, _FEW)
-    work = smollm2_work()
     for name, options in variants.items():
-        outcome = simulate(config, cluster, here, work, options)
-        cells = row(config, outcome, here)
+        cells = kept.value(
+            f"{name}, {count}",
+            lambda options=options: row(config, simulate(config, cluster, here, work, options), here),
+        )
         rows.append([str(count), name, cells[2], cells[3], cells[6], cells[7], cells[8], cells[9]])
         print(rows[-1], flush=True)
     return rows
 
 
-def failure_table(here: Machine, counts: Sequence[int]) -> Rows:
+def failure_table(kept: Kept, here: Machine, counts: Sequence[int], work: Workload) -> Rows:
     rows = [
         [
             "hosts",
@@ -240,19 +258,18 @@ def failure_table(here: Machine, counts: Sequence[int]) -> Rows:
             "of the time, at one in 1,000 h of a host",
         ]
     ]
-    work = smollm2_work()
     for count in counts:
-        config, cluster = workloads.cpu_hosts(count, 5 * _FEW)
+        config, cluster = workloads.cpu_hosts(count, _MORE)
         sections = {name: getattr(config, name) for name in ("trainer", "generator", "reward")}
-        often = {name: replace(section, max_restarts=1000) for name, section in sections.items()}
-        config = replace(config, **often, save_every=2)
-        whole = simulate(config, cluster, here, work)
+        lasting = {name: replace(section, max_restarts=1000) for name, section in sections.items()}
+        config = replace(config, **lasting, save_every=2)
+        simulated = partial(simulate, config, cluster, here, work)
+        whole = kept.value(f"whole {count}", simulated)
         trainers = len(config.trainer.hosts)
         for name, hosts in (("generators", range(trainers, count)), ("trainer", range(1, trainers))):
             rate = _FAILURES / (whole.seconds / 3600) / len(hosts)
-            outcome = simulate(
-                config, cluster, here, work, Options(failures_per_hour=rate, failing=tuple(hosts))
-            )
+            often = Options(failures_per_hour=rate, failing=tuple(hosts))
+            outcome = kept.value(f"{name} lost, {count}", partial(simulated, often))
             lost = (outcome.seconds - whole.seconds) / max(1, outcome.num_failures)
             cells = [
                 str(outcome.num_failures),

@@ -1,12 +1,19 @@
 """What the parts of this machine take: its cores, Monarch's messages, and a quickstart of two sizes on it.
 
-Nothing of another model than the quickstart's is measured: how long larger ones take follows from their sizes.
+No run of another model than the quickstart's is measured: how long larger ones take follows from their sizes.
 """
 
 import asyncio
+import json
+import os
+import pickle
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +22,12 @@ from monarch.actor import Actor, endpoint
 from benchmarks.runs import run
 from benchmarks.simulation.seconds import Controls, Device, Machine, Overheads, Work
 from configs.quickstart import quickstart
+from rl.cluster.environment import engine_environment
+from rl.cluster.machine import num_cores
+from rl.envs.base import derive_seed
+from rl.models.tokenizer import HFTokenizer
 from rl.plan.model_shape import ModelShape
+from rl.weight_sync.remote_files import STREAMS
 
 _WIDTH, _MLP = 576, 1536  # of the matrices that are multiplied: as large as those of a small model
 _ROWS = (1, 16, 64, 128, 256, 2048)
@@ -26,11 +38,38 @@ STEPS = 12
 
 def probe(link: float) -> Machine:
     """link: bytes a second between two hosts."""
-    devices = {threads: device(threads) for threads in (1, torch.get_num_threads())}
-    controls = asyncio.run(messages())
-    return Machine(
-        devices, overheads(devices, [quickstart_steps(groups) for groups in _GROUPS]), controls, link
+    # A process's own: memory and threads are set up as in one that trains.
+    command = [sys.executable, "-m", "benchmarks.simulation.probe"]
+    environment = os.environ | engine_environment(num_cores())
+    devices = pickle.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
     )
+    controls = asyncio.run(messages())
+    runs = [quickstart_steps(groups) for groups in _GROUPS]
+    cut = statistics.fmean(step["rollout/truncated"] for step in runs[0])
+    return Machine(devices, overheads(devices, runs, cut), controls, link, cut)
+
+
+def devices() -> dict[int, Device]:
+    return {threads: device(threads) for threads in sorted({1, num_cores()})}
+
+
+def link_rate() -> float:
+    """Bytes a second from one host of tests/hosts/namespaces.py to another, over as many streams as weights take."""
+    from tests.hosts.namespaces import hosts, worker
+
+    rates = []
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as directory,
+        hosts(2) as (source, target),
+        worker(source, Path(directory) / "worker.log"),
+    ):
+        measured = f"measure({source.worker_address!r}, 2**29, {STREAMS})"
+        script = f"import json; from rl.cluster.link_speed import measure; print(json.dumps({measured}))"
+        for _ in range(5):
+            answer = json.loads(target.output(sys.executable, "-c", script))
+            rates.append(answer["size"] / answer["seconds"])
+    return statistics.median(rates)
 
 
 def seconds(work: Callable[[], object], least: float = 0.5) -> float:
@@ -106,12 +145,27 @@ async def _called(echo: Any, message: bytes) -> None:
 
 def quickstart_steps(groups: int) -> list[dict[str, float]]:
     """Metrics of each step but the first two of a real run."""
-    settings = ("--steps", STEPS, "--prompts_per_step", groups, "--eval_every", 10**6, "--warmup.steps", 40)
+    settings = ("--steps", STEPS, "--prompts_per_step", groups, "--eval_every", 10**6)
     return run("quickstart", *settings)["steps"][2:]
 
 
-def overheads(devices: dict[int, Device], runs: Sequence[Sequence[dict[str, float]]]) -> Overheads:
-    """What the quickstart took beyond what its sizes explain. runs: of many groups and of few."""
+def longest_demonstration() -> int:
+    """Tokens, its end included."""
+    config = quickstart()
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = HFTokenizer(config.model.materialize(Path(directory)))
+    env, seeds = config.env, range(500)
+    problems = [env.train_problem(derive_seed("simulation", i)) for i in seeds]
+    return max(
+        len(tokenizer.encode_plain(env.demonstration(p, i))) + 1 for p, i in zip(problems, seeds, strict=True)
+    )
+
+
+def overheads(
+    devices: dict[int, Device], runs: Sequence[Sequence[dict[str, float]]], cut: float
+) -> Overheads:
+    """What the quickstart took beyond what its sizes explain. runs: of many groups and of few. cut: the share of
+    answers that reach their limit."""
     config, nothing = quickstart(), Overheads(0, 0, 0, 0, 0, 0, 0)
     work = Work(ModelShape.of(config.model.config()), "float32", devices[max(devices)], nothing)
 
@@ -119,9 +173,16 @@ def overheads(devices: dict[int, Device], runs: Sequence[Sequence[dict[str, floa
         return statistics.median(step.get(name, 0.0) for step in steps)
 
     many, few = runs
-    longest = config.env.max_new_tokens  # some answer of a step is as long
-    in_steps = [middle(steps, "time/generate") / longest for steps in (many, few)]
-    alone = [middle(steps, "tokens/sampled") / longest for steps in (many, few)]  # that decode, on average
+    # In how many decoding steps: an answer of a step is as long as it may be, or all end as the demonstrations do.
+    limit, ended = config.env.max_new_tokens, longest_demonstration()
+    samples = [groups * config.group_size for groups in _GROUPS]
+    longest = [ended + (limit - ended) * (1 - (1 - cut) ** count) for count in samples]
+    in_steps = [
+        middle(steps, "time/generate") / count for steps, count in zip((many, few), longest, strict=True)
+    ]
+    alone = [  # that decode, on average
+        middle(steps, "tokens/sampled") / count for steps, count in zip((many, few), longest, strict=True)
+    ]
     known = [work.decode(round(sequences)) for sequences in alone]
     sequence = ((in_steps[0] - known[0]) - (in_steps[1] - known[1])) / (alone[0] - alone[1])
     decode = max(0.0, in_steps[1] - known[1] - alone[1] * sequence)
@@ -132,3 +193,7 @@ def overheads(devices: dict[int, Device], runs: Sequence[Sequence[dict[str, floa
     reward = middle(many, "time/reward") / _GROUPS[0]
     # Of what a step of training takes, a half is the optimizer's: nothing tells them apart.
     return Overheads(train / 2, train / 2, decode, max(0.0, sequence), publish, load, reward)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(pickle.dumps(devices()))

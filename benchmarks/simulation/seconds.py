@@ -72,12 +72,16 @@ class Controls:
 
 @dataclass(frozen=True)
 class Machine:
-    """Of each host. devices: number of threads -> what so many cores are; 0 for a GPU."""
+    """Of each host. devices: number of threads -> what so many cores are; 0 for a GPU.
+
+    cut: the share of a warmed-up policy's answers that reach their limit of tokens.
+    """
 
     devices: Mapping[int, Device]
     overheads: Overheads
     controls: Controls
     link: float  # bytes a second between two hosts, each way
+    cut: float = 0.0
 
     def device(self, threads: int, on_gpu: bool) -> Device:
         if on_gpu:

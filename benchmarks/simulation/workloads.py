@@ -15,9 +15,20 @@ from rl.models.tokenizer import HFTokenizer
 from rl.plan.cluster import Cluster, Host, parse_cluster
 
 STEPS = 8
-FLAGS = ("--steps", STEPS, "--eval_every", 10**6, "--resampling_rounds", 0, "--env.num_eval", 4)
+FLAGS = (
+    "--steps",
+    STEPS,
+    "--eval_every",
+    10**6,
+    "--resampling_rounds",
+    0,
+    "--env.num_eval",
+    4,
+    "--weight_sync.delta",
+    "off",
+)
 """Of the real runs. What a policy has learned decides how much is sampled again, which nobody knows before."""
-_LINK = "10 Gbit/s"
+_LENGTHS = 10_000  # from which an answer's is drawn
 
 
 @dataclass(frozen=True)
@@ -39,14 +50,17 @@ def without_pauses(config: RunConfig, steps: int = STEPS) -> RunConfig:
     return replace(config, warmup=WarmupConfig(), env=env, steps=steps, **rest)
 
 
-def workload(config: RunConfig, tokenizer: HFTokenizer) -> Workload:
-    """Answers are as long as the task's demonstrations, which the policy has learned before."""
+def workload(config: RunConfig, tokenizer: HFTokenizer, cut: float) -> Workload:
+    """Answers are as long as the task's demonstrations, which the policy has learned before; a share of them, `cut`,
+    as long as they may be."""
     env = config.env
     problems = [env.train_problem(derive_seed("simulation", i)) for i in range(500)]
     answers = [env.demonstration(problem, i) for i, problem in enumerate(problems)]
     lengths = [min(len(tokenizer.encode_plain(answer)) + 1, env.max_new_tokens) for answer in answers]
     prompts = [len(env.encode(problem, tokenizer).tokens) for problem in problems]
     shared = len(tokenizer.encode(env.prompt_prefix)) if env.prompt_prefix else 0
+    lengths *= _LENGTHS // len(lengths)
+    lengths[: round(cut * _LENGTHS)] = [env.max_new_tokens] * round(cut * _LENGTHS)
     return Workload(lengths, sum(prompts) // len(prompts), shared)
 
 

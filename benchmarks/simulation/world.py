@@ -70,27 +70,65 @@ class Options:
     speed: float = 1.0
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Of a run until the end of a step. at: seconds. controller: seconds of its core, generators: of all of them."""
+
+    at: float
+    controller: float
+    generators: float
+    sent: list[float]
+    received: list[float]
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Of the steps but the first, which fills the pipeline, and the last, which empties it.
+
+    step: seconds of one. The others: for which share of the time each is busy. links: the fullest of them.
+    """
+
+    step: float
+    generators: float
+    trainer: float
+    controller: float
+    links: float
+
+
 @dataclass
 class Outcome:
-    """Seconds are those of the simulated clock. steps: each one's metrics. sent, received: bytes by host."""
+    """Seconds are those of the simulated clock. steps: each one's metrics. sent, received: bytes by host.
+    totals: by step."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
+    totals: dict[int, Totals] = field(default_factory=dict)
     seconds: float = 0.0
     controller: float = 0.0  # seconds for which its core worked
     lags: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     received: list[float] = field(default_factory=list)
     trainer_busy: float = 0.0
-    generators_busy: float = 0.0  # of all, on average
     fetches: list[float] = field(
         default_factory=list
     )  # seconds from a version's publishing until a host has it
     num_failures: int = 0
     restarts: int = 0  # of the trainer
 
-    @property
-    def step_seconds(self) -> float:
-        return self.seconds / len(self.steps)
+    def steady(self, num_generators: int, link: float) -> Steady:
+        """Of a run of three steps or more. link: bytes a second, each way."""
+        middle, numbers = self.steps[1:-1], sorted(self.totals)
+        first, last = self.totals[numbers[0]], self.totals[numbers[-2]]
+        seconds = last.at - first.at
+        bytes_before, bytes_after = [*first.sent, *first.received], [*last.sent, *last.received]
+        most = max(after - before for before, after in zip(bytes_before, bytes_after, strict=True))
+        idle = sum(step["idle/trainer"] for step in middle)
+        return Steady(
+            seconds / len(middle),
+            (last.generators - first.generators) / num_generators / seconds,
+            1 - idle / sum(step["time/step"] for step in middle),
+            (last.controller - first.controller) / seconds,
+            most / link / seconds,
+        )
 
 
 class World:
@@ -302,6 +340,13 @@ class _Run:
         )  # fmt: skip
         self._max_restarts = of_trainer.max_restarts
 
+    def totals(self) -> Totals:
+        world = self.world
+        return Totals(
+            world.loop.time(), world.loop.busy, sum(generator.seconds_busy for generator in self.generators),
+            [up.done for up in world.up], [down.done for down in world.down],
+        )  # fmt: skip
+
     def actors(self) -> Actors:
         async def released(manifest: Manifest) -> None:
             pass
@@ -355,7 +400,8 @@ class _Run:
 
 
 @asynccontextmanager
-async def _recorded(config: RunConfig, world: World, run_dir: Path) -> AsyncIterator[Recorder]:
+async def _recorded(config: RunConfig, run: _Run, run_dir: Path) -> AsyncIterator[Recorder]:
+    world = run.world
     sinks = open_sinks(TrackingConfig(sinks=("tensorboard",)), run_dir, {})
     recorder = Recorder(run_dir, config.steps, world.timeline, sinks, out=io.StringIO())
     step = recorder.step
@@ -367,6 +413,8 @@ async def _recorded(config: RunConfig, world: World, run_dir: Path) -> AsyncIter
         def window() -> dict[str, float]:
             numbers = own()
             world.outcome.steps.append(dict(metrics) | numbers | {"at": began, "number": number})
+            with world.loop.spare():
+                world.outcome.totals[number] = run.totals()
             return numbers
 
         with mock.patch.object(world.timeline, "window", window):
@@ -397,7 +445,7 @@ def simulate(
             run = _Run(config, world, run_dir)
             actors = run.actors()
             async with (
-                _recorded(config, world, run_dir) as recorder,
+                _recorded(config, run, run_dir) as recorder,
                 beside(actors.generators.run(), actors.rewards.run(), world.measure_lag()),
             ):
                 await together((run.revival.start(), actors.generators.started(), actors.rewards.started()))
@@ -413,8 +461,6 @@ def simulate(
                 outcome.steps = list({int(step["number"]): step for step in outcome.steps}.values())
             outcome.restarts = run.revival.num_restarts
             outcome.sent, outcome.received = [up.done for up in world.up], [down.done for down in world.down]
-            total = sum(generator.seconds_busy for generator in run.generators)
-            outcome.generators_busy = total / len(plan.of("generator")) / outcome.seconds
             idle = sum(step["idle/trainer"] for step in outcome.steps)
             outcome.trainer_busy = 1 - idle / sum(step["time/step"] for step in outcome.steps)
             return outcome

@@ -50,7 +50,7 @@ class EngineHandle:
         self._actors: Any = None
         self._deadlines = deadlines
         self._timeline = timeline
-        self._caller = Caller(name, f"logs/{name}-*.log of the run")
+        self._caller = Caller(name, f"logs/{name}*.log of the run")
         self._packing: dict[str, Any] = {}
         self._met_deadline: set[str] = set()  # methods; others may have been given too little time
         self.is_there: bool | None = True  # on its devices; None: it was on its way, and nobody waited

@@ -23,7 +23,7 @@ from rl.types import Message, Problem, Rollout, Score, StopReason
 from rl.waiting import Deadlines, Signal, beside
 
 T = TypeVar("T")
-_PING_SECONDS = 60.0
+_MARGIN_SECONDS = 60.0  # beyond the worker's own limits
 _NUMBERS = count()  # of episodes, in the controller
 
 
@@ -133,10 +133,10 @@ class RewardProcess:
 
     @property
     def _patience(self) -> Deadline:
-        return Deadline("env.turn_seconds", self._limit + _PING_SECONDS)
+        return Deadline("env.turn_seconds or env.episode_seconds", self._limit + _MARGIN_SECONDS)
 
     async def check(self) -> None:
-        deadline = Deadline("reward.limit_seconds", _PING_SECONDS)
+        deadline = Deadline("progress", self._deadlines.progress)
         async with beside(self._caller.until_gone("ready")):
             await self._caller.call(only(self._actor.ready.call()), "ready", deadline, past=ProcessDied)
 

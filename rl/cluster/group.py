@@ -53,8 +53,8 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
     if num_tasks > 1 and "SLURM_STEP_ID" in environment and not is_shell:
         if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", str(num_tasks)):
             raise ConfigError(
-                "rl train is one process on each host, and starts the others itself; write srun "
-                "--ntasks-per-node 1"
+                "rl train is one process on each host, and starts the others itself; write srun --ntasks "
+                "N --ntasks-per-node 1 for N hosts"
             )
         address = environment.get("MASTER_ADDR") or _first_node(environment)
         job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))

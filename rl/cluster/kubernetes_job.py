@@ -133,7 +133,8 @@ class KubernetesJob:
                 "completionMode": "Indexed",
                 "completions": self.nodes,
                 "parallelism": self.nodes,
-                "backoffLimit": self.restarts * self.nodes,
+                # A loss ends all pods, and the one that comes in the place of the lost.
+                "backoffLimit": self.restarts * (self.nodes + 1),
                 # The first pod is the run: with it all end, also one that waits for a node.
                 "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
                 "template": {"metadata": {"labels": {"rl-run": service}}, "spec": pod},

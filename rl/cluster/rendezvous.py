@@ -72,6 +72,8 @@ def _store(group: Group) -> Any:
 def _listener(group: Group) -> int | None:
     """Of a socket on the first host's address alone. None: on all of them, as this host does not know which
     of its addresses that is: its own name is loopback here, or a service's. Raises OSError."""
+    if group.address == "localhost":  # as the first pod of a PyTorchJob is told; the others have its name
+        return None
     try:
         return listen(address_of(group.address), group.port).detach()
     except ConfigError:

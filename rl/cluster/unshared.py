@@ -2,10 +2,12 @@
 
 import asyncio
 import base64
+import glob
 import hashlib
 import os
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,6 +32,7 @@ _MOST_LOG_BYTES = 2**18  # of a file, at a time
 _MOST_NEWS_BYTES = 2**22  # of all: an answer is one line, and the next one comes a second later
 _SECONDS = 60.0  # without a byte
 _LOOK_SECONDS = 600.0  # to read a file that is there already
+_LEFT_SECONDS = 3600.0  # in which a transfer that goes on has written
 _CHUNK = 2**20
 Connected = Callable[[socket.socket], None]
 
@@ -107,6 +110,7 @@ async def receive_file(
             writer.write(line({"wanted": False, "is_same": same, "digest": digest_here}))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path)
         if size > (free := shutil.disk_usage(path.parent).free):
             needed = f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} are free"
             raise Refusal(f"has no room for {path} ({needed}); make room there")
@@ -132,6 +136,14 @@ async def receive_file(
     finally:
         partial.unlink(missing_ok=True)
     writer.write(line({}))
+
+
+def _remove_left(path: Path) -> None:
+    """What killed transfers of this file left here: nobody has written to it for an hour."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError):
+            if time.time() - partial.stat().st_mtime > _LEFT_SECONDS:
+                partial.unlink()
 
 
 async def _drop(reader: asyncio.StreamReader, size: int) -> None:

@@ -14,7 +14,10 @@ from rl.loss.shaping import Shaping
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How groups become updates. The fields are those of RunConfig."""
+    """How groups become updates. The fields are those of RunConfig.
+
+    max_new_tokens: that a rollout may sample in all.
+    """
 
     data: Literal["rollouts", "demonstrations", "preferences"]
     loss: Loss

@@ -71,11 +71,7 @@ def check_algorithm(config: RunConfig) -> list[str]:
         problems += _streaming(config)
     for part in _PARTS:
         problems += conflicts(getattr(config, part), f"{part}.")
-    if config.shaping.overlong_tokens > config.env.max_new_tokens:
-        problems.append(
-            f"shaping.overlong_tokens={config.shaping.overlong_tokens} is over "
-            f"env.max_new_tokens={config.env.max_new_tokens}; use less"
-        )
+    problems += _overlong(config)
     if config.reference.refresh_every and config.reference.model is not None:
         problems.append(
             "reference.refresh_every would replace the teacher of reference.model by the policy; "
@@ -89,6 +85,22 @@ def check_algorithm(config: RunConfig) -> list[str]:
     if config.reference.model is not None:
         problems += config.reference.model.validate() or _tokenizers(config, config.reference.model)
     return problems
+
+
+def _overlong(config: RunConfig) -> list[str]:
+    setting = f"shaping.overlong_tokens={config.shaping.overlong_tokens}"
+    if not config.shaping.overlong_tokens:
+        return []
+    most, own = config.algorithm.max_new_tokens, config.env.max_new_tokens
+    if config.shaping.overlong_tokens > most:
+        what = f"env.max_new_tokens={own}" if most == own else f"the {most} tokens that an episode may sample"
+        return [f"{setting} is over {what}; use less"]
+    shorter = [env for env in config.env.made_of if env.max_new_tokens < own]
+    return [
+        f"{setting} counts from env.max_new_tokens={own}, which a {type(env).__name__} with "
+        f"{env.max_new_tokens} never reaches; give every task of the Mixture as many"
+        for env in shorter[:1]
+    ]
 
 
 def _does_not_suit(function: Callable, parameters: list[str]) -> str:

@@ -21,6 +21,13 @@ from rl.models.sources import MODEL, ModelDir, ModelSource
 _log = logging.getLogger(__name__)
 
 
+def going_on(recipe: str, config: RunConfig) -> tuple[RunConfig, list[str], bool]:
+    """(with the checkpoint's own path, why there is none, whether the run goes on in its directory)."""
+    in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
+    config, missing = with_newest_checkpoint(recipe, config)
+    return config, missing, in_place or is_own(config.resume, config.run_dir)
+
+
 def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The config with the checkpoint's own path; without one, and with a line that says so, where none is.
 
@@ -64,7 +71,7 @@ def changed_settings(config: RunConfig) -> list[str]:
 
     Empty where the checkpoint has no config.json beside it. One that cannot be read is named.
     """
-    path = _home(Path(config.resume).parent.parent) / "config.json"
+    path = home_of(config.resume) / "config.json"
     if not config.resume or not path.exists():
         return []
     try:
@@ -124,13 +131,18 @@ def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
 def take_over_weights(config: RunConfig, run_dir: Path) -> None:
     """A run that goes on from another's checkpoint has the weights that the other drew, and draws none."""
     for path in _DRAWN if config.resume else ():
-        source = _home(Path(config.resume).parent.parent) / path / WEIGHTS
+        source = home_of(config.resume) / path / WEIGHTS
         target = run_dir / path / WEIGHTS
         if source.is_file() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_name(f"{target.name}.partial")
             shutil.copyfile(source, partial)
             partial.replace(target)
+
+
+def home_of(checkpoint: str) -> Path:
+    """The directory of the run that wrote it."""
+    return _home(Path(checkpoint).parent.parent)
 
 
 def _home(run_dir: Path) -> Path:

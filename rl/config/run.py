@@ -105,7 +105,8 @@ class RunConfig:
     advantages: Any = GroupMean()  # an interfaces.AdvantageEstimator: of rl/loss/advantages, or a function
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its
-    tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO)."""
+    tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO), in an episode of
+    turns times env.max_turns."""
     correction: Correction = Correction()
     kl: KL = KL()
     entropy: EntropyBonus = EntropyBonus()
@@ -186,9 +187,8 @@ class RunConfig:
     def algorithm(self) -> Algorithm:
         """How groups become updates, and what that needs."""
         names = [field.name for field in dataclasses.fields(Algorithm) if field.name != "max_new_tokens"]
-        return Algorithm(
-            **{name: getattr(self, name) for name in names}, max_new_tokens=self.env.max_new_tokens
-        )
+        most = min(self.env.most_sampled, self.max_seq_len)
+        return Algorithm(**{name: getattr(self, name) for name in names}, max_new_tokens=most)
 
     def without_weights(self) -> "RunConfig":
         """With models of which, on the Hub, the weights are not fetched: for commands that start nothing."""

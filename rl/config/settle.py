@@ -109,6 +109,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         hosts={role: hosts for role in _ROLES if (hosts := getattr(config, role).hosts)},
         overlap=command == "train" and (config.max_offpolicy_steps > 0 or config.stream_groups > 0),
         learns=command != "eval",
+        saves=command == "train",
         from_checkpoint=bool(config.resume),
         transport=config.weight_sync.transport,
         delta=config.weight_sync.delta,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rl.config.env_rules import without_token
 from rl.config.run import RunConfig
 from rl.envs.base import derive_seed
-from rl.envs.chat.demonstration import chat_sample
+from rl.envs.chat.demonstration import chat_sample, taught_answer
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
 from rl.envs.chat.messages import wrong_with
@@ -52,8 +52,9 @@ def _pair_without_room(
 ) -> list[str]:
     """A pair is in one micro-batch; what both begin with is computed once where prefixes are shared."""
     size, limit = sum(num_tokens for _, num_tokens in pair), config.trainer.micro_batch_tokens
-    if config.trainer.share_prefixes:
-        size -= len(config.env.encode(problem, tokenizer).tokens)
+    if config.trainer.share_prefixes and config.trainer.engine == "titan":  # the other may pack them apart
+        without_text = taught_answer(config.env, problem, "", tokenizer, "prompt")
+        size -= len(without_text.tokens) - 1
     if size <= limit:
         return []
     return [
@@ -82,6 +83,5 @@ def _taught(
         return
     else:
         texts = [env.demonstration(problem, seed)]
-    prompt = env.encode(problem, tokenizer).tokens
     for text in texts:
-        yield text, len(prompt) + len(tokenizer.encode_plain(text)) + 1  # EOS
+        yield text, len(taught_answer(env, problem, text, tokenizer, "taught").tokens)

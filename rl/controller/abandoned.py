@@ -7,6 +7,7 @@ there, never removed. Each is laid out as a run's directory, so that a new run c
 import json
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from rl.models.checkpoint_dir import ABANDONED, RECORD, finish_rename, remove
@@ -87,9 +88,13 @@ def abandoned(run_dir: Path) -> list[tuple[Path, list[int], int]]:
     """Each branch that a run has left: its directory, the steps of its checkpoints, its size in bytes."""
     branches = []
     for path in sorted((run_dir / ABANDONED).glob("*")):
-        files = (file for file in path.rglob("*") if file.is_file())
-        steps = [number for number, _ in _steps(path, "checkpoints")]
-        branches.append((path, steps, sum(file.stat().st_size for file in files)))
+        if path == _half_moved(run_dir):  # the next start of the run goes on with it
+            continue
+        size = 0
+        for file in path.rglob("*"):
+            with suppress(FileNotFoundError):
+                size += file.stat().st_size if file.is_file() else 0
+        branches.append((path, [number for number, _ in _steps(path, "checkpoints")], size))
     return branches
 
 

@@ -9,6 +9,7 @@ from rl.config.flags import override
 from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
 from rl.config.rehearsal import rehearse
+from rl.config.resume import going_on
 from rl.config.run import RunConfig
 from rl.config.settle import why_no_plan
 from rl.config.validate import validate
@@ -16,8 +17,11 @@ from rl.envs.base import held_out
 from rl.errors import ConfigError
 from rl.interfaces import Tokenizer
 from rl.models.sources import ModelSource, TinyQwen3
+from rl.plan.cluster import Host, parse_cluster
 
 _USAGE = "usage: rl check RECIPE [--section.field value ...]"
+_AMPLE = parse_cluster("16 x 8xH100-80", Host(1, 1.0))
+"""What is wrong with a recipe here and there is no machine's fault."""
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 
 
@@ -29,10 +33,12 @@ def check(arguments: Sequence[str]) -> int:
     name, *flags = arguments
     recipe, config = load_recipe(name)
     config, wrong = override(config, flags, prog=f"rl check {name}")
-    config = config.without_weights()
+    config, absent, in_place = going_on(recipe, config.without_weights())
     with modules_of(source_of(name)):
         missing = _missing_here(config)
-        problems = [line for line in validate(config, wrong) if line not in missing]
+        problems = [
+            line for line in validate(config, [*wrong, *absent], in_place=in_place) if line not in missing
+        ]
         if problems:
             raise ConfigError("\n".join(problems))
         rehearsal = rehearse(config, _tokenizer(config.model))
@@ -52,7 +58,10 @@ def _missing_here(config: RunConfig) -> list[str]:
     models = {"": config.model, "judge.model: ": config.judge.model}
     lines = [f"{name}{line}" for name, model in models.items() if model for line in _absent(model)]
     lines += _absent(config.reference.model) if config.reference.model else []
-    return list(dict.fromkeys([*lines, *why_no_plan(config, model_known=not config.model.validate())]))
+    known = not config.model.validate()
+    here = why_no_plan(config, model_known=known)
+    nowhere = why_no_plan(config, cluster=_AMPLE, model_known=known) if here else []
+    return list(dict.fromkeys([*lines, *(line for line in here if line not in nowhere)]))
 
 
 def _absent(model: ModelSource) -> list[str]:

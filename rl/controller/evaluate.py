@@ -40,6 +40,9 @@ from rl.types import Group
 
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
 
+_ASKS_THE_SAME = ("num_eval", "max_new_tokens", "stop")
+"""Settings of an Env with which its problems stay the same."""
+
 UNREAD = frozenset({
     "data", "loss", "loss_agg", "advantages", "correction", "kl", "entropy", "reference", "critic",
     "shaping", "warmup", "tracking", "steps", "prompts_per_step", "group_size", "minibatches", "epochs",
@@ -151,7 +154,8 @@ def _trained_on(model: Path, env: Env) -> int:
         return 0
     # As it is written: to load it would make classes of a recipe's file anew, which are then others.
     written = read_config(str(run_dir))[1]["env"]
-    if written | {"num_eval": env.num_eval} != json.loads(json.dumps(to_json(env))):
+    own = json.loads(json.dumps(to_json(env)))
+    if written | {name: own[name] for name in _ASKS_THE_SAME} != own:
         return 0
     of_run = replace(env, num_eval=written["num_eval"])
     return len({problem.key for problem in held_out(env)} - {problem.key for problem in held_out(of_run)})

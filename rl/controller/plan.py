@@ -67,6 +67,24 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
     write_whole(run_dir / PLAN, json.dumps(plan_json(plan), indent=1).encode())
 
 
+def settled_otherwise(run: Path, plan: Plan) -> list[str]:
+    """What was asked of both and is now another, one line each; but for caches, which follow free memory.
+
+    Empty where the run's plan cannot be read, as an older version's.
+    """
+    try:
+        before = {row["setting"]: row for row in _read(run)["settled"]}
+    except ConfigError:
+        return []
+    otherwise = "settled otherwise than in the checkpoint's run"
+    return [
+        f"{otherwise}: {now.setting} {was['value']} -> {now.value} ({now.why})"
+        for now in plan.settled
+        if (was := before.get(now.setting)) and was.get("asked") == now.asked and was["value"] != now.value
+        if not now.setting.endswith("kv_cache_gib")
+    ]
+
+
 def _read(run: Path) -> dict:
     """A run's plan.json. Raises ConfigError."""
     try:

@@ -58,16 +58,17 @@ def replay(arguments: Sequence[str]) -> int:
     if not (run_dir / "config.json").is_file():
         raise ConfigError(f"{run_dir} is not the directory of a run; {_USAGE}")
     recipe, config = load_recipe(str(run_dir / "config.json"))
+    in_rewards = {"kl"} if config.kl.in_reward else set()  # which the recorded advantages have
     config, problems = override(config, rest, prog="rl replay")
-    problems += without_effect(rest, UNREAD, "rl replay")
+    problems += without_effect(rest, UNREAD | in_rewards, "rl replay")
     checkpoint = _checkpoint_before(run_dir, step)
     config = replace(config, resume=str(checkpoint), joining_hosts=0)  # it has no generators
     if problems := validate(config, problems, command="replay"):
         raise ConfigError("\n".join(problems))
     config = with_drawn_weights(config, run_dir)
-    recorded = next(
-        (r for r in read_records(run_dir / "metrics.jsonl") if r["step"] == step and "loss" in r), {}
-    )
+    metrics = run_dir / "metrics.jsonl"
+    lines = read_records(metrics) if metrics.is_file() else []
+    recorded = next((line for line in lines if line["step"] == step and "loss" in line), {})
     print(f"{recipe}: steps {step_of(config.resume) + 1} to {step}, from {checkpoint}", flush=True)
     with own_directory("replay", config.run_dir) as out:
         print(f"directory: {out}", flush=True)

@@ -64,7 +64,8 @@ class Rollouts:
     async def _group(
         self, index: int, prompt: Prompt, sampler: Sampler, size: int, temperature: float, seed: int
     ) -> Group:
-        stop = (self.tokenizer.eos_id, *self.env.stop_ids(self.tokenizer))
+        ends = self.env.stop_ids(prompt.problem, self.tokenizer)
+        stop = tuple(dict.fromkeys((self.tokenizer.eos_id, *ends)))
         params = SamplingParams(self.env.max_new_tokens, temperature, seed, stop, self.adapter)
         context = RolloutContext(sampler, self.tokenizer, params, self.max_tokens, self.episodes, self.door)
         rollouts = await self.env.drive(prompt, size, context)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,15 +17,15 @@ from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.rehearsal import rehearse
 from rl.config.replay_rules import what_a_replay_needs
-from rl.config.resume import changed_settings, is_own, take_over_weights, with_newest_checkpoint
+from rl.config.resume import changed_settings, going_on, home_of, take_over_weights, with_newest_checkpoint
 from rl.config.run import RunConfig
 from rl.config.settle import engines_without, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
-from rl.controller.plan import write_plan
+from rl.controller.plan import settled_otherwise, write_plan
 from rl.controller.recovery import step_of, train_and_export
 from rl.envs.base import held_out
-from rl.errors import ConfigError, RunError
+from rl.errors import TOLD, ConfigError, RunError
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
 from rl.observability.log_tail import log_tail
@@ -49,11 +50,9 @@ def run(
     already. hosts_last: config.hosts are there after the run, too, and stand in config.json. Raises
     ConfigError with every problem before any process starts.
     """
-    in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
     asked_for = config.resume
-    config, missing = with_newest_checkpoint(recipe, config)
+    config, missing, in_place = going_on(recipe, config)
     is_named = bool(asked_for) and config.resume == asked_for
-    in_place = in_place or is_own(config.resume, config.run_dir)
     if problems := validate(config, [*known, *missing], in_place=in_place):
         raise ConfigError("\n".join(problems))
     with modules_of(source):
@@ -112,8 +111,11 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool, i
     def interrupt(number: int) -> None:
         """The first has the run save a checkpoint and end, the second has it end without; others nothing.
 
-        Who starts a run may pass on a signal that the run got too: what comes at once is the same one.
+        Who starts a run may pass on a signal that the run got too: what comes at once is the same one. Slurm
+        tells a job that it preempts twice to end, by itself and by the job's own signal.
         """
+        if came and number == signal.SIGTERM and TOLD in os.environ:
+            return
         if came and time.monotonic() - came[-1][1] < _SAME_SIGNAL_SECONDS:
             return
         came.append((number, time.monotonic()))
@@ -137,6 +139,8 @@ async def run_recipe(
     give_way_often()
     plan = settle(config)
     learning = learning_of(config, plan.value_of("dtype"))
+    for line in settled_otherwise(home_of(config.resume), plan) if config.resume else []:
+        print(line, flush=True)
     write_plan(run_dir, plan)
     with break_silence("preparing the model's files"):
         take_over_weights(config, run_dir)
@@ -190,7 +194,7 @@ def _title(recipe: str, config: RunConfig) -> str:
 def _summary(
     accuracies: dict[int, tuple[float, float]], num_problems: int, run_dir: Path, curve: Path
 ) -> str:
-    (first, before), *_, (last, after) = accuracies.items()
+    (first, before), (last, after) = next(iter(accuracies.items())), next(reversed(accuracies.items()))
     start = "before training" if first == 0 else f"at step {first}"
     return (
         f"\nheld-out accuracy {start}: {before[0]:.3f} +- {before[1]:.3f}"

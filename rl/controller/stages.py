@@ -16,6 +16,7 @@ from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_
 from rl.controller.controls import Controls
 from rl.controller.held_groups import write_prompts
 from rl.controller.loop import train
+from rl.controller.parity import PolicyMismatch
 from rl.controller.rollouts import check_rewards
 from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.supervised import SupervisedData, warm_up
@@ -43,8 +44,7 @@ class RunStages:
         recorder: Recorder,
         goes_on: bool = False,
     ):
-        """checkpoint: which the run goes on from; empty at its beginning. goes_on: the recorder has what came
-        before the first step."""
+        """checkpoint: to go on from, or empty. goes_on: the recorder has what came before the first step."""
         self._learning = learning
         self._checkpoint = checkpoint
         self._goes_on = goes_on
@@ -56,9 +56,8 @@ class RunStages:
         self._controls = self._controls_with({})
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
-        rhythm = learning.rhythm
-        self._save_clock = SaveClock(rhythm.save_every_minutes)
-        self._schedule = Schedule(1, learning.pace.num_steps, rhythm.eval_every)
+        self._save_clock = SaveClock(learning.rhythm.save_every_minutes)
+        self._schedule = Schedule(1, learning.pace.num_steps, learning.rhythm.eval_every)
         self._done = 0  # the last step whose update is complete
         self._updating = self._taken = False  # taken: prompts of the next one, from the buffer
         self._unrecorded: tuple[int, TrainingBatch, Mapping[str, float]] | None = None
@@ -171,10 +170,9 @@ class RunStages:
     async def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         coming = self.buffer.coming if self.buffer and step < self._learning.pace.num_steps else ()
         preparing = asyncio.create_task(self._rollouts.prepare(coming))
-        before = self._controls.state
+        before, seed, critic = self._controls.state, self._learning.seed, self._updaters[1]
         try:
             await self._actors.enter("train")
-            seed, critic = self._learning.seed, self._updaters[1]
             parity, entropy = self._controls.parity, self._controls.entropy
             learned = await learn(batch, step, self._controls.algorithm, seed, self._policy, critic, parity)
             await preparing
@@ -182,9 +180,12 @@ class RunStages:
                 learned["entropy/coef"] = entropy.coef
             entropy.observe(learned["entropy"])
             return learned
-        except StepFailed as failure:
+        except (StepFailed, PolicyMismatch) as failure:
             self._controls = self._controls_with(before)  # as the checkpoint of the step before has them
-            raise await self._give_up(step, failure) from failure
+            if isinstance(failure, StepFailed):
+                raise await self._give_up(step, failure) from failure
+            self._updating = critic is not None  # else all is as it was after that step
+            raise
 
     async def publish(self, step: int) -> None:
         """Blocks until the weights are written; generators fetch them while the next step goes on."""

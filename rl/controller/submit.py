@@ -50,6 +50,11 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     ]
     if cluster and not is_dry:
         problems.append("--cluster has no effect without --dry_run; leave it out")
+    if config.resume and "--resume" not in map(flag_name, rest):
+        problems.append(
+            f"resume={config.resume!r} of {recipe_name} has no effect here: {_NOT_OF_JOBS['--resume']}; "
+            f"leave it out there, or copy the checkpoint into the checkpoints/ of the job's run_dir"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)
@@ -58,7 +63,8 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     words, place = _without(rest, "--run_dir"), job.place(run_dir)
     text = job.text(run_dir, job.command(source, words, run_dir))
     file = place / job.file
-    result = plan_or_problems(config, "train", _hosts_of(job, launcher, cluster)) if is_dry else None
+    hosts = _hosts_of(job, launcher, cluster) if is_dry else None
+    result = plan_or_problems(config.without_weights(), "train", hosts) if is_dry else None
     if isinstance(result, list):
         raise ConfigError("\n".join(result))
     try:

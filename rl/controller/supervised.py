@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl.actors.engine import EngineHandle
-from rl.batching import supervised_sample
 from rl.config.algorithm import Algorithm
 from rl.controller.training_batch import Scorers, TrainingBatch, TrainingGroup, weighted, with_loss_inputs
 from rl.envs.base import Env, derive_seed
-from rl.envs.chat.demonstration import chat_sample
+from rl.envs.chat.demonstration import chat_sample, taught_answer
 from rl.envs.chat.env import ChatEnv
 from rl.errors import NotFinite, RunError
 from rl.interfaces import Tokenizer
@@ -48,9 +47,7 @@ class SupervisedData:
         return [self._sample(problem, chosen, "chosen"), self._sample(problem, rejected, "rejected")]
 
     def _sample(self, problem: Problem, text: str, kind: str) -> Sample:
-        target = [*self.tokenizer.encode_plain(text), self.tokenizer.eos_id]
-        prompt = self.env.encode(problem, self.tokenizer).tokens
-        return supervised_sample(prompt, target, f"{problem.id}, {kind}")
+        return taught_answer(self.env, problem, text, self.tokenizer, kind)
 
 
 def _training_group(samples: list[Sample]) -> TrainingGroup:

@@ -74,8 +74,8 @@ async def learn(
     """`minibatches` * `epochs` optimizer steps of the policy, and as many of the critic. Returns metrics.
 
     parity: checked before the first update, where the policy that learns has sampled the batch. Raises
-    RunError where that ends the run, and StepFailed, which names the metric and the sample, where a loss or
-    gradient is not finite.
+    PolicyMismatch where that ends the run, and StepFailed, which names the metric and the sample, where a
+    loss or gradient is not finite.
     """
     parity = parity if are_of_version(batch.rollouts, step - 1) else None
     plan = [replace(batch, groups=part) for part in minibatches(batch.groups, algorithm, seed, step)]
@@ -88,7 +88,7 @@ async def learn(
         if parity is None:
             raise
         where = await explain(policy.engine, policy.adapter, _samples(batch.all_groups), parity.limit)
-        raise RunError(f"step {step}: {mismatch}; {where}") from mismatch
+        raise PolicyMismatch(f"step {step}: {mismatch}; {where}") from mismatch
     metrics = learning_metrics(learned[0], sampled=algorithm.samples_rollouts)
     metrics["lr"] = policy.params(step, 1.0).lr
     if parity is not None and parity.num_over:

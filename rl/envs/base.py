@@ -3,12 +3,14 @@
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from types import MemberDescriptorType
 from typing import Any
 
 from rl.bounds import PositiveInt, Problems
+from rl.envs.chat.template import turn_end
 from rl.errors import ConfigError
 from rl.fields import kind, shown
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
@@ -176,9 +178,22 @@ class Env:
         """Two responses: the better one, then the worse."""
         raise ConfigError(f"{type(self).__name__} has no preferences; implement preference()")
 
-    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The token of each of `stop`."""
-        return tuple(tokenizer.encode_plain(text)[0] for text in self.stop)
+    def end_id(self, problem: Problem, tokenizer: Tokenizer) -> int:
+        """The token that ends an answer: in a chat what ends turns in the model's template, else EOS."""
+        with suppress(ConfigError):  # a template whose turns do not end with a token
+            if self.chat and tokenizer.chat_template:
+                return turn_end(tokenizer)[0]
+        return tokenizer.eos_id
+
+    def stop_ids(self, problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """What ends an answer as EOS does: `end_id`, and the token of each of `stop`."""
+        texts = (tokenizer.encode_plain(text)[0] for text in self.stop)
+        return (self.end_id(problem, tokenizer), *texts)
+
+    @property
+    def most_sampled(self) -> int:
+        """Tokens that a rollout may sample in all."""
+        return self.max_new_tokens
 
     def validate(self) -> list[str]:
         """What is wrong with this configuration, one line each."""
@@ -226,7 +241,7 @@ class Env:
             score = Score(0.0, no_room("prompt", len(prompt.tokens), context.max_tokens), cause="too_long")
             segments = lay_out([prompt_segment])
             return [Rollout(prompt.problem, segments, "", StopReason.STOP, None, score=score)] * n
-        stop_ids = self.stop_ids(context.tokenizer)
+        stop_ids = self.stop_ids(prompt.problem, context.tokenizer)
 
         def response(completion: Completion) -> str:
             """Without the text of `stop` that ended it, as without EOS."""

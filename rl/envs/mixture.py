@@ -87,10 +87,14 @@ class Mixture(Env):
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
         (env, own), params = self._task(prompt.problem), context.params
-        stop = (*params.stop_token_ids, *env.stop_ids(context.tokenizer))
-        limits = replace(params, max_new_tokens=env.max_new_tokens, stop_token_ids=stop)
+        ends = (*params.stop_token_ids, *env.stop_ids(own, context.tokenizer))
+        limits = replace(params, max_new_tokens=env.max_new_tokens, stop_token_ids=tuple(dict.fromkeys(ends)))
         driven = await env.drive(replace(prompt, problem=own), n, replace(context, params=limits))
         return [replace(rollout, problem=prompt.problem) for rollout in driven]
+
+    def end_id(self, problem: Problem, tokenizer: Tokenizer) -> int:
+        env, own = self._task(problem)
+        return env.end_id(own, tokenizer)
 
     def reward(
         self, problem: Problem, response: str, stop: StopReason

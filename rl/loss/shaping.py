@@ -13,11 +13,12 @@ class Shaping:
     """Applies only to training; metrics and evaluation show the verifier's rewards."""
 
     overlong_tokens: NonNegativeInt = 0
-    """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of env.max_new_tokens the
+    """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of what a rollout may
+    sample (env.max_new_tokens; in an episode of turns times env.max_turns, within max_seq_len) the
     reward falls by up to overlong_penalty. A rollout of several turns counts all that it sampled."""
 
     overlong_penalty: NonNegativeFloat = 1.0
-    """What a response of env.max_new_tokens loses."""
+    """What a rollout that samples all that it may loses."""
 
     length_coef: NonNegativeFloat = 0.0
     """Weight of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3): in its group the shortest

@@ -5,13 +5,16 @@ from pathlib import Path
 
 _BYTES, _LINES = 8192, 8
 _NAMED = re.compile(r"\blogs/([\w.*-]*)")
+_RANKS = r"(-\d+)?"  # for the * of an error: a mesh of one has NAME.log, a larger one NAME-RANK.log
 
 
 def log_tail(run_dir: Path, error: str) -> str:
     """Empty where it names none, or none has a line. Of several, the log that was written to last."""
     if (named := _NAMED.search(error)) is None:
         return ""
-    paths = [path for path in (run_dir / "logs").glob(named[1] or "*.log") if path.is_file()]
+    pattern = re.escape(named[1]).replace(r"\*", _RANKS) if named[1] else r".*\.log"
+    logs = run_dir / "logs"
+    paths = [path for path in logs.glob("*") if re.fullmatch(pattern, path.name) and path.is_file()]
     paths.sort(key=lambda path: path.stat().st_mtime)
     for path in reversed(paths):
         with path.open("rb") as file:

@@ -41,7 +41,11 @@ def memories(demand: Demand, facts: Facts, specs: Mapping[RoleName, Spec], on_cp
         if isinstance(spec, EngineSpec):
             lora = demand.learned_adapters if role == "trainer" else LoRA()
             learns = ROLES[role].learns
-            memory = engine_memory(shape, spec.config, lora, learns, on_cpu, spec.kind)
+            memory = engine_memory(
+                shape, spec.config, lora, learns, on_cpu, spec.kind,
+                num_adapters=2 if role == "trainer" and demand.reference_is_adapter else 1,
+                saves=demand.saves, overlap=demand.overlap,
+            )  # fmt: skip
             parts[role] = memory if demand.learns else _loaded(memory, demand.from_checkpoint)
         else:
             memory = generator_memory(shape, replace(spec.config, kv_cache_gib=0.0), on_cpu)

@@ -54,6 +54,8 @@ class Demand:
     """Generators work at the same time as engines."""
     learns: bool = True
     """Engines compute. Else the trainer loads weights and publishes them."""
+    saves: bool = False
+    """Engines that learn save checkpoints."""
     from_checkpoint: bool = False
     """Engines load a checkpoint, with the optimizer's moments."""
     transport: TransportName = "shared_memory"

@@ -35,8 +35,8 @@ def check_fit(
         whole[role] = with_cache(whole[role], taken.least_cache[role] if isinstance(cache, Fill) else cache)
     if cluster.gpus:
         _check_devices(demand, by_phase(whole, present), places, cluster, notes)
-        if demand.sharing == "by_turns" and demand.generator is not None:
-            _check_host_of_suspended(whole, places, cluster, notes)
+        by_turns = demand.sharing == "by_turns" and demand.generator is not None
+        _check_host_of_gpus(whole, by_turns, places, cluster, notes)
     else:
         _check_host(demand, by_phase(whole, present), places, cluster, notes)
 
@@ -80,14 +80,18 @@ def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cl
         notes.problem("fit", text)
 
 
-def _check_host_of_suspended(
-    memory: Mapping[RoleName, Memory], places: Places, cluster: Cluster, notes: Notes
+def _check_host_of_gpus(
+    memory: Mapping[RoleName, Memory], by_turns: bool, places: Places, cluster: Cluster, notes: Notes
 ) -> None:
-    """While generators work, a host holds what its engines have: weights and moments, and no gradient."""
+    """A host holds what a checkpoint is written from. By turns it also holds, while generators work, what its
+    engines have: weights and moments, and no gradient."""
     engines = [(place.host, role) for role in ENGINE_ROLES for place in places.of(role)]
+    leaves = _KEPT_ON_HOST if by_turns else ()
     gib = {
-        role: sum(memory[role].parts.get(part, 0.0) for part in _KEPT_ON_HOST) / GIB for _, role in engines
+        role: (memory[role].staged + sum(memory[role].parts.get(part, 0.0) for part in leaves)) / GIB
+        for _, role in engines
     }
+    what = "what leaves its GPUs, and for checkpoints" if by_turns else "checkpoints on their way to the disk"
     for number, host in enumerate(cluster.hosts):
         roles = [role for on, role in engines if on == number]
         needed = sum(gib[role] for role in roles)
@@ -95,7 +99,7 @@ def _check_host_of_suspended(
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
             notes.problem(
                 "fit",
-                f"{where} has {host.free_gib:.1f} GiB free for what leaves its GPUs, about {needed:.1f} "
+                f"{where} has {host.free_gib:.1f} GiB free for {what}, about {needed:.1f} "
                 f"({_figures(roles, gib)}), {_tenths(needed - host.free_gib)} GiB short",
             )
 

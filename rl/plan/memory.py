@@ -20,15 +20,22 @@ OVERHEAD_GPU = 1.5 * GIB
 """Of a process on a GPU: CUDA's context, NCCL's buffers, and what the allocator cannot use. An estimate."""
 OVERHEAD_CPU = {"engine": 0.65 * GIB, "generator": 0.80 * GIB}
 """Of a process on a CPU: torch, and torchtitan or vLLM, before there is a model. The quickstart's peaks."""
+_OF_A_STEP = ("gradients", "gathered", "activations", "head")
+"""Parts of an engine's memory that are free between steps."""
 _GRAPHS = 0.5 * GIB  # CUDA graphs of a generator; an estimate
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process, by what they hold. kept: of its weights, what it has while it is suspended."""
+    """Bytes of one process, by what they hold.
+
+    kept: of its weights, what it has while it is suspended. staged: of an engine that saves checkpoints, the
+    copy on its host that one is written from.
+    """
 
     parts: Mapping[str, float]
     kept: float = 0.0
+    staged: float = 0.0
 
     @property
     def total(self) -> float:
@@ -36,11 +43,20 @@ class Memory:
 
 
 def engine_memory(
-    shape: ModelShape, config: EngineConfig, lora: LoRA, learns: bool, on_cpu: bool, kind: str = "titan"
+    shape: ModelShape,
+    config: EngineConfig,
+    lora: LoRA,
+    learns: bool,
+    on_cpu: bool,
+    kind: str = "titan",
+    num_adapters: int = 1,
+    saves: bool = False,
+    overlap: bool = False,
 ) -> Memory:
     """Of a rank of a trainer, critic (`learns`) or reference. With a rank in `lora`, the adapter learns.
 
-    kind: of the engine, "titan" or "hf".
+    kind: of the engine, "titan" or "hf". num_adapters: 2 with the reference's, whose moments the first
+    checkpoint makes. saves: checkpoints are written, with `overlap` beside steps, else between them.
     """
     layout, size = config.layout, BYTES[config.dtype]
     if config.head == "value" and kind == "titan":
@@ -50,15 +66,20 @@ def engine_memory(
     frozen = config.adapters
     parts = {"weights": of_rank * (size if frozen else _FP32)}
     adapter = shape.adapter_elements(lora) / tp if frozen and learns and lora.rank else 0.0
-    parts["weights"] += adapter * _FP32
+    parts["weights"] += num_adapters * adapter * _FP32
     learned = (adapter if frozen else of_rank) if learns else 0.0
+    saved = num_adapters * learned
     parts["gradients"] = learned * _FP32
-    parts["optimizer"] = 2 * learned * _FP32
+    parts["optimizer"] = 2 * saved * _FP32
     parts["gathered"] = _gathered(shape, config, learns and not frozen, size)
     parts["activations"] = activations(shape, config, kind, _learning(config, lora, learns), on_cpu)
     parts["head"] = _head(shape, config, learns)
+    staged = 3 * saved * _FP32 if saves else 0.0
+    if staged and on_cpu:
+        of_a_step = 0.0 if overlap else sum(parts[part] for part in _OF_A_STEP)
+        parts["checkpoint"] = max(0.0, staged - of_a_step)
     parts["overhead"] = OVERHEAD_CPU["engine"] if on_cpu else OVERHEAD_GPU
-    return Memory(parts)
+    return Memory(parts, staged=staged)
 
 
 def _learning(config: EngineConfig, lora: LoRA, learns: bool) -> Learning:

@@ -1,6 +1,7 @@
 """Pass: who is on its devices in which phase, and what that leaves of its memory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rl.plan.dealing import Member
@@ -54,4 +55,6 @@ def remaining(memory: Memory, presence: Presence) -> Memory:
     if presence == "whole":
         return memory
     kept = {part: size for part, size in memory.parts.items() if part in _KEPT}
-    return Memory(kept | ({"weights": memory.kept} if memory.kept else {}), memory.kept)
+    kept |= {"weights": memory.kept} if memory.kept else {}
+    kept |= {"checkpoint": memory.staged} if "checkpoint" in memory.parts else {}
+    return replace(memory, parts=kept)

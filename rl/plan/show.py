@@ -12,8 +12,8 @@ from rl.plan.roles import ROLES
 from rl.plan.types import PHASES, VERSION, GeneratorSpec, Phase, Plan, Process, Replica
 
 _PARTS = (
-    "weights", "gradients", "optimizer", "gathered", "activations", "head", "loading", "adapters", "cache",
-    "overhead",
+    "weights", "gradients", "optimizer", "gathered", "activations", "head", "checkpoint", "loading",
+    "adapters", "cache", "overhead",
 )  # fmt: skip
 
 

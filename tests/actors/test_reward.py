@@ -9,9 +9,10 @@ from configs.calculator import calculator
 from rl.actors import reward
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import Replica
-from rl.actors.reward import EpisodeCall, RewardPool, RewardWorker
+from rl.actors.reward import EpisodeCall, RewardPool, RewardProcess, RewardWorker
 from rl.errors import EpisodeLost
-from rl.waiting import Signal
+from rl.observability.timeline import Timeline
+from rl.waiting import Deadlines, Signal
 
 
 class Host:
@@ -122,3 +123,16 @@ def test_no_episode_is_opened_on_a_worker_that_is_known_to_be_lost():
         running.cancel()
 
     asyncio.run(main())
+
+
+def test_a_worker_that_answers_nothing_is_dead_after_deadlines_progress():
+    class Silent:
+        class ready:
+            @staticmethod
+            async def call():
+                await asyncio.Event().wait()
+
+    deadlines = Deadlines(progress=0.05)
+    worker = RewardProcess("reward-0", None, Silent, 5.0, deadlines, Timeline())
+    with pytest.raises(ProcessDied, match="did not finish ready within 0 s .* or raise --deadlines.progress"):
+        asyncio.run(worker.check())

@@ -61,6 +61,7 @@ def test_the_first_hosts_store_listens_on_its_address_alone():
     assert (
         rendezvous._listener(Group(0, 2, "192.0.2.1", 0)) is None
     )  # of a service, whose address no host has
+    assert rendezvous._listener(Group(0, 2, "localhost", 0)) is None  # of a PyTorchJob's first pod
 
 
 def test_torchrun_names_the_first_hosts_store():

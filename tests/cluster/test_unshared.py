@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -389,3 +390,16 @@ def test_a_file_that_cannot_be_read_here_is_not_the_other_hosts_fault(tmp_path):
         HostUnreachable, match=r"gone, which host 127.0.0.1:9 needs, cannot be read here \(No such file"
     ):
         unshared._send("127.0.0.1:9", "run", tmp_path / "gone", lambda _: None)
+
+
+def test_what_a_killed_transfer_left_is_removed_and_what_another_still_writes_is_not(tmp_path):
+    now = time.time()
+    for name, age in (
+        ("model[1].st.a.partial", 7200),
+        ("model[1].st.b.partial", 10),
+        ("model1.st.c.partial", 7200),
+    ):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - age, now - age))
+    unshared._remove_left(tmp_path / "model[1].st")
+    assert sorted(os.listdir(tmp_path)) == ["model1.st.c.partial", "model[1].st.b.partial"]

@@ -366,3 +366,22 @@ def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_goes_with_the_nex
         names = {path.name for path in checkpoints.iterdir()}
         assert names == {path.name for path in newest_first(checkpoints)}
         assert names in ({"step-20"}, {"step-10", "step-20"})
+
+
+def test_what_is_still_moved_is_no_branch_yet_and_a_file_that_has_moved_does_not_matter(
+    tmp_path, monkeypatch
+):
+    for name in ("1", "2.partial"):
+        (tmp_path / "abandoned" / name / "checkpoints" / "step-4").mkdir(parents=True)
+        for file in ("a", "b"):
+            (tmp_path / "abandoned" / name / "checkpoints" / "step-4" / file).write_text("12345")
+    is_file = Path.is_file
+
+    def moved_at_once(path):
+        there = is_file(path)
+        if path.name == "a":
+            path.unlink(missing_ok=True)
+        return there
+
+    monkeypatch.setattr(Path, "is_file", moved_at_once)
+    assert abandoned.abandoned(tmp_path) == [(tmp_path / "abandoned" / "1", [4], 5)]

@@ -187,3 +187,31 @@ def test_rehearsing_is_a_function_of_config_and_tokenizer():
     rehearsal = rehearse(config, config.model.tokenizer())
     assert rehearsal.problems == [] and len(rehearsal.notes) == 3
     assert isinstance(config.env, Env)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--placement by_turns --max_offpolicy_steps 1", "placement=by_turns"),
+        ("--trainer.micro_batch_tokens 8", "micro_batch_tokens=8"),
+    ],
+)
+def test_settings_that_no_machine_can_run_are_refused(quiet, flags, words):
+    got = outcome(["check", "quickstart", *flags.split()])
+    assert got.code == 2 and words in got.lines[0] and got.out == "", got
+
+
+def test_what_this_machine_lacks_is_only_named(quiet):
+    got = outcome(["check", "quickstart", "--trainer.compile", "True"])
+    assert got.code == 0, got
+    assert "this machine cannot run it: trainer.compile=True needs a GPU" in got.out
+    assert got.out.endswith("quickstart is sound\n")
+
+
+def test_a_recipe_that_goes_on_is_checked_as_it_would_go_on(quiet, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert outcome(["check", "quickstart", "--resume", "latest", "--run_dir", "mine"]).code == 0
+    got = outcome(["check", "quickstart", "--resume", "latest"])
+    assert got.code == 2 and got.lines == [
+        "rl: error: resume='latest': a run of quickstart in runs/ has no complete checkpoint; leave it out"
+    ]

@@ -168,6 +168,22 @@ def test_what_a_recorded_batch_holds_already_is_refused_on_a_replay(a_run):
     ]
 
 
+def test_a_kl_in_the_rewards_is_in_the_recorded_advantages(a_run):
+    run_dir, config = a_run
+    words = [str(run_dir), "--step", "2", "--kl.coef", "0.5"]
+    assert started(replay, *words)  # of a KL in the loss
+    write_config(run_dir, "quickstart", replace(config, kl=replace(config.kl, into="reward", estimator="k1")))
+    for more in ([], ["--kl.into", "loss"]):
+        with pytest.raises(ConfigError, match="--kl.coef has no effect on rl replay; leave it out"):
+            replay([*words, *more])
+
+
+def test_a_run_directory_without_metrics_is_replayed_without_what_was_recorded(a_run):
+    run_dir, _ = a_run
+    (run_dir / "metrics.jsonl").unlink()
+    assert started(replay, run_dir, "--step", "2")
+
+
 def test_more_updates_than_were_recorded_for_need_logprobs_that_are_not_there():
     """Without them each update would be compared with itself, and nothing clipped."""
     config = replace(quickstart(), minibatches=2, correction=Correction(old_logprobs="trainer"))
@@ -217,9 +233,10 @@ def mine() -> RunConfig:
 
 def test_problems_that_the_run_did_not_hold_out_are_counted(a_run, tmp_path, capsys):
     run_dir, config = a_run
-    for number, more in enumerate((0, 7)):
+    for number, (more, longer) in enumerate(((0, ()), (7, ()), (7, ("--env.max_new_tokens", "9")))):
         count = config.env.num_eval + more
-        started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / str(number), "--env.num_eval", count)
+        words = ("--run_dir", tmp_path / str(number), "--env.num_eval", count, *longer)
+        started(evaluate, run_dir, "quickstart", *words)
         words = f"quickstart: {more} of {count} problems were not held out of the run's training; lower env.num_eval"
         assert (words in capsys.readouterr().out) == (more > 0)
     path = tmp_path / "mine.py"

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import signal
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +15,7 @@ from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, WarmupConfig
 from rl.config.learning import learning_of
 from rl.config.resume import with_newest_checkpoint
+from rl.controller import run as running
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
@@ -58,6 +62,28 @@ def interrupt(settings, directory, ticks):
             return False
 
     return calls, recorder, asyncio.run(run())
+
+
+@pytest.mark.parametrize(("told", "count"), [("", 2), ("/a/file", 1)])
+def test_slurm_tells_a_job_that_it_preempts_twice_to_end(told, count, monkeypatch):
+    """By its own time limit, and by the job's --signal: the checkpoint is written all the same."""
+    handlers, cancelled = [], []
+    monkeypatch.setattr(running, "on_interrupt", handlers.append)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=iter((10.0, 40.0, 40.0)).__next__))
+    if told:
+        monkeypatch.setenv("RL_TOLD", told)
+
+    async def run_recipe(*_):
+        for _ in range(2):
+            handlers[0](signal.SIGTERM)
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                cancelled.append(1)
+
+    monkeypatch.setattr(running, "run_recipe", run_recipe)
+    asyncio.run(running._main("quickstart", config(), Path("run"), False, False))
+    assert len(cancelled) == count
 
 
 def test_between_an_update_and_its_line(tmp_path):

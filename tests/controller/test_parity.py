@@ -1,6 +1,7 @@
 """A generator that samples from another policy than the one that learns: the run ends, and says where they differ."""
 
 import asyncio
+import json
 import math
 from dataclasses import replace
 
@@ -68,6 +69,15 @@ def test_a_run_ends_before_its_first_update_where_the_generator_is_another_polic
     assert num_updates(calls) == 0 and not recorder.steps
     assert error.startswith("step 1: the generator's logprobs differ from the trainer's by 3.9 nats a token")
     assert "over max_logprob_diff=0.003" in error
+
+
+def test_the_steps_before_are_saved_as_they_were(tmp_path, gaps):
+    """The policy has not learned from what another sampled: nobody has to do those steps again."""
+    gaps.update(dict.fromkeys(range(3, 13), 0.1))
+    calls, recorder, error = run(tmp_path, save_every=20)
+    assert num_updates(calls) == 11 and list(recorder.steps) == [*range(1, 12)] and error
+    record = json.loads((tmp_path / "checkpoints" / "step-11" / "record.json").read_text())
+    assert record["state"]["parity"]["num_over"] == 9 and record["state"]["step"] == 11
 
 
 @pytest.mark.parametrize(

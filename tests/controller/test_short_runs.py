@@ -9,6 +9,7 @@ from rl.config import WarmupConfig
 from rl.config.codec import write_config
 from rl.config.learning import LRSchedule, warmup_lr
 from rl.config.resume import changed_settings
+from rl.controller import run as running
 from rl.models.sources import ModelDir
 from rl.observability.watches import LossWatch
 from rl.types import LoRA
@@ -66,3 +67,12 @@ def test_what_changed_on_a_resume_is_named(tmp_path):
     ]
     assert changed_settings(replace(config, steps=7)) == []
     assert changed_settings(replace(resumed, resume=str(tmp_path / "other" / "checkpoints" / "step-2"))) == []
+
+
+def test_a_run_with_one_evaluation_has_a_summary(tmp_path):
+    """Such as one that begins behind its last step, in a directory with nothing but a checkpoint."""
+    lines = running._summary({8: (0.5, 0.1)}, 25, tmp_path, tmp_path / "curve.png").splitlines()
+    assert lines[1:3] == [
+        "held-out accuracy at step 8: 0.500 +- 0.100",
+        "held-out accuracy after 8 steps: 0.500 +- 0.100  (25 problems, greedy; +- standard error)",
+    ]

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from configs.quickstart import quickstart
+from rl import hub
 from rl.cli import _dispatch
 from rl.cluster.kubernetes_job import KubernetesJob
 from rl.cluster.slurm_job import seconds_of
@@ -117,6 +118,7 @@ def test_a_manifest_for_kubernetes(tmp_path):
     assert {item["metadata"]["namespace"] for item in (service, job)} == {"team"}
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    assert spec["backoffLimit"] == 10 * 4  # a lost pod's, its successor's, and what both bring down
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     variables = {each["name"]: each.get("value") for each in container["env"]}
@@ -234,6 +236,31 @@ def test_a_dry_run_writes_what_would_be_submitted_and_starts_nothing(tmp_path, c
     assert "nothing was started" in capsys.readouterr().out
     submit(tmp_path, *SLURM, "--dry_run")  # hosts as this one
     assert len(json.loads((tmp_path / "run" / "plan.json").read_text())["cluster"]["hosts"]) == 2
+
+
+def test_a_checkpoint_that_only_the_recipe_names_is_not_left_out_in_silence(tmp_path):
+    (tmp_path / "asked").mkdir()
+    write_config(
+        tmp_path / "asked",
+        "quickstart",
+        replace(load_recipe("quickstart")[1], resume="runs/a/checkpoints/step-4"),
+    )
+    words = r"resume='runs/a/checkpoints/step-4' of .* has no effect here: a job goes on from the newest"
+    with pytest.raises(ConfigError, match=words):
+        submit(tmp_path, *SLURM, recipe=str(tmp_path / "asked"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_fetches_no_weights(tmp_path, monkeypatch):
+    model, asked = quickstart().model.materialize(tmp_path / "hub"), []
+
+    def snapshot(name, files=hub._MODEL_FILES):
+        asked.append(files)
+        return str(model)
+
+    monkeypatch.setattr(hub, "_snapshot", snapshot)
+    submit(tmp_path, *SLURM, "--dry_run", "--model.path", "someone/model", recipe="smollm2")
+    assert asked and hub._MODEL_FILES not in asked
 
 
 def test_two_that_are_submitted_in_one_second_have_a_directory_each(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from rl.envs.question_file import QuestionFile
 from rl.envs.remake import some_problems
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError
+from rl.loss.shaping import Shaping
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
 from rl.types import Completion, Problem, SamplingParams, StopReason, VersionRange
@@ -141,6 +142,14 @@ class Nothing(Env):
 def test_what_is_wrong_is_said(changes, match):
     found = validate(config(replace(BOTH, **changes)))
     assert any(match in line for line in found), found
+
+
+def test_a_punishment_of_long_answers_that_a_task_never_reaches_is_refused():
+    punished = replace(config(), shaping=Shaping(overlong_tokens=4))
+    words = "shaping.overlong_tokens=4 counts from env.max_new_tokens=8, which a Echo with 3 never reaches"
+    assert any(line.startswith(words) for line in validate(punished)), validate(punished)
+    alike = tuple((name, replace(env, max_new_tokens=BOTH.max_new_tokens)) for name, env in BOTH.tasks)
+    assert validate(replace(punished, env=replace(BOTH, tasks=alike))) == []
 
 
 @dataclass(frozen=True)

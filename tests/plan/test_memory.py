@@ -295,3 +295,36 @@ def test_layers_of_experts_have_adapters_at_their_attention_alone():
 def test_a_step_has_room_for_a_token_of_every_sequence():
     """vLLM refuses another."""
     assert VLLMConfig("", max_model_len=64, max_num_seqs=8192).step_tokens == 8192
+
+
+def test_a_checkpoint_is_written_from_a_copy_of_weights_and_moments():
+    """Between steps what a step takes is free for it; beside them nothing is."""
+    plain = engine_memory(DENSE, engine(), LoRA(), True, on_cpu=True)
+    between, beside = (
+        engine_memory(DENSE, engine(), LoRA(), True, on_cpu=True, saves=True, overlap=overlap)
+        for overlap in (False, True)
+    )
+    copy = plain.parts["weights"] + plain.parts["optimizer"]
+    of_a_step = sum(plain.parts[part] for part in ("gradients", "gathered", "activations", "head"))
+    assert between.staged == beside.staged == copy and plain.staged == 0
+    assert between.total == plain.total + max(0, copy - of_a_step) and beside.total == plain.total + copy
+    large = dataclasses.replace(DENSE, hidden_dim=10**8)
+    parts = [engine_memory(large, engine(), LoRA(), True, True, saves=saves).parts for saves in (False, True)]
+    assert parts[1]["checkpoint"] > 0 and {**parts[1], "checkpoint": 0} == {**parts[0], "checkpoint": 0}
+    on_gpu = engine_memory(DENSE, engine(), LoRA(), True, on_cpu=False, saves=True)
+    assert "checkpoint" not in on_gpu.parts and on_gpu.staged == copy  # it is on the host
+    assert not engine_memory(DENSE, engine(), LoRA(), False, on_cpu=True, saves=True).staged  # a reference
+    assert remaining(beside, "suspended").parts["checkpoint"] == copy
+
+
+def test_the_reference_is_one_more_adapter_with_moments_of_its_own():
+    lora = LoRA(rank=4, targets=("q_proj",))
+    one, two = (
+        engine_memory(DENSE, engine(adapters=True), lora, True, on_cpu=True, num_adapters=count, saves=True)
+        for count in (1, 2)
+    )
+    adapter = DENSE.adapter_elements(lora) * 4
+    assert two.parts["weights"] - one.parts["weights"] == adapter
+    assert two.parts["optimizer"] == 2 * one.parts["optimizer"] == 4 * adapter
+    assert two.parts["gradients"] == one.parts["gradients"] == adapter
+    assert two.staged == 2 * one.staged == 6 * adapter

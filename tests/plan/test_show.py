@@ -2,10 +2,12 @@
 
 # holds: exact
 
+import json
 from types import SimpleNamespace
 
+from rl.controller.plan import settled_otherwise
 from rl.plan.show import differences
-from rl.plan.types import Settled
+from rl.plan.types import VERSION, Settled
 
 
 def settled(**values):
@@ -34,3 +36,26 @@ def test_a_plan_that_settles_the_same_says_so():
         "settled as in runs/a"
     ]
     assert differences(before(), settled(), "runs/a") == ["settled as in runs/a"]
+
+
+def test_a_run_that_goes_on_is_told_what_the_same_request_has_become(tmp_path):
+    """Such as another dtype, on a host without instructions for bfloat16."""
+    rows = [
+        {"setting": "dtype", "asked": "fastest", "value": "bfloat16", "why": "x"},
+        {"setting": "threads", "asked": "2", "value": "2", "why": "x"},
+        {"setting": "generator.kv_cache_gib", "asked": "0", "value": "1.0", "why": "x"},
+    ]
+    (tmp_path / "plan.json").write_text(json.dumps({"version": VERSION, "settled": rows}))
+    plan = SimpleNamespace(
+        settled=[
+            Settled("dtype", "fastest", "float32", "no instructions"),
+            Settled("threads", "4", "4", "asked for"),  # which changed_settings says
+            Settled("generator.kv_cache_gib", "0", "0.9", "what is left"),
+            Settled("placement", "auto", "alone", "new"),
+        ]
+    )
+    assert settled_otherwise(tmp_path, plan) == [
+        "settled otherwise than in the checkpoint's run: dtype bfloat16 -> float32 (no instructions)"
+    ]
+    (tmp_path / "plan.json").write_text("{")
+    assert settled_otherwise(tmp_path, plan) == settled_otherwise(tmp_path / "none", plan) == []

@@ -94,6 +94,10 @@ class ChatEnv(Env):
         """The messages that supervised learning teaches after the opening; it learns the assistant's."""
         return [{"role": "assistant", "content": self.demonstration(problem, seed)}]
 
+    @property
+    def most_sampled(self) -> int:
+        return self.max_new_tokens * self.max_turns
+
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
         """Its tokens are made as the episode begins."""
         return Prompt(problem, ())

@@ -44,7 +44,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._folds = False  # until the template's own format is known
         self.written: CallFormat = "hermes"
-        self.end_id, self._end = self._turn_end()
+        self.end_id, self._end = turn_end(tokenizer)
         own, writes_calls = self._own_format()
         self.written = written or own or "hermes"
         self._folds = not knows_tools(tokenizer.chat_template) or (
@@ -115,7 +115,7 @@ class ChatTemplate:
                     messages = _with_system(messages, describe_tools(tools, self.written))
             return self._tokenizer.render(messages, () if self._folds else tools, prompt)
         except Exception as error:  # the template is a program
-            raise ConfigError(f"the model's chat template fails: {one_line(error):.200}") from error
+            raise _failed(error) from error
 
     def why_no_tools(self, tools: Sequence[Schema]) -> str:
         """Why calls of these could not be read; empty where they can."""
@@ -159,20 +159,6 @@ class ChatTemplate:
                     return written, True
         return None, _STAND_IN in turn
 
-    def _turn_end(self) -> tuple[int, str]:
-        """The token that ends the assistant's turns, and its text."""
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
-        _, stand_in, after = self._render(turns, (), prompt=False).rpartition(_STAND_IN)
-        tokens = self._tokenizer.encode_plain(after)
-        if stand_in and tokens:
-            text = self._tokenizer.decode_with_special(tokens[:1])
-            if not self._tokenizer.decode(tokens[:1]) and after.startswith(text):
-                return tokens[0], text
-        raise ConfigError(
-            "the model's chat template does not end the assistant's turn with a special token, so turns "
-            "would not end; use a template that does"
-        )
-
     def _stand_ins(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Turns to write before `messages`; the first that the template takes serves."""
         user: Message = {"role": "user", "content": "x"}
@@ -190,6 +176,33 @@ class ChatTemplate:
         ]
         called = [{"role": "assistant", "content": "", "tool_calls": part} for part in (calls, calls[:1])]
         return [*([user, turn] for turn in called), [user, plain]]
+
+
+@lru_cache(maxsize=8)
+def turn_end(tokenizer: Tokenizer) -> tuple[int, str]:
+    """The token that ends the assistant's turns in the model's chat template, and its text.
+
+    Raises ConfigError where none does.
+    """
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
+    try:
+        text = tokenizer.render(turns, (), False)
+    except Exception as error:  # the template is a program
+        raise _failed(error) from error
+    _, stand_in, after = text.rpartition(_STAND_IN)
+    tokens = tokenizer.encode_plain(after)
+    if stand_in and tokens:
+        end = tokenizer.decode_with_special(tokens[:1])
+        if not tokenizer.decode(tokens[:1]) and after.startswith(end):
+            return tokens[0], end
+    raise ConfigError(
+        "the model's chat template does not end the assistant's turn with a special token, so turns "
+        "would not end; use a template that does"
+    )
+
+
+def _failed(error: Exception) -> ConfigError:
+    return ConfigError(f"the model's chat template fails: {one_line(error):.200}")
 
 
 def for_template(message: Message) -> Message:

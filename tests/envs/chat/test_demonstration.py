@@ -1,13 +1,19 @@
-"""Demonstrations of conversations."""
+"""Demonstrations of conversations, and pairs of answers in them."""
 
 from dataclasses import dataclass
 
+import pytest
+
+from rl.controller.supervised import SupervisedData
+from rl.envs.base import Env
 from rl.envs.calculator import ALPHABET, Calculator
 from rl.envs.chat.demonstration import chat_sample
+from rl.envs.chat.env import ChatEnv
 from rl.models.sources import TinyQwen3
 from rl.models.tokenizer import HFTokenizer
-from rl.types import Completion, StopReason, VersionRange
+from rl.types import Completion, Problem, StopReason, VersionRange
 from tests.envs.chat.playing import play_here
+from tests.envs.chat.templates import NAMES, make_tokenizer
 
 ASKED = []
 
@@ -59,3 +65,43 @@ def test_a_demonstration_has_the_tokens_of_a_rollout_with_its_turns(tmp_path):
         assert taught.tokens.tolist() == [token for segment in rollout.segments for token in segment.tokens]
         masks = [segment.sampled for segment in rollout.segments for _ in segment.tokens]
         assert taught.loss_mask.tolist() == masks
+
+
+class Preferring:
+    def generate(self, seed):
+        return Problem(str(seed), f"2+2? {seed}", "4")
+
+    def preference(self, problem, seed):
+        return "4", "5"
+
+    def demonstration(self, problem, seed):
+        return "4"
+
+
+@dataclass(frozen=True)
+class InChat(Preferring, ChatEnv):
+    prompt_prefix: str = "Be brief."
+
+
+@dataclass(frozen=True)
+class InOneTurn(Preferring, Env):
+    chat: bool = True
+    prompt_prefix: str = "Be brief."
+
+
+@pytest.mark.parametrize("env", [InChat(num_eval=1), InOneTurn(num_eval=1)], ids=["ChatEnv", "chat=True"])
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_taught_behind_their_question_and_end_as_turns_do(env, name, tmp_path):
+    """Of a pair and of a demonstration, in the model's own template, whatever the tokenizer's EOS is."""
+    tokenizer, (end, _) = make_tokenizer(name, tmp_path), NAMES[name]
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": env.train_problem(0).question},
+    ]
+    before = tokenizer.render(turns, (), True)
+    data = SupervisedData(env, tokenizer, 0)
+    for sample, answer in zip([*data.pair(0), data.demonstration(0)], ("4", "5", "4"), strict=True):
+        taught = sample.tokens[sample.loss_mask.astype(bool)].tolist()
+        assert tokenizer.decode_with_special(sample.tokens[: -len(taught)].tolist()) == before
+        assert tokenizer.decode_with_special(taught) == answer + end
+    assert tokenizer.encode_plain(end)[0] in env.stop_ids(env.generate(0), tokenizer)
