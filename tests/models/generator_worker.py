@@ -12,6 +12,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 
@@ -24,7 +25,8 @@ from rl.weight_sync.manifest import Manifest
 
 
 async def main(job: dict, engine: GeneratorEngine, backend: VLLM) -> dict:
-    answers = {}
+    maps = Path("/proc/self/numa_maps")  # not of every kernel
+    answers = {"bound to a node": maps.exists() and " bind:" in maps.read_text()}
 
     async def ask(label: str, adapters: list[str | None]) -> None:
         """All adapters of a label at once, in one batch."""

@@ -68,6 +68,7 @@ def test_each_token_is_of_the_version_that_its_completion_says(versions):
     in_flight = [*manifests[:2], gone, manifests[2]]
     transport = HostIsGone(transport.directory)
     answers = ask(directory, config, transport, PROMPT, [], in_flight=in_flight, groups=long_prompt)
+    assert not answers["bound to a node"]
     sample = answers["in flight"]
     assert sample["failures"] == ["the host of version 9 is gone"]
     assert sample["versions"] == [0, 2] and set(sample["per_token"]) == {0, 1, 2}
