@@ -165,8 +165,10 @@ def _look(at: Callable[[], None], problems: list[str]) -> None:
     """What this machine is asked for may need the package that it lacks."""
     try:
         at()
-    except (ImportError, OSError) as error:
+    except ImportError as error:
         problems.append(f"a package does not import ({one_line(error)}); run: rm -rf .venv && make setup")
+    except OSError as error:
+        problems.append(f"this machine cannot be looked at ({one_line(error)}); see to that first")
 
 
 def _sandbox() -> None:

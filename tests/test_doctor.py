@@ -43,9 +43,8 @@ def test_a_package_that_is_not_there_is_a_line_of_the_table(missing, tmp_path):
     script = f"import sys; sys.modules[{missing!r}] = None; from rl import doctor; sys.exit(doctor.doctor())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert re.search(
-        rf"problem: a package does not import \\(.*{missing}.*\\); run: rm -rf .venv", done.stdout
-    )
+    words = rf"problem: a package does not import \(.*{missing}.*\); run: rm -rf .venv"
+    assert re.search(words, done.stdout), done.stdout
     assert done.stdout.endswith("a run cannot start\n")
 
 

@@ -95,7 +95,7 @@ def _overlong(config: RunConfig) -> list[str]:
     if config.shaping.overlong_tokens > most:
         what = f"env.max_new_tokens={own}" if most == own else f"the {most} tokens that an episode may sample"
         return [f"{setting} is over {what}; use less"]
-    shorter = [env for env in config.env.made_of if env.max_new_tokens < own]
+    shorter = [env for env in config.env.trains if env.max_new_tokens < own]
     return [
         f"{setting} counts from env.max_new_tokens={own}, which a {type(env).__name__} with "
         f"{env.max_new_tokens} never reaches; give every task of the Mixture as many"

@@ -121,7 +121,9 @@ class _Stage:
         """The policy says the texts, one a turn, the last again and again."""
         env, tokenizer = self._config.env, self._tokenizer
         end = (
-            chat_template(tokenizer, env.call_format).end_id if isinstance(env, ChatEnv) else tokenizer.eos_id
+            chat_template(tokenizer, env.call_format).end_id
+            if isinstance(env, ChatEnv)
+            else env.end_id(problem, tokenizer)
         )
         prompt = env.encode(problem, tokenizer)
         if not isinstance(prompt, Prompt):

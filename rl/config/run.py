@@ -106,7 +106,7 @@ class RunConfig:
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its
     tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO), in an episode of
-    turns times env.max_turns."""
+    turns times env.max_turns, at most max_seq_len."""
     correction: Correction = Correction()
     kl: KL = KL()
     entropy: EntropyBonus = EntropyBonus()

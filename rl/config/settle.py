@@ -23,7 +23,7 @@ NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
     "replay": ("generator", "reference", "judge", "reward"),
 }
 """Command -> the roles that it starts none of, though a run has them."""
-_OPTIONAL = ("torchao",)
+OPTIONAL = ("torchao",)
 _ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 
@@ -110,6 +110,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         overlap=command == "train" and (config.max_offpolicy_steps > 0 or config.stream_groups > 0),
         learns=command != "eval",
         saves=command == "train",
+        saves_beside=config.data != "rollouts",
         from_checkpoint=bool(config.resume),
         transport=config.weight_sync.transport,
         delta=config.weight_sync.delta,
@@ -163,7 +164,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def _packages() -> frozenset[str]:
-    return frozenset(name for name in _OPTIONAL if importlib.util.find_spec(name) is not None)
+    return frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) is not None)
 
 
 def model_dirs(config: RunConfig, plan: Plan, run_dir: Path) -> dict[str, Path]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rl.config.env_rules import without_token
 from rl.config.run import RunConfig
 from rl.envs.base import derive_seed
+from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.demonstration import chat_sample, taught_answer
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
@@ -52,7 +53,7 @@ def _pair_without_room(
 ) -> list[str]:
     """A pair is in one micro-batch; what both begin with is computed once where prefixes are shared."""
     size, limit = sum(num_tokens for _, num_tokens in pair), config.trainer.micro_batch_tokens
-    if config.trainer.share_prefixes and config.trainer.engine == "titan":  # the other may pack them apart
+    if config.trainer.share_prefixes and not (config.trainer.engine == "hf" and config.trainer.dropout):
         without_text = taught_answer(config.env, problem, "", tokenizer, "prompt")
         size -= len(without_text.tokens) - 1
     if size <= limit:
@@ -68,6 +69,11 @@ def _taught(
 ) -> Iterator[tuple[str, int]]:
     """(what is taught, tokens of the whole sequence), one or a pair. Raises ConfigError."""
     env = config.env
+    if config.data == "preferences" and isinstance(env, AgentEnv):
+        raise ConfigError(
+            f"env {type(env).__name__} begins no conversation itself, so data=preferences has nothing to put "
+            f"its answers behind; use a ChatEnv, or an Env"
+        )
     if config.data == "preferences":
         texts = list(env.preference(problem, seed))
     elif isinstance(env, ChatEnv):

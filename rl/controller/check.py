@@ -11,7 +11,7 @@ from rl.config.recipes import load_recipe, source_of
 from rl.config.rehearsal import rehearse
 from rl.config.resume import going_on
 from rl.config.run import RunConfig
-from rl.config.settle import why_no_plan
+from rl.config.settle import OPTIONAL, why_no_plan
 from rl.config.validate import validate
 from rl.envs.base import held_out
 from rl.errors import ConfigError
@@ -61,7 +61,8 @@ def _missing_here(config: RunConfig) -> list[str]:
     known = not config.model.validate()
     here = why_no_plan(config, model_known=known)
     nowhere = why_no_plan(config, cluster=_AMPLE, model_known=known) if here else []
-    return list(dict.fromkeys([*lines, *(line for line in here if line not in nowhere)]))
+    own = {line for line in nowhere if not any(name in line for name in OPTIONAL)}
+    return list(dict.fromkeys([*lines, *(line for line in here if line not in own)]))
 
 
 def _absent(model: ModelSource) -> list[str]:

@@ -111,8 +111,8 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool, i
     def interrupt(number: int) -> None:
         """The first has the run save a checkpoint and end, the second has it end without; others nothing.
 
-        Who starts a run may pass on a signal that the run got too: what comes at once is the same one. Slurm
-        tells a job that it preempts twice to end, by itself and by the job's own signal.
+        Who starts a run may pass on a signal that the run got too: what comes at once is the same one. In a
+        job of Slurm's no SIGTERM counts as a second: one that is preempted gets it twice.
         """
         if came and number == signal.SIGTERM and TOLD in os.environ:
             return

@@ -46,21 +46,21 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     problems += [
         f"{flag} has no effect here: {why}; leave it out"
         for flag, why in _NOT_OF_JOBS.items()
-        if flag in map(flag_name, rest)
+        if flag in map(flag_name, rest) and (flag != "--resume" or config.resume)
     ]
     if cluster and not is_dry:
         problems.append("--cluster has no effect without --dry_run; leave it out")
-    if config.resume and "--resume" not in map(flag_name, rest):
+    if config.resume not in ("", "latest") and "--resume" not in map(flag_name, rest):
         problems.append(
             f"resume={config.resume!r} of {recipe_name} has no effect here: {_NOT_OF_JOBS['--resume']}; "
-            f"leave it out there, or copy the checkpoint into the checkpoints/ of the job's run_dir"
+            f"write --resume '', and copy the checkpoint into the checkpoints/ of the job's run_dir"
         )
     if problems:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)
     run_dir = job.run_dir(config.run_dir, dated(recipe))
     source = from_anywhere(recipe_name, recipe) if job.shares_files else recipe_name
-    words, place = _without(rest, "--run_dir"), job.place(run_dir)
+    words, place = _without(_without(rest, "--run_dir"), "--resume"), job.place(run_dir)
     text = job.text(run_dir, job.command(source, words, run_dir))
     file = place / job.file
     hosts = _hosts_of(job, launcher, cluster) if is_dry else None

@@ -150,6 +150,11 @@ class Env:
         """The tasks that it is made of."""
         return (self,)
 
+    @property
+    def trains(self) -> tuple["Env", ...]:
+        """Of `made_of`, the tasks that training draws problems of."""
+        return self.made_of
+
     def generate(self, seed: int) -> Problem:
         """A problem that depends only on `seed`."""
         raise NotImplementedError
@@ -186,7 +191,7 @@ class Env:
         return tokenizer.eos_id
 
     def stop_ids(self, problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """What ends an answer as EOS does: `end_id`, and the token of each of `stop`."""
+        """What ends an answer beside EOS: `end_id`, and the token of each of `stop`."""
         texts = (tokenizer.encode_plain(text)[0] for text in self.stop)
         return (self.end_id(problem, tokenizer), *texts)
 

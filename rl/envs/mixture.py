@@ -35,6 +35,12 @@ class Mixture(Env):
     def made_of(self) -> tuple[Env, ...]:
         return tuple(part for _, env in self.tasks if isinstance(env, Env) for part in env.made_of)
 
+    @property
+    def trains(self) -> tuple[Env, ...]:
+        weights = self.weights or [1.0] * len(self.tasks)
+        drawn = (env for (_, env), weight in zip(self.tasks, weights, strict=False) if weight)
+        return tuple(part for env in drawn if isinstance(env, Env) for part in env.trains)
+
     def validate(self) -> list[str]:
         names = [name for name, _ in self.tasks]
         if not names or not all(isinstance(env, Env) for _, env in self.tasks):

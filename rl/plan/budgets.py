@@ -44,7 +44,7 @@ def memories(demand: Demand, facts: Facts, specs: Mapping[RoleName, Spec], on_cp
             memory = engine_memory(
                 shape, spec.config, lora, learns, on_cpu, spec.kind,
                 num_adapters=2 if role == "trainer" and demand.reference_is_adapter else 1,
-                saves=demand.saves, overlap=demand.overlap,
+                saves=demand.saves, overlap=demand.overlap or demand.saves_beside,
             )  # fmt: skip
             parts[role] = memory if demand.learns else _loaded(memory, demand.from_checkpoint)
         else:

@@ -56,6 +56,8 @@ class Demand:
     """Engines compute. Else the trainer loads weights and publishes them."""
     saves: bool = False
     """Engines that learn save checkpoints."""
+    saves_beside: bool = False
+    """A checkpoint is still written as the next step begins: nothing is sampled in between."""
     from_checkpoint: bool = False
     """Engines load a checkpoint, with the optimizer's moments."""
     transport: TransportName = "shared_memory"

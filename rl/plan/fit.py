@@ -44,7 +44,7 @@ def check_fit(
 def _check_host(demand: Demand, memory: _ByPhase, places: Places, cluster: Cluster, notes: Notes) -> None:
     for (host, _), roles in places.on_devices().items():
         free = cluster.hosts[host].free_gib
-        needed = {phase: sum(memory[role][phase].total for role in roles) / GIB for phase in PHASES}
+        needed = {phase: _at_a_time({r: memory[r][phase] for r in roles}, roles) / GIB for phase in PHASES}
         fullest = max(needed, key=lambda phase: needed[phase])
         where = f" on {host_name(host, cluster)}" if len(cluster.hosts) > 1 else ""
         if (most := needed[fullest]) > free:
@@ -94,7 +94,8 @@ def _check_host_of_gpus(
     what = "what leaves its GPUs, and for checkpoints" if by_turns else "checkpoints on their way to the disk"
     for number, host in enumerate(cluster.hosts):
         roles = [role for on, role in engines if on == number]
-        needed = sum(gib[role] for role in roles)
+        copies = [roles.count(role) * memory[role].staged / GIB for role in {*roles}]
+        needed = sum(gib[role] for role in roles) - sum(copies) + max(copies, default=0.0)
         if needed > host.free_gib:
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
             notes.problem(
@@ -102,6 +103,12 @@ def _check_host_of_gpus(
                 f"{where} has {host.free_gib:.1f} GiB free for {what}, about {needed:.1f} "
                 f"({_figures(roles, gib)}), {_tenths(needed - host.free_gib)} GiB short",
             )
+
+
+def _at_a_time(memory: Mapping[RoleName, Memory], roles: Sequence[RoleName]) -> float:
+    """Bytes of these processes: the critic's checkpoint is on the disk before the trainer's is copied."""
+    copies = [roles.count(role) * memory[role].parts.get("checkpoint", 0.0) for role in {*roles}]
+    return sum(memory[role].total for role in roles) - sum(copies) + max(copies, default=0.0)
 
 
 def host_name(host: int, cluster: Cluster) -> str:

@@ -84,6 +84,7 @@ def _generator(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpe
         "cuda_graphs": numerics.cuda_graphs,
         "max_lora_rank": demand.max_rank,
         "max_adapters": demand.max_adapters,
+        "lora_targets": (demand.clients_adapters or demand.trainer.lora).targets if demand.max_rank else (),
         "sleeps": demand.sharing == "by_turns",
         "stop_texts": demand.stop_texts,
     }

@@ -245,10 +245,13 @@ def test_a_checkpoint_that_only_the_recipe_names_is_not_left_out_in_silence(tmp_
         "quickstart",
         replace(load_recipe("quickstart")[1], resume="runs/a/checkpoints/step-4"),
     )
-    words = r"resume='runs/a/checkpoints/step-4' of .* has no effect here: a job goes on from the newest"
+    words = r"resume='runs/a/checkpoints/step-4' of .* has no effect here: a job goes on from the newest .* --resume ''"
     with pytest.raises(ConfigError, match=words):
         submit(tmp_path, *SLURM, recipe=str(tmp_path / "asked"))
     assert not (tmp_path / "run").exists()
+    submit(tmp_path, *SLURM, "--resume", "", recipe=str(tmp_path / "asked"))
+    command = shlex.split(re.search(r"rl train .*", (tmp_path / "run" / "slurm.sh").read_text())[0])
+    assert command.count("--resume") == 1 and command[-2:] == ["--resume", "latest"]
 
 
 def test_a_dry_run_fetches_no_weights(tmp_path, monkeypatch):

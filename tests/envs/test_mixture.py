@@ -148,6 +148,7 @@ def test_a_punishment_of_long_answers_that_a_task_never_reaches_is_refused():
     punished = replace(config(), shaping=Shaping(overlong_tokens=4))
     words = "shaping.overlong_tokens=4 counts from env.max_new_tokens=8, which a Echo with 3 never reaches"
     assert any(line.startswith(words) for line in validate(punished)), validate(punished)
+    assert validate(replace(punished, env=replace(BOTH, weights=(0.0, 1.0)))) == []  # held out as a whole
     alike = tuple((name, replace(env, max_new_tokens=BOTH.max_new_tokens)) for name, env in BOTH.tasks)
     assert validate(replace(punished, env=replace(BOTH, tasks=alike))) == []
 

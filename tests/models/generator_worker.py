@@ -28,6 +28,11 @@ async def main(job: dict, engine: GeneratorEngine, backend: VLLM) -> dict:
     maps = Path("/proc/self/numa_maps")  # not of every kernel
     answers = {"bound to a node": maps.exists() and " bind:" in maps.read_text()}
 
+    if job["config"].max_lora_rank:
+        (answers["with adapters"],) = backend._engine.collective_rpc(
+            lambda worker: sorted({type(m).__name__ for m in worker.model_runner.model.modules()})
+        )
+
     async def ask(label: str, adapters: list[str | None]) -> None:
         """All adapters of a label at once, in one batch."""
         done = await asyncio.gather(

@@ -50,9 +50,14 @@ def test_adapters_in_vllm_equal_the_trainer_the_merged_model_and_transformers(tm
     loads.append(("a again", published, ["a", "b", None, "a"]))
     loads.append(("merged", publish(transport, "model", 3, engine.export("a", merged=True)), [None, "a"]))
     engine.save_hf(tmp_path / "merged", "a")
-    config = VLLMConfig(str(tmp_path / "model"), **SMALL, max_lora_rank=8, max_adapters=2)
+    config = VLLMConfig(
+        str(tmp_path / "model"), **SMALL, max_lora_rank=8, max_adapters=2, lora_targets=LoRA().targets
+    )
     answers = ask(tmp_path, config, transport, PROMPT, loads)
 
+    # Room for an adapter of the embedding and the head is as much as for all the others of a small model.
+    wrapped = [name for name in answers["with adapters"] if name.endswith("WithLoRA")]
+    assert wrapped and not any("Embedding" in name or "Logits" in name for name in wrapped)
     assert "the generator has no adapter 'a' yet" in answers["base/a"]
     assert "no adapter 'a' yet" in answers["merged/a"]
     asked = [("base", None), ("a", None), ("b", None), ("b", "b")]

@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -774,6 +775,27 @@ def test_a_host_has_room_for_a_checkpoint_on_its_way_to_the_disk(model):
     demand = demand_of(asked, "eval")
     assert isinstance(resolve(demand, facts_of(asked, demand), small), Plan)
     assert isinstance(plan_or_problems(asked, Cluster((Host(16, 7.0, (gpu,)),))), Plan)
+
+
+def test_the_critics_checkpoint_is_on_the_disk_before_the_trainers_is_copied(model):
+    """They are never in memory together."""
+    (gpu,) = cluster("1xH200-141").gpus
+    asked = qwen(model, trainer=FULL, advantages=GAE())
+    assert isinstance(plan_or_problems(asked, Cluster((Host(16, 7.0, (gpu,)),))), Plan)
+    (line,) = plan_or_problems(asked, Cluster((Host(16, 6.0, (gpu,)),)))
+    assert "about 6.7 (trainer 6.7, critic" in line
+    on_cpu, problems_of = [Cluster((Host(16, gib),)) for gib in (500.0, 1.0)], plan_or_problems
+    made = problems_of(dataclasses.replace(asked, data="rollouts", max_offpolicy_steps=1), on_cpu[0])
+    copies = [
+        made.of(role)[0].processes[0].memory["train"].parts["checkpoint"] for role in ("trainer", "critic")
+    ]
+    assert min(copies) > 0
+    together = (
+        sum(r.processes[0].memory["train"].total for r in made.replicas if r.processes[0].memory) / 2**30
+    )
+    (line,) = problems_of(dataclasses.replace(asked, data="rollouts", max_offpolicy_steps=1), on_cpu[1])
+    (needed,) = re.findall(r"needs about ([0-9.]+) GiB", line)
+    assert float(needed) == pytest.approx(together - min(copies) / 2**30, abs=0.06)
 
 
 def test_a_run_can_be_evaluated_where_it_was_trained(model):

@@ -57,8 +57,11 @@ def memory_args(config: VLLMConfig) -> dict[str, Any]:
 
 
 def take_own_device() -> None:
-    """vLLM takes the GPU of its local rank (gpu_worker.py): one of those that this process is shown. On a CPU it
-    would take the memory of one NUMA node alone; a Plan counts the host's."""
+    """vLLM takes the GPU of its local rank (gpu_worker.py): one of those that this process is shown.
+
+    On a CPU it would take the memory of one NUMA node alone; a Plan counts the host's. That the cache fits
+    what is free on one node, vLLM still asks.
+    """
     torch.ops._C.init_cpu_memory_env = lambda nodes: None
     if "LOCAL_RANK" in os.environ and (count := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)

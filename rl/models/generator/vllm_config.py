@@ -39,6 +39,7 @@ class VLLMConfig:
     shared_directory: str = ""  # an owned directory: with it goes what its ranks keep in shared memory
     max_lora_rank: int = 0  # of an adapter, of which `max_adapters` are held at a time; 0 for no adapters
     max_adapters: int = 1
+    lora_targets: tuple[str, ...] = ()  # layers that adapters have; empty: embedding, head and experts too
     sleeps: bool = False  # on a GPU: it will be told to leave its device, which vLLM has to know
     stop_texts: bool = False  # load the tokenizer, for SamplingParams.stop_texts and json_schema
 

@@ -265,15 +265,16 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
     return EngineArgs(
         **engine_args(config, on_cpu),
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        **_lora_args(config.max_lora_rank, config.max_adapters),
+        **_lora_args(config),
     )
 
 
-def _lora_args(max_rank: int, max_adapters: int) -> dict[str, Any]:
-    if not max_rank:
+def _lora_args(config: VLLMConfig) -> dict[str, Any]:
+    if not config.max_lora_rank:
         return {}
-    held = {"max_loras": max_adapters, "max_cpu_loras": max_adapters}
-    return {"enable_lora": True, "max_lora_rank": served_rank(max_rank), **held}
+    held = {"max_loras": config.max_adapters, "max_cpu_loras": config.max_adapters}
+    targets = {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
+    return {"enable_lora": True, "max_lora_rank": served_rank(config.max_lora_rank), **held, **targets}
 
 
 def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
