@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rl.errors import RunError
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import refusal
-from rl.tinker.backend import NotFound, UserError
+from rl.tinker.backend import ContextExceeded, NotFound, UserError
 from rl.tinker.bodies import BodyLimits, TooLarge
 from rl.tinker.connection import Unavailable
 from rl.tinker.downloads import PREFIX
@@ -79,6 +79,7 @@ def make_app(
 
     app.add_exception_handler(Unavailable, unavailable)
     app.add_exception_handler(UserError, refuse(422))
+    app.add_exception_handler(ContextExceeded, refuse(400))
     app.add_exception_handler(NotFound, refuse(404))
     app.add_exception_handler(TooMany, refuse(429))
     app.add_exception_handler(RunError, refuse(500))

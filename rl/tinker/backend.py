@@ -15,6 +15,10 @@ class UserError(Exception):
     """What the request's author can fix; the message says how. It changed nothing."""
 
 
+class ContextExceeded(UserError):
+    """There is no room for a prompt, or behind it. Clients tell it from others by its status, 400."""
+
+
 class NotFound(Exception):
     """There is no such thing, or it is another tenant's."""
 

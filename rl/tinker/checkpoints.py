@@ -57,7 +57,8 @@ class Checkpoints:
         existing = self._get(path)
         if existing is not None and existing.request != request.id:
             if not body.get("overwrite"):
-                raise UserError(f"{path} is there already; choose another name, or set overwrite")
+                or_else = ", or set overwrite" if kind == "weights" else ""
+                raise UserError(f"{path} is there already; choose another name{or_else}")
         elif existing is not None:  # written before a restart
             return {"path": str(path), "type": request.kind}
         recipients = body.get("age_encryption_recipients") or ()

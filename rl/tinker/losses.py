@@ -126,12 +126,22 @@ def _threshold_problem(inputs: Mapping[str, np.ndarray]) -> str:
     return ""
 
 
+def _in_the_ratio(inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Over which tokens gspo's mean is: 1 or 0. By default the sampled ones: a prompt's have zeros alone."""
+    mask = inputs.get("sequence_ratio_mask")
+    if mask is None:
+        mask = (inputs["logprobs"] != 0) | (inputs["advantages"] != 0)
+    return (mask != 0).astype(np.float32)
+
+
 def to_samples(data: Sequence[Datum], loss: str) -> list[Sample]:
     """One for each datum, or for each column of its targets, in order."""
     samples = []
     for number, datum in enumerate(data):
         columns = datum.targets.reshape(len(datum.tokens), -1)
         inputs = {name: values.reshape(columns.shape) for name, values in datum.inputs.items()}
+        if loss == "gspo":
+            inputs["sequence_ratio_mask"] = _in_the_ratio(inputs)
         # The last target follows the last token; no other token sees it.
         tokens = np.concatenate([datum.tokens, columns[-1:, 0]])
         for k in range(columns.shape[1]):

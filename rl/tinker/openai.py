@@ -116,13 +116,14 @@ class _Sampler:
         self, prompt: Sequence[int], n: int, stop: Sequence[str] | str | None, **settings: Any
     ) -> list[Completion]:
         body = self._body
+        room = max(1, self._service.backend.context_length - len(prompt))
         asked = {
             "num_samples": n,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
             "topk_sample_logprobs": self._num_likeliest,
             "json_schema": self._schema,
             "sampling_params": {
-                "max_tokens": body.limit,
+                "max_tokens": body.limit and min(body.limit, room),
                 "seed": body.seed,
                 "stop": stop,
                 "temperature": body.temperature,

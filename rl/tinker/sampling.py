@@ -12,9 +12,10 @@ from typing import Any
 
 from sqlalchemy.engine import Row
 
+from rl.envs.base import derive_seed
 from rl.errors import RunError
 from rl.tinker import wire
-from rl.tinker.backend import Backend, GeneratorsDied, UserError
+from rl.tinker.backend import Backend, ContextExceeded, GeneratorsDied, UserError
 from rl.tinker.blame import Blame
 from rl.tinker.database import Database, samplers
 from rl.tinker.limits import Limits
@@ -222,10 +223,17 @@ class Sampling:
             if chunk.get("type") != "encoded_text":
                 raise UserError(f"a chunk of type {chunk.get('type')!r}; only encoded_text is offered here")
             prompt += chunk["tokens"]
-        room = self._backend.context_length - len(prompt)
+        context, most = self._backend.context_length, asked.get("max_tokens")
+        room = context - len(prompt)
         if not prompt or room < 1:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens; it has to have 1 to {self._backend.context_length - 1}"
+            raise ContextExceeded(
+                f"a prompt of {len(prompt)} tokens; it has to have 1 to {context - 1}, within the model's "
+                f"context window of {context}"
+            )
+        if most is not None and most > room:
+            raise ContextExceeded(
+                f"Prompt length plus max_tokens exceeds the model's context window: {len(prompt)} prompt "
+                f"tokens + {most} max_tokens > {context}"
             )
         if min(prompt) < 0 or max(prompt) >= self._backend.vocab_size:
             raise UserError(f"the prompt has a token outside the vocabulary of {self._backend.vocab_size}")
@@ -244,9 +252,10 @@ class Sampling:
         token_ids, texts = self._stops(asked.get("stop"))
         seed = asked.get("seed")
         return prompt, SamplingParams(
-            max_new_tokens=min(asked.get("max_tokens") or room, room),
+            max_new_tokens=most or room,
             temperature=asked["temperature"],
-            seed=secrets.randbits(31) if seed is None else seed % 2**31,
+            # Sample i is drawn with seed + i: requests with neighbouring seeds are to share none.
+            seed=secrets.randbits(31) if seed is None else derive_seed("asample", seed) % 2**31,
             stop_token_ids=token_ids,
             top_k=asked["top_k"],
             top_p=asked["top_p"],

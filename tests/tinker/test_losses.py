@@ -104,6 +104,15 @@ def test_forward_measures_what_forward_backward_does(loss):
     assert learned.metrics == named
 
 
+@pytest.mark.parametrize("mask", [None, [0.0, 0.0, 2.0, 1.0]])
+def test_gspos_ratio_is_of_the_sampled_tokens(mask):
+    """A prompt's tokens have logprobs and advantages of 0, as the cookbook builds data."""
+    inputs = {"logprobs": [0, 0, -1, -2], "advantages": [0, 0, 1, 1], "sequence_ratio_mask": mask}
+    arrays = {name: np.array(values, np.float32) for name, values in inputs.items() if values is not None}
+    (sample,) = to_samples([Datum(np.arange(4), np.arange(1, 5), arrays)], "gspo")
+    assert sample.loss_inputs["sequence_ratio_mask"].tolist()[-4:] == [0, 0, 1, 1]
+
+
 def test_forward_checks_the_setting_as_forward_backward_does():
     backend = ActorsBackend(SimpleNamespace(trainer=None), "base", 64, 128)
     with pytest.raises(UserError, match="no setting 'clip'"):

@@ -6,7 +6,7 @@ pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from types import SimpleNamespace
 
-from rl.tinker.backend import UserError
+from rl.tinker.backend import ContextExceeded, UserError
 from rl.tinker.sampling import _MAX_LIKELIEST, Sampling
 from rl.types import SamplingParams
 
@@ -47,7 +47,26 @@ def test_what_is_left_out():
     assert read(sampling={"stop": "end"})[1].stop_texts == ("end",)
     assert read(prompt_logprobs=True)[1].prompt_likeliest == 0
     assert read(topk_prompt_logprobs=1)[1].prompt_likeliest == 1
-    assert read((1,) * 10, sampling={"max_tokens": 99})[1].max_new_tokens == CONTEXT - 10
+    assert read((1,) * 10, sampling={"max_tokens": CONTEXT - 10})[1].max_new_tokens == CONTEXT - 10
+
+
+def test_a_context_that_is_exceeded_is_refused_in_tinkers_words():
+    """Programs end an episode by them, and by the status; an answer cut short in silence would be learned from."""
+    with pytest.raises(ContextExceeded) as refused:
+        read((1,) * 10, sampling={"max_tokens": CONTEXT - 9})
+    assert str(refused.value) == (
+        "Prompt length plus max_tokens exceeds the model's context window: 10 prompt tokens + "
+        f"{CONTEXT - 9} max_tokens > {CONTEXT}"
+    )
+    with pytest.raises(ContextExceeded, match="context window"):
+        read((1,) * CONTEXT)
+
+
+def test_neighbouring_seeds_share_no_sample_and_one_seed_is_the_same_each_time():
+    """Sample i of a request is drawn with its seed + i."""
+    drawn = [read(sampling={"seed": seed})[1].seed for seed in range(50)]
+    assert min(abs(a - b) for i, a in enumerate(drawn) for b in drawn[:i]) > 1000
+    assert drawn == [read(sampling={"seed": seed})[1].seed for seed in range(50)]
 
 
 @pytest.mark.parametrize(
