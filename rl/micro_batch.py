@@ -150,7 +150,8 @@ def _micro_batch(
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     own = positions >= np.repeat(num_shared, lengths)
     targets = np.flatnonzero(every((samples[i].loss_mask for i in ids), bool) & (positions > 0))
-    filler = max(-int(own.sum()) % multiple_of, 0 if tree else multiple_of)
+    num_own = int(own.sum())  # 0 also where no sample of the tree has a token
+    filler = -num_own % multiple_of if num_own else multiple_of
 
     def row(values: np.ndarray, filled: np.ndarray) -> np.ndarray:
         return np.concatenate([values[own], filled])

@@ -1,7 +1,7 @@
 import contextlib
 import pickle
 import pickletools
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -72,6 +72,16 @@ def test_a_rank_without_a_sequence_gets_filler_that_is_never_a_target():
     batch = pack([sample(4)], num_ranks=3, multiple_of=2)
     assert [len(rank[0].targets) for rank in batch.ranks] == [3, 0, 0]
     assert all(len(rank[0].tokens) >= 2 for rank in batch.ranks)
+
+
+def test_samples_without_a_token_are_in_a_row_that_can_be_computed():
+    """Of a group whose prompts were too long for a first answer, say."""
+    empty = [
+        replace(sample(4), tokens=sample(4).tokens[:0], loss_mask=sample(4).loss_mask[:0]) for _ in range(3)
+    ]
+    for batch in (pack(empty, multiple_of=2), pack(empty, share_prefixes=True)):
+        rows = [row for rank in batch.ranks for row in rank]
+        assert rows and all(len(row.tokens) >= 1 and not row.targets.size for row in rows)
 
 
 @pytest.mark.parametrize("pads", [False, True])

@@ -120,12 +120,13 @@ def learning_of(config: RunConfig, dtype: str = "") -> Learning:
         decay_all=trainer.decay_all,
         max_grad_norm=trainer.max_grad_norm,
     )
+    longest = longest_sequence(config)
     return Learning(
-        algorithm=config.algorithm,
+        algorithm=replace(config.algorithm, max_new_tokens=config.env.most_sampled(longest)),
         env=config.env,
         seed=config.seed,
         group_size=config.group_size,
-        max_seq_len=longest_sequence(config),
+        max_seq_len=longest,
         pace=Pace(
             groups_per_step=config.prompts_per_step,
             num_steps=steps,

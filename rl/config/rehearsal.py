@@ -15,6 +15,8 @@ from typing import Any
 
 from rl.config.run import RunConfig
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
+from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.demonstration import chat_sample, taught_answer
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost
 from rl.envs.chat.loop import chat_template
@@ -89,7 +91,8 @@ async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsa
     from rl.envs.chat.endpoint import AgentEndpoint  # a web server, which only agents need
 
     env = config.env
-    problems = {problem.task: problem for problem in [*held_out(env), env.train_problem(config.seed)]}
+    taught = env.train_problem(config.seed)
+    problems = {problem.task: problem for problem in [*held_out(env), taught]}
     door = AgentEndpoint(tokenizer)
     stage = _Stage(config, tokenizer, door)
     try:
@@ -97,9 +100,32 @@ async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsa
             for problem in problems.values():
                 takes = [await stage.take(problem, texts) for texts in _answers(env, problem, tokenizer)]
                 _judge(config, takes, rehearsal)
+                if problem.task == taught.task:
+                    rehearsal.problems += _begins_otherwise(config, problem, takes[0], tokenizer)
     finally:
         await door.close()
         stage.close()
+
+
+def _begins_otherwise(config: RunConfig, problem: Problem, take: _Take, tokenizer: Tokenizer) -> list[str]:
+    """Whether an episode begins with the words that supervised learning puts before what it teaches."""
+    env, begins = config.env, take.rollout.segments
+    if not isinstance(env, ChatEnv) or isinstance(env, AgentEnv) or not begins:
+        return []
+    if not config.warmup.steps and config.data == "rollouts":
+        return []
+    if config.data == "preferences":
+        sample, remedy = taught_answer(env, problem, "", tokenizer, "chosen"), ""
+    else:
+        sample = chat_sample(env, problem, derive_seed("rehearsal"), tokenizer)
+        remedy = ", or begin chat_demonstration() with it"
+    before = sample.tokens[: int(sample.loss_mask.argmax())].tolist()
+    if before == list(begins[0].tokens):
+        return []
+    return [
+        f"env {type(env).__name__}: its episodes begin with more than what it teaches stands behind, the "
+        f"opening; say what start() says in opening(){remedy}"
+    ]
 
 
 class _Stage:

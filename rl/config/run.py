@@ -187,7 +187,7 @@ class RunConfig:
     def algorithm(self) -> Algorithm:
         """How groups become updates, and what that needs."""
         names = [field.name for field in dataclasses.fields(Algorithm) if field.name != "max_new_tokens"]
-        most = min(self.env.most_sampled, self.max_seq_len)
+        most = self.env.most_sampled(self.max_seq_len)
         return Algorithm(**{name: getattr(self, name) for name in names}, max_new_tokens=most)
 
     def without_weights(self) -> "RunConfig":

@@ -100,14 +100,20 @@ def check_rewards(
     groups: Sequence[Group],
     has_trained: bool = False,
     record: Callable[[Sequence[Group]], None] = lambda groups: None,
+    reads_rewards: bool = True,
 ) -> None:
-    """Raises RunError where every reward failed: nothing can be learnt from such a task.
+    """Raises RunError where every reward failed: nothing can be learnt from such a task. Where nothing reads
+    rewards, where nothing was sampled.
 
     has_trained: the task has given rewards before, so that a failure that the policy can bring about is the
     policy's, and does not end the run. record: writes the groups into rollouts.jsonl, which the error names.
     """
     scores = [score for group in groups for score in group.scores]
-    if all(score.is_dropped if has_trained else score.error for score in scores):
+    if not reads_rewards:
+        have_failed = not any(group.was_sampled for group in groups)
+    else:
+        have_failed = all(score.is_dropped if has_trained else score.error for score in scores)
+    if have_failed:
         record(groups)
         raise RunError(
             f"all {len(scores)} rewards failed, the first: {scores[0].error}; see logs/reward-0.log of the "

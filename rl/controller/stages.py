@@ -136,8 +136,8 @@ class RunStages:
             except StepFailed as failure:
                 raise await self._give_up(step, failure) from failure
             batch = batch.joined(await self._next_part(buffer, step, inputs))
-        if learning.algorithm.reads_rewards:
-            check_rewards(batch.sampled, step > 1, partial(self._recorder.rollouts, step, "train"))
+        record, reads = partial(self._recorder.rollouts, step, "train"), learning.algorithm.reads_rewards
+        check_rewards(batch.sampled, step > 1, record, reads)
         return batch
 
     async def _next_part(self, buffer: RolloutBuffer, step: int, inputs: Scorers) -> TrainingBatch:

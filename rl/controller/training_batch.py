@@ -236,11 +236,15 @@ def _trajectory(member: Member, with_values: bool) -> Trajectory:
 
 
 def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:
-    """Without those that have none; if none has one, keep one group, to measure parity with the generator."""
+    """Without those that have none; if none has one, keep one group, to measure parity with the generator.
+
+    One with targets, where there is one.
+    """
     if not algorithm.drops_zero_advantages:
         return groups
     kept = [[member for member in group if member.has_advantages] for group in groups]
-    first = next((i for i, group in enumerate(groups) if group), None)
+    order = sorted(range(len(groups)), key=lambda i: not any(member.num_targets for member in groups[i]))
+    first = next((i for i in order if groups[i]), None)
     if not any(kept) and first is not None:
         kept[first] = groups[first]
     return kept

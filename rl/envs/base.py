@@ -195,10 +195,9 @@ class Env:
         texts = (tokenizer.encode_plain(text)[0] for text in self.stop)
         return (self.end_id(problem, tokenizer), *texts)
 
-    @property
-    def most_sampled(self) -> int:
-        """Tokens that a rollout may sample in all."""
-        return self.max_new_tokens
+    def most_sampled(self, longest: int) -> int:
+        """Tokens that a rollout may sample in all. longest: a sequence's, prompt included."""
+        return min(self.max_new_tokens, longest)
 
     def validate(self) -> list[str]:
         """What is wrong with this configuration, one line each."""

@@ -215,3 +215,34 @@ def test_a_recipe_that_goes_on_is_checked_as_it_would_go_on(quiet, tmp_path, mon
     assert got.code == 2 and got.lines == [
         "rl: error: resume='latest': a run of quickstart in runs/ has no complete checkpoint; leave it out"
     ]
+
+
+_SPEAKS = """
+    def start(self, episode): return "Be quick."
+    def demonstration(self, problem, seed): return "7"
+    def preference(self, problem, seed): return "7", "x"
+"""
+_SAYS_IT = """
+    def chat_demonstration(self, problem, seed):
+        return [{"role": "user", "content": "Be quick."}, {"role": "assistant", "content": "7"}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "flags", "is_refused"),
+    [
+        ("", "", (), False),
+        ("", "", ("--warmup.steps", "2"), True),
+        (_SAYS_IT, "", ("--warmup.steps", "2"), False),
+        (_SAYS_IT, "data='preferences', loss=DPO()", (), True),
+    ],
+)
+def test_what_is_taught_stands_behind_the_words_with_which_an_episode_begins(
+    more, changes, flags, is_refused, quiet, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    members = f"{_SCORE_TWICE}{_SPEAKS}{more}"
+    case = broken(members, base="ChatEnv", before="from rl.loss.dpo import DPO\n", changes=changes)
+    got = outcome(["check", write(Place(tmp_path, tmp_path), case), *flags])
+    words = "its episodes begin with more than what it teaches stands behind"
+    assert (got.code == 2 and words in got.lines[0]) if is_refused else got.code == 0, got

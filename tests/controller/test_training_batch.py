@@ -4,16 +4,18 @@
 
 import asyncio
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from configs.quickstart import quickstart
+from rl.config.learning import learning_of
 from rl.controller.member import scatter_reward
 from rl.controller.rollouts import check_rewards
 from rl.controller.training_batch import build_training_batch
 from rl.controller.update import denominator
 from rl.envs.calculator import Calculator
+from rl.envs.chat.agent import AgentEnv
 from rl.errors import RunError
 from rl.loss.shaping import Shaping
 from rl.observability.metrics import eval_metrics, group_metrics
@@ -100,12 +102,21 @@ def test_what_shaping_adds_is_in_the_metrics_and_in_the_advantages():
     assert "reward/shaping" not in plain.means and shaped.means["reward/shaping"] == (-1.0, 2)
 
 
+@dataclass(frozen=True)
+class Agent(AgentEnv):
+    pass
+
+
 def test_an_episode_may_sample_all_of_its_turns():
     """As many tokens count for the punishment of long ones, and for loss_agg=constant, within max_seq_len."""
     env = Calculator(max_new_tokens=2, max_turns=3)
     run = replace(quickstart(), env=env, shaping=Shaping(overlong_tokens=2))
     assert run.algorithm.max_new_tokens == 6
     assert replace(run, max_seq_len=5).algorithm.max_new_tokens == 5
+    positions = run.model.config()["max_position_embeddings"]
+    far = replace(run, env=replace(env, max_new_tokens=positions))
+    assert learning_of(far).algorithm.max_new_tokens == positions < far.algorithm.max_new_tokens
+    assert Agent(max_new_tokens=2, max_turns=3).most_sampled(5) == 6  # its conversations may be several
     assert replace(run, env=quickstart().env).algorithm.max_new_tokens == quickstart().env.max_new_tokens
     shaped = built([group(1, 0)], env=env, shaping=Shaping(overlong_tokens=2))
     assert shaped.means["reward/shaping"] == (0.0, 2)

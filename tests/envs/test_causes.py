@@ -15,7 +15,7 @@ from rl.envs.failures import failure_of
 from rl.envs.judge import JudgeUnreachable
 from rl.envs.sandbox import NoSandbox
 from rl.errors import BadReturn, EpisodeFailed, EpisodeLost, RunError
-from rl.types import Group, Problem, Score
+from rl.types import Group, Problem, Rollout, Score, StopReason, VersionRange
 from tests.envs.chat import playing
 from tests.envs.chat.playing import Ended
 from tests.envs.chat.templates import make_tokenizer
@@ -150,6 +150,15 @@ def test_what_the_policy_brings_about_never_ends_a_run_that_has_trained(cause):
     else:
         with pytest.raises(RunError, match="all 2 rewards failed"):
             check_rewards(groups, has_trained=True)
+
+
+def test_a_step_of_which_nothing_was_sampled_ends_a_run_that_reads_no_rewards_too():
+    """Such as a distillation whose server is gone: it would go on without learning, to its end."""
+    lost = Group(0, (), (Score(0.0, "the server is gone", cause="lost"),) * 2)
+    with pytest.raises(RunError, match="all 2 rewards failed, the first: the server is gone"):
+        check_rewards([lost], has_trained=True, reads_rewards=False)
+    sampled = Rollout(Problem("1", "q", "a"), (), "", StopReason.STOP, VersionRange(0, 0))
+    check_rewards([lost, Group(1, (sampled,), lost.scores[:1])], has_trained=True, reads_rewards=False)
 
 
 def test_a_reward_function_of_one_turn_fails_by_the_same_table():

@@ -73,6 +73,10 @@ class AgentEnv(ChatEnv):
                 raise RuntimeError(f"the agent ended with code {done.returncode}: {why}")
         return None
 
+    def most_sampled(self, longest: int) -> int:
+        """Each of its conversations may be as long as a sequence."""
+        return self.max_new_tokens * self.max_turns
+
     def opening(self, problem: Problem) -> list[Message]:
         """Nothing: the agent begins the conversation."""
         return []

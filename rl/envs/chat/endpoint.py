@@ -135,7 +135,9 @@ class AgentEndpoint:
         try:
             return await asyncio.shield(task)
         except TooLong as error:
-            raise Refused(400, str(error), "context_length_exceeded") from None
+            # Libraries know a full context by OpenAI's words.
+            message = f"This model's maximum context length is exceeded: {error}"
+            raise Refused(400, message, "context_length_exceeded") from None
         except NoTurnsLeft as error:
             raise Refused(400, str(error), "turns_used_up") from None
         except (Unwritable, RunError) as error:

@@ -94,9 +94,8 @@ class ChatEnv(Env):
         """The messages that supervised learning teaches after the opening; it learns the assistant's."""
         return [{"role": "assistant", "content": self.demonstration(problem, seed)}]
 
-    @property
-    def most_sampled(self) -> int:
-        return self.max_new_tokens * self.max_turns
+    def most_sampled(self, longest: int) -> int:
+        return min(self.max_new_tokens * self.max_turns, longest)
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
         """Its tokens are made as the episode begins."""

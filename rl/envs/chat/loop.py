@@ -221,6 +221,8 @@ class _AgentWalk(_Walk):
             self._counts["tool_calls"] = sum(len(turn.parsed.calls) for turn in turns)
             if self._session.is_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
+        if self._session.was_refused and not turns:
+            raise TooLong("the agent's first request leaves no room for an answer (max_seq_len)")
         try:
             return await process.score(self._stop, self._messages, _tokens(turns), _texts(turns))
         except EpisodeFailed as failure:

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import pickle
+import random
 import resource
 import select
 import signal
@@ -39,6 +40,7 @@ ENDED = struct.Struct("<ii")  # pid, wait status: what the forking process tells
 def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None:
     """In a fork: the verbs of EpisodeRunner, until the host closes the socket."""
     problem, seed = receive(sock.fileno())
+    _seed_all(seed)
     runner = EpisodeRunner(env, tools, problem, seed)
     send(sock.fileno(), os.getpid())
     while True:
@@ -49,6 +51,13 @@ def _serve_episode(sock: socket.socket, env: Any, tools: Sequence[Tool]) -> None
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             failure = EpisodeFailed(f"what the environment returned cannot be sent: {error}", "type")
             send(sock.fileno(), failure)
+
+
+def _seed_all(seed: int) -> None:
+    """Else all forks draw the same from numpy, and from random other numbers where a run goes on."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed(seed % 2**32)
 
 
 def perform(runner: EpisodeRunner, verb: str, arguments: tuple) -> Any:

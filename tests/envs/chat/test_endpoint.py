@@ -110,6 +110,23 @@ def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer)
     assert rollout.score.cause == "raised" and "env.max_turns" in rollout.score.error
 
 
+def test_an_agent_whose_first_request_is_too_long_is_dropped_whatever_it_makes_of_that(tokenizer):
+    @dataclass(frozen=True)
+    class Forgiving(Agent):
+        def agent(self, episode, base_url, api_key):
+            try:
+                super().agent(episode, base_url, api_key)
+            except openai.BadRequestError as error:
+                assert "maximum context length" in str(error)  # by which libraries know it
+
+        def reward_episode(self, episode):
+            return 1.0
+
+    for env in (Agent(), Forgiving()):
+        rollout, _ = play(tokenizer, env, "x" * 30_000, [])
+        assert rollout.score.cause == "too_long" and rollout.versions is None
+
+
 def test_an_agent_that_gives_up_as_its_turns_are_used_up_is_rewarded_for_what_it_has(tokenizer):
     @dataclass(frozen=True)
     class Counting(Agent):

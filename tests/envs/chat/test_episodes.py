@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import pytest
 
@@ -481,3 +483,27 @@ def test_a_fork_whose_parent_is_killed_first_ends_too():
         with pytest.raises((EOFError, ConnectionError)):
             send(ours.fileno(), (Problem("1", "fine"), 1))
             receive(ours.fileno(), 30)
+
+
+@dataclass(frozen=True)
+class Drawing(ChatEnv):
+    """Draws as an episode begins."""
+
+    def generate(self, seed):
+        return Problem(str(seed), "draw")
+
+    def start(self, episode):
+        episode.notes["drawn"] = [random.random(), float(np.random.random())]
+
+    def reward_episode(self, episode):
+        return 1.0
+
+
+def test_episodes_draw_other_numbers_and_each_the_same_ones_again(tokenizer):
+    """By random and by numpy: a fork has the state of the process that it is forked from."""
+    drawn = []
+    for _ in range(2):
+        rollouts = playing.play(Drawing(), tokenizer, Says(tokenizer, ["a"] * 4), Problem("1", "draw"), n=4)
+        drawn.append([tuple(rollout.score.notes["drawn"]) for rollout in rollouts])
+    assert drawn[0] == drawn[1]
+    assert len({by_random for by_random, _ in drawn[0]}) == len({by_numpy for _, by_numpy in drawn[0]}) == 4
