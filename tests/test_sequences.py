@@ -22,6 +22,8 @@ NUM_TOKENS = 20_000
 
 
 class Tokenizer:
+    eos_id = 0
+
     def decode(self, tokens):
         assert all(type(token) is int for token in tokens[:3])  # what an environment's author sees
         return ""
@@ -71,6 +73,8 @@ def test_long_texts_are_decoded_beside_the_event_loop():
     asked, may_end = threading.Event(), threading.Event()
 
     class SlowTokenizer:
+        eos_id = 0
+
         def decode(self, tokens):
             asked.set()
             assert may_end.wait(10)

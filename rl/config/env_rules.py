@@ -9,10 +9,11 @@ from pathlib import Path
 from rl.config.env_methods import wrong_methods
 from rl.config.recipe_modules import names_left_behind
 from rl.config.run import RunConfig
-from rl.envs.base import Env, checked, held_out
+from rl.envs.base import Env, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
 from rl.envs.mixture import Mixture
+from rl.envs.problems import checked
 from rl.envs.remake import has_own_held_out, some_problems
 from rl.errors import ConfigError, one_line
 from rl.fields import kind, short, shown

@@ -13,8 +13,9 @@ from contextlib import suppress
 
 import cloudpickle
 
-from rl.envs.base import Env, checked, derive_seed, held_out
+from rl.envs.base import Env, derive_seed, held_out
 from rl.envs.pipes import receive, send, send_pickled
+from rl.envs.problems import checked
 from rl.envs.verifier import START_SECONDS, described
 from rl.errors import ConfigError
 from rl.processes import end_with_parent

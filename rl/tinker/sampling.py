@@ -12,7 +12,6 @@ from typing import Any
 
 from sqlalchemy.engine import Row
 
-from rl.envs.base import derive_seed
 from rl.errors import RunError
 from rl.tinker import wire
 from rl.tinker.backend import Backend, ContextExceeded, GeneratorsDied, UserError
@@ -254,8 +253,7 @@ class Sampling:
         return prompt, SamplingParams(
             max_new_tokens=most or room,
             temperature=asked["temperature"],
-            # Sample i is drawn with seed + i: requests with neighbouring seeds are to share none.
-            seed=secrets.randbits(31) if seed is None else derive_seed("asample", seed) % 2**31,
+            seed=secrets.randbits(31) if seed is None else seed % 2**31,
             stop_token_ids=token_ids,
             top_k=asked["top_k"],
             top_p=asked["top_p"],

@@ -784,7 +784,7 @@ def test_the_critics_checkpoint_is_on_the_disk_before_the_trainers_is_copied(mod
     assert isinstance(plan_or_problems(asked, Cluster((Host(16, 7.0, (gpu,)),))), Plan)
     (line,) = plan_or_problems(asked, Cluster((Host(16, 6.0, (gpu,)),)))
     assert "about 6.7 (trainer 6.7, critic" in line
-    on_cpu, problems_of = [Cluster((Host(16, gib),)) for gib in (500.0, 1.0)], plan_or_problems
+    on_cpu, problems_of = [Cluster((Host(16, gib),)) for gib in (500.0, 20.0)], plan_or_problems
     made = problems_of(dataclasses.replace(asked, data="rollouts", max_offpolicy_steps=1), on_cpu[0])
     copies = [
         made.of(role)[0].processes[0].memory["train"].parts["checkpoint"] for role in ("trainer", "critic")

@@ -62,13 +62,6 @@ def test_a_context_that_is_exceeded_is_refused_in_tinkers_words():
         read((1,) * CONTEXT)
 
 
-def test_neighbouring_seeds_share_no_sample_and_one_seed_is_the_same_each_time():
-    """Sample i of a request is drawn with its seed + i."""
-    drawn = [read(sampling={"seed": seed})[1].seed for seed in range(50)]
-    assert min(abs(a - b) for i, a in enumerate(drawn) for b in drawn[:i]) > 1000
-    assert drawn == [read(sampling={"seed": seed})[1].seed for seed in range(50)]
-
-
 @pytest.mark.parametrize(
     ("taken", "refused", "match"),
     [

@@ -156,6 +156,8 @@ def main() -> None:
         sys.path[:] = receive(host.fileno())
         env = receive(host.fileno())
         env.prepare()
+        if "numpy" in sys.modules:  # else each fork would import this, and seed it anew
+            import numpy.random  # noqa: F401
         tools = env.tools()
     except Exception as error:  # the user's own code: named by the host
         traceback.print_exc()
