@@ -178,12 +178,16 @@ class ChatTemplate:
         return [*([user, turn] for turn in called), [user, plain]]
 
 
-@lru_cache(maxsize=8)
 def turn_end(tokenizer: Tokenizer) -> tuple[int, str]:
     """The token that ends the assistant's turns in the model's chat template, and its text.
 
     Raises ConfigError where none does.
     """
+    return _turn_end(tokenizer)  # type: ignore[arg-type]  # a tokenizer is hashable by identity
+
+
+@lru_cache(maxsize=8)
+def _turn_end(tokenizer: Any) -> tuple[int, str]:
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
     try:
         text = tokenizer.render(turns, (), False)

@@ -62,7 +62,7 @@ def take_own_device() -> None:
     On a CPU it would take the memory of one NUMA node alone; a Plan counts the host's. That the cache fits
     what is free on one node, vLLM still asks.
     """
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
     if "LOCAL_RANK" in os.environ and (count := torch.cuda.device_count()):
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
 
