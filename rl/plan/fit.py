@@ -94,8 +94,8 @@ def _check_host_of_gpus(
     what = "what leaves its GPUs, and for checkpoints" if by_turns else "checkpoints on their way to the disk"
     for number, host in enumerate(cluster.hosts):
         roles = [role for on, role in engines if on == number]
-        copies = [roles.count(role) * memory[role].staged / GIB for role in {*roles}]
-        needed = sum(gib[role] for role in roles) - sum(copies) + max(copies, default=0.0)
+        needed = sum(gib[role] for role in roles)
+        needed -= _never_together({role: memory[role].staged for role in roles}, roles) / GIB
         if needed > host.free_gib:
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
             notes.problem(
@@ -106,9 +106,16 @@ def _check_host_of_gpus(
 
 
 def _at_a_time(memory: Mapping[RoleName, Memory], roles: Sequence[RoleName]) -> float:
-    """Bytes of these processes: the critic's checkpoint is on the disk before the trainer's is copied."""
-    copies = [roles.count(role) * memory[role].parts.get("checkpoint", 0.0) for role in {*roles}]
-    return sum(memory[role].total for role in roles) - sum(copies) + max(copies, default=0.0)
+    """Bytes of these processes."""
+    copies = {role: memory[role].parts.get("checkpoint", 0.0) for role in roles}
+    return sum(memory[role].total for role in roles) - _never_together(copies, roles)
+
+
+def _never_together(copies: Mapping[RoleName, float], roles: Sequence[RoleName]) -> float:
+    """Of the copies that checkpoints are written from, all but the largest role's: the critic's checkpoint is
+    on the disk before the trainer's is copied. copies: of each process of a role."""
+    of_roles = [roles.count(role) * size for role, size in copies.items()]
+    return sum(of_roles) - max(of_roles, default=0.0)
 
 
 def host_name(host: int, cluster: Cluster) -> str:

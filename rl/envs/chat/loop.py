@@ -212,8 +212,6 @@ class _AgentWalk(_Walk):
             # An agent that gives up as its budget is used up has come to its end; any other has failed.
             if not self._session.was_refused or failure.cause != "raised":
                 raise
-            if not self._session.turns:
-                raise TooLong(str(failure)) from None
             gave_up = failure
         finally:
             self._messages += await self._door.leave(key)
@@ -222,7 +220,9 @@ class _AgentWalk(_Walk):
             if self._session.is_refused or any(not turn.is_complete for turn in turns[-1:]):
                 self._stop = StopReason.LENGTH
         if self._session.was_refused and not turns:
-            raise TooLong("the agent's first request leaves no room for an answer (max_seq_len)")
+            raise TooLong(
+                str(gave_up or "the agent's first request leaves no room for an answer (max_seq_len)")
+            )
         try:
             return await process.score(self._stop, self._messages, _tokens(turns), _texts(turns))
         except EpisodeFailed as failure:
