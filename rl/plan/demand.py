@@ -79,6 +79,9 @@ class Demand:
     """How many adapters a generator, and the trainer, may hold at a time."""
     stop_texts: bool = False
     """Generators end at texts, and answer by JSON schemas."""
+    scaled_logprobs: bool = False
+    """Logprobs of samples are those of what they were drawn from, as Tinker has them; a trainer's are at
+    temperature 1."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What the command calls a setting, where that is not its name in a run's config."""
 

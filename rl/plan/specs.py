@@ -87,6 +87,7 @@ def _generator(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpe
         "lora_targets": (demand.clients_adapters or demand.trainer.lora).targets if demand.max_rank else (),
         "sleeps": demand.sharing == "by_turns",
         "stop_texts": demand.stop_texts,
+        "scaled_logprobs": demand.scaled_logprobs,
     }
     config = VLLMConfig(**_handed_on(generator, VLLMConfig) | settled)
     return GeneratorSpec("model", config, generator.updates)

@@ -43,7 +43,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.get("/training_runs/{id}")
     async def training_run(id: str, request: Request) -> Any:
-        (run,) = _runs(tenant(request), [service.model(tenant(request), id)])
+        (run,) = _runs(tenant(request), [service.training_run(tenant(request), id)])
         return run
 
     def _runs(tenant: str, rows: Sequence[Row]) -> list[Any]:
@@ -61,7 +61,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
             "model_owner": row.tenant,
             "is_lora": True,
             "lora_rank": row.lora["rank"],
-            "last_request_time": _time(row.seen),
+            "last_request_time": _time(max(row.seen, row.created)),
             "last_checkpoint": last["weights"],
             "last_sampler_checkpoint": last["sampler_weights"],
             "user_metadata": row.user_metadata,
@@ -69,7 +69,7 @@ def add_checkpoint_routes(api: APIRouter, service: Service, base_model: str) -> 
 
     @api.get("/training_runs/{id}/checkpoints")
     async def checkpoints_of(id: str, request: Request) -> Any:
-        service.model(tenant(request), id)
+        service.training_run(tenant(request), id)
         return {"checkpoints": [_checkpoint(row) for row in checkpoints.list(tenant(request), id)]}
 
     @api.get("/checkpoints")

@@ -12,6 +12,11 @@ class LoadedModel:
     tenant: str
     has_gradient: bool = False
     num_steps: int = 0  # since its snapshot
+    needs_checkpoint: bool = False  # that it was loaded from, and that may be deleted: no snapshot came since
+
+    def kept(self) -> None:
+        """It has a snapshot of what it is."""
+        self.num_steps, self.needs_checkpoint = 0, False
 
 
 def next_to_leave(loaded: Mapping[str, LoadedModel], tenant: str) -> str:

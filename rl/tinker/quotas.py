@@ -9,6 +9,7 @@ from sqlalchemy import Table, func, select
 from rl.tinker.backend import UserError
 from rl.tinker.database import Database, checkpoints, models, requests, samplers, sessions
 from rl.tinker.limits import Limits
+from rl.tinker.room import GONE, Room
 
 _GIB = 1 << 30
 _DAY_SECONDS = 24 * 3600
@@ -31,6 +32,7 @@ class Quotas:
         }
         self._remedies = _remedies(limits)
         self._bytes: dict[str, int] = defaultdict(int)
+        self._room = Room(database, root)
         _measure(database, root)
         for column in (
             checkpoints.c.num_bytes, samplers.c.num_bytes, models.c.snapshot_bytes, requests.c.num_bytes
@@ -48,7 +50,10 @@ class Quotas:
         return self._bytes.get(tenant, 0)
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Raises UserError where so many more are too many."""
+        """Raises UserError where so many more are too many, also without what nobody uses any more."""
+        missing = self.used(tenant) + num_bytes - self._most_bytes
+        if missing > 0 and (freed := self._room.free(tenant, missing)):
+            self.add(tenant, -freed)
         used = self.used(tenant)
         if used + num_bytes > self._most_bytes:
             raise UserError(
@@ -59,7 +64,10 @@ class Quotas:
     def check_count(self, table: Table, tenant: str) -> None:
         """Raises UserError where a tenant has as many sessions, models or samplers as it may."""
         most = self._most_rows[table]
-        if self._database.count(table, table.c.tenant == tenant) >= most:
+        own = [table.c.tenant == tenant, *((models.c.seen > GONE,) if table is models else ())]
+        if table is models and self._database.count(table, *own) >= most:
+            self._room.free_model(tenant)
+        if self._database.count(table, *own) >= most:
             raise UserError(
                 f"you have {most} {table.name}, as many as limits.max_tenant_{table.name} allows: "
                 f"{self._remedies[table]}"
@@ -70,15 +78,16 @@ def _remedies(limits: Limits) -> dict[Table, str]:
     """What frees rows of each table, and when; of checkpoints: bytes."""
     results = f"limits.keep_seconds ({limits.keep_seconds / _DAY_SECONDS:.3g} days)"
     unused = f"limits.keep_models_seconds ({limits.keep_models_seconds / _DAY_SECONDS:.3g} days)"
+    over = "and makes room for others a day after it, once its session is over"
     return {
         sessions: f"finish sessions; one without models goes {results} after its end, one with models when "
         f"the last of them goes, {unused} after that model's last request",
         models: f"go on with one of them (load_state loads a checkpoint of its rank and layers); a model "
-        f"goes {unused} after its last request",
+        f"goes {unused} after its last request, {over}",
         samplers: "finish sessions: their samplers go at once",
         checkpoints: f"delete checkpoints, give them a shorter ttl, or finish sessions, whose samplers' "
         f"weights go at once; a result goes {results} after it ended, a model's snapshot {unused} after the "
-        f"model's last request",
+        f"model's last request, {over}",
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from sqlalchemy import func, select
 from sqlalchemy.engine import Row
 
+from rl.tinker.backend import UserError
 from rl.tinker.connection import Unavailable
 from rl.tinker.database import Database, check_text, models, now, requests
 from rl.tinker.quotas import Quotas
@@ -28,7 +29,8 @@ _CURSOR_PER_SECOND = 1_000_000
 _MOST_ENDED = 1000
 _PIECE = 50  # rows that are deleted in one turn
 _REST_SECONDS = 1.0
-_HEADS = select(*(column for column in requests.c if column.name not in ("body", "result")))
+HEADS = select(*(column for column in requests.c if column.name not in ("body", "result")))
+"""Requests without what is large."""
 _ANSWERS = select(*(column for column in requests.c if column.name != "body"))
 _SIZES = select(
     requests.c.id, requests.c.state, requests.c.finished, func.length(requests.c.result).label("size")
@@ -65,7 +67,11 @@ class Requests:
             self._open.add(row.number)
 
     def submit(self, id: str, tenant: str, kind: str, target: str, body: bytes) -> tuple[Row, bool]:
-        """The request without its body, and whether it is new. Raises TooMany; UserError without room."""
+        """The request without its body, and whether to carry it out. Raises TooMany; UserError without room.
+
+        One of COMPUTES for which there is no room is refused by its result: it may be a part of a batch, of
+        which an SDK that gets an HTTP error sends no more, and waits for its turn for ever.
+        """
         row = self._head(id)
         if row is None:
             if self._waiting[tenant] >= self._max_waiting:
@@ -73,24 +79,37 @@ class Requests:
                     f"{self._max_waiting} requests are waiting already (limits.max_waiting); wait for their "
                     f"results first"
                 )
-            self._quotas.check(tenant, len(body))
+            refusal = None
+            try:
+                self._quotas.check(tenant, len(body))
+            except UserError as error:
+                if kind not in COMPUTES:
+                    raise
+                refusal, body = error, b""
             self._database.insert(
                 requests, id=id, tenant=tenant, kind=kind, target=target, body=body, state="waiting",
                 created=now(), num_bytes=len(body), deaths=0,
             )  # fmt: skip
             row = self._head(id)
             assert row is not None
+            if refusal is not None:
+                self._enter(row)
+                self.failed(row, str(refusal), "user", refused=True)
+                return row, False
         elif row.state != "waiting" or row.number in self._taken:
             return row, False
+        self._enter(row)
+        return row, True
+
+    def _enter(self, row: Row) -> None:
         self._taken.add(row.number)
         self._open.add(row.number)
-        self._quotas.add(tenant, len(body))
-        self._waiting[tenant] += 1
-        return row, True
+        self._quotas.add(row.tenant, row.num_bytes)
+        self._waiting[row.tenant] += 1
 
     def _head(self, id: str) -> Row | None:
         check_text("id", id, 200)
-        return next(iter(self._database.rows(_HEADS.where(requests.c.id == id))), None)
+        return next(iter(self._database.rows(HEADS.where(requests.c.id == id))), None)
 
     def body(self, row: Row) -> bytes:
         """Requests wait without their bodies, of which a tenant may have more than there is memory."""
@@ -210,40 +229,8 @@ class Requests:
 
     def unfinished(self) -> list[Row]:
         """In the order in which they came, without their bodies."""
-        waiting = _HEADS.where(requests.c.state == "waiting").order_by(requests.c.number)
+        waiting = HEADS.where(requests.c.state == "waiting").order_by(requests.c.number)
         return list(self._database.rows(waiting))
-
-    def last_number(self, target: str) -> int:
-        """Of its newest request that has ended; 0: none has."""
-        ended = requests.c.target == target, requests.c.state != "waiting"
-        newest = select(requests.c.number).where(*ended).order_by(requests.c.number.desc()).limit(1)
-        return next((row.number for row in self._database.rows(newest)), 0)
-
-    def to_repeat(self, model: Row, before: int) -> list[Row]:
-        """What makes the model of its snapshot, up to the request with this number; without bodies.
-
-        A gradient that no optim_step used is a part of it, unless a request failed after it.
-        """
-        where = (
-            requests.c.target == model.id,
-            requests.c.number > model.snapshot_number,
-            requests.c.number < before,
-            requests.c.kind.in_(CHANGES),
-            requests.c.state.in_(("done", "failed")),
-        )
-        applied: list[Row] = []
-        gradient: list[Row] = []
-        for row in self._database.rows(_HEADS.where(*where).order_by(requests.c.number)):
-            if row.state == "failed":
-                gradient = []
-            elif row.kind == "forward_backward":
-                gradient.append(row)
-            elif row.kind == "optim_step":
-                applied += [*gradient, row]
-                gradient = []
-            else:  # load_weights: nothing before it matters
-                applied, gradient = [row], []
-        return applied + gradient
 
     def waiting(self) -> dict[str, int]:
         """Tenant -> requests."""

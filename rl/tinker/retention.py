@@ -8,20 +8,22 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import ColumnElement, select, tuple_
 from sqlalchemy.engine import Row
 
 from rl.tinker.checkpoints import Checkpoints
 from rl.tinker.connection import Unavailable
-from rl.tinker.database import Database, models, now, requests, sessions
+from rl.tinker.database import Database, checkpoints, models, now, requests, sessions
 from rl.tinker.limits import Limits
 from rl.tinker.paths import directory_name
 from rl.tinker.quotas import Quotas
 from rl.tinker.requests import Requests
+from rl.tinker.room import GONE, ROW_ALONE
 
 _SWEEP_SECONDS = 60.0
 _PIECE = 100
 _SHARE = 0.25  # of the process's time, at most
+_HAS_CHECKPOINTS = select(checkpoints.c.path).where(checkpoints.c.model == models.c.id).exists()
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +32,7 @@ class Retention:
 
     A session without a heartbeat for `keep_seconds` is over: its samplers go, once. Its row goes when it has
     no models. A model that had no request for `keep_models_seconds` cannot be used from that moment on, so
-    that it may go in pieces: its requests, its directory, its row.
+    that it may go in pieces: its requests, its directory, its row; the row stays while it has checkpoints.
     """
 
     def __init__(
@@ -77,9 +79,9 @@ class Retention:
         await self._all(lambda: self._queue.forget_before(before))
         await self._all(lambda: self._end_sessions(before))
         await self._all(lambda: self._delete_sessions(before))
-        unused = models.c.seen < self.oldest_use()
-        for model in self._database.find(models, unused, order=models.c.seen, limit=_PIECE):
-            await self._delete_model(model)
+        unused = models.c.seen < self.oldest_use(), (models.c.seen >= GONE) | ~_HAS_CHECKPOINTS
+        for model in self._database.find(models, *unused, order=models.c.seen, limit=_PIECE):
+            await self._delete_model(model.id)
 
     async def _all(self, piece: Callable[[], bool | Awaitable[bool]]) -> None:
         """Pieces until one was the last. Between them the event loop is others'."""
@@ -118,16 +120,28 @@ class Retention:
             self._swept_until = rows[-1].ended, rows[-1].id
         return len(rows) == _PIECE
 
-    async def _delete_model(self, model: Row) -> None:
+    def was_run(self) -> ColumnElement[bool]:
+        """Of models that are in use, and of those with checkpoints: training runs, as Tinker calls them."""
+        return (models.c.seen >= self.oldest_use()) | _HAS_CHECKPOINTS
+
+    async def _delete_model(self, id: str) -> None:
+        """Its row stays as long as there are checkpoints of it."""
+        model = self._database.get(models, id)
+        if model is None:
+            return
         waiting = requests.c.target == model.id, requests.c.state == "waiting"
         if self._is_loaded(model.id) or self._database.find(requests, *waiting, limit=1):
             return
-        self._database.update(
-            models, models.c.id == model.id, seen=0.0
-        )  # whatever the setting is after a restart
+        # Whatever the setting is after a restart.
+        self._database.update(models, models.c.id == model.id, seen=min(model.seen, GONE))
         await self._all(lambda: self._queue.forget_target(model.id))
         directory = self._root / "models" / directory_name(model.id)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        if self._database.find(checkpoints, checkpoints.c.model == model.id, limit=1):
+            own = models.c.id == model.id
+            self._database.update(models, own, seen=ROW_ALONE, snapshot=None, snapshot_bytes=0)
+            self._quotas.add(model.tenant, -(model.snapshot_bytes or 0))
+            return
         without_models = ~select(models.c.id).where(models.c.session == model.session).exists()
         self._database.change(
             models.delete().where(models.c.id == model.id),

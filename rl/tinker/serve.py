@@ -187,7 +187,7 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
         async with launch(plan, {"model": model_dir}, directory, timeline=timeline) as actors:
             await actors.publish(0)  # the base model, which stays
             await actors.generators.wait_served(0)
-            backend = ActorsBackend(actors, str(model_dir), context_length, vocab_size)
+            backend = ActorsBackend(actors, names[0], context_length, vocab_size)
             eos_ids = _eos_ids(model_dir, tokenizer.eos_id)
             capacity = sum(spec_of(r, GeneratorSpec).config.max_num_seqs for r in plan.of("generator"))
             shared = config.limits.shared_samples or (64 if plan.cluster.gpus else 8) * config.num_generators
@@ -255,6 +255,7 @@ def demand_of(config: ServeConfig, context_length: int) -> Demand:
         clients_adapters=LoRA(rank=config.limits.max_rank),
         max_adapters=config.limits.max_models,
         stop_texts=True,
+        scaled_logprobs=True,
         names=_NAMES,
     )
 

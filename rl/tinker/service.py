@@ -17,7 +17,7 @@ from rl.tinker.database import Database, models, now, requests, samplers, sessio
 from rl.tinker.limits import Limits
 from rl.tinker.paths import CheckpointPath
 from rl.tinker.quotas import Quotas
-from rl.tinker.requests import COMPUTES, Requests
+from rl.tinker.requests import Requests
 from rl.tinker.retention import Retention
 from rl.tinker.sample_scheduler import SampleScheduler
 from rl.tinker.sampling import Sampling
@@ -162,11 +162,11 @@ class Service:
 
     def list_models(self, tenant: str, limit: int, offset: int) -> Sequence[Row]:
         """The newest first."""
-        own = models.c.tenant == tenant, models.c.seen >= self.retention.oldest_use()
+        own = models.c.tenant == tenant, self.retention.was_run()
         return self._database.find(models, *own, order=models.c.created.desc(), limit=limit, offset=offset)
 
     def count_models(self, tenant: str) -> int:
-        own = models.c.tenant == tenant, models.c.seen >= self.retention.oldest_use()
+        own = models.c.tenant == tenant, self.retention.was_run()
         return self._database.count(models, *own)
 
     def models_of(self, session: Row) -> Sequence[Row]:
@@ -183,6 +183,13 @@ class Service:
             raise NotFound(f"there is no model {id[:200]} any more: it was not used for too long")
         return row
 
+    def training_run(self, tenant: str, id: str) -> Row:
+        """A model that is in use, or of which checkpoints are left."""
+        own = models.c.id == id, models.c.tenant == tenant, self.retention.was_run()
+        if not (rows := self._database.find(models, *own)):
+            raise NotFound(f"there is no training run {id[:200]}")
+        return rows[0]
+
     def owns_model(self, tenant: str, id: str) -> bool:
         row = self._database.get(models, id)
         return row is not None and row.tenant == tenant
@@ -190,8 +197,6 @@ class Service:
     def submit(self, tenant: str, kind: str, model: str, seq_id: int, body: bytes) -> str:
         """A request of a model. The same seq_id once more is the same request."""
         row = self.model(tenant, model)
-        if kind in COMPUTES:
-            self._blame.check(tenant)
         if seq_id < 1 and kind != "create_model":
             raise UserError("seq_id has to be at least 1, and another for each request")
         request, is_new = self.queue.submit(f"{model}:{seq_id}", tenant, kind, model, body)
@@ -287,8 +292,6 @@ class Service:
         if row is None or row.tenant != tenant:
             raise NotFound(f"there is no request {request_id}")
         self.sampling.cancel(row)
-
-    # ---- housekeeping
 
     def _own(self, table: Any, id: str, tenant: str, kind: str) -> Row:
         row = self._database.get(table, id)

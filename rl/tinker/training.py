@@ -32,6 +32,7 @@ from rl.tinker.backend import Backend, ModelsLost, UserError
 from rl.tinker.blame import Blame
 from rl.tinker.connection import Unavailable
 from rl.tinker.database import Database, checkpoints, models
+from rl.tinker.history import last_change, last_number, to_repeat
 from rl.tinker.limits import Limits
 from rl.tinker.loaded_models import LoadedModel, next_to_leave
 from rl.tinker.paths import directory_name, new_directory
@@ -166,9 +167,7 @@ class Training:
         model, state = self._database.get(models, request.target), self._loaded.get(request.target)
         if model is None or state is None or state.has_gradient:
             return
-        # A checkpoint that a model was loaded from may be deleted while the model lives.
-        loaded = request.kind == "load_weights" or (request.kind == "create_model" and model.source)
-        if not loaded and state.num_steps < self._limits.snapshot_every:
+        if not state.needs_checkpoint and state.num_steps < self._limits.snapshot_every:
             return
         try:
             await self._try_snapshot(model, request.number, state)
@@ -179,11 +178,10 @@ class Training:
         """A forward, or one that changes the model: for the first time, or once more."""
         if request.kind in ("forward", "forward_backward"):
             asked = wire.read_forward_backward(self._queue.body(request))
-            backend = self._backend
-            losses.check(asked.data, asked.loss, backend.context_length, backend.vocab_size)
+            losses.check(asked.data, asked.loss, self._backend.context_length, self._backend.vocab_size)
             losses.make_loss(asked.loss, asked.config)
             try:
-                learned = await backend.forward_backward(
+                learned = await self._backend.forward_backward(
                     model.id, asked.data, asked.loss, asked.config, asked.forward_only
                 )
             except RunError:
@@ -193,14 +191,16 @@ class Training:
             return wire.write_learned(learned), wire.PROTOBUF
         body = json.loads(self._queue.body(request))
         if request.kind == "optim_step":
-            if not state.has_gradient:
-                raise UserError("optim_step without a gradient; call forward_backward first")
+            if not state.has_gradient:  # tinker-cookbook's, where a minibatch has nothing to learn from
+                if last_change(self._database, request) == "forward_backward":
+                    raise UserError("optim_step without a gradient: the forward_backward before it failed")
+                return {"metrics": {"grad_norm:mean": 0.0}}, JSON
             state.has_gradient = False
             state.num_steps += 1
             metrics = await self._backend.optim_step(model.id, OptimParams(**body["params"]))
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}, JSON
         await self._backend.load(model.id, self._checkpoint(body["path"], request), body["optimizer"])
-        state.has_gradient = False
+        state.has_gradient, state.needs_checkpoint = False, True
         return {"path": body["path"], "model_id": model.id, "type": "load_weights"}, JSON
 
     async def _bring(self, model: Row, before: int) -> LoadedModel:
@@ -238,8 +238,8 @@ class Training:
 
     async def _do_again(self, model: Row, before: int) -> LoadedModel:
         """Its requests since the snapshot. Raises RunError where one that worked now fails."""
-        state = LoadedModel(model.tenant)
-        for request in self._queue.to_repeat(model, before):
+        state = LoadedModel(model.tenant, needs_checkpoint=bool(model.source and not model.snapshot))
+        for request in to_repeat(self._database, model, before):
             try:
                 await self._apply(model, request, state)
             except (ModelsLost, Unavailable):
@@ -260,7 +260,7 @@ class Training:
         model = self._database.get(models, model_id)
         assert model is not None
         if state.num_steps and not state.has_gradient:
-            await self._try_snapshot(model, self._queue.last_number(model_id), state)
+            await self._try_snapshot(model, last_number(self._database, model_id), state)
         del self._loaded[model_id]
         await self._backend.remove(model_id)
 
@@ -278,7 +278,7 @@ class Training:
         before = self._database.get(models, model.id)
         assert before is not None
         if before.snapshot and before.snapshot_number == number:  # it was written, and that answer lost
-            state.num_steps = 0
+            state.kept()
             return
         with new_directory(self._root / "models" / directory_name(model.id), str(number)) as directory:
             await self._backend.save(model.id, directory, True)
@@ -286,7 +286,7 @@ class Training:
         snapshot = str(directory.relative_to(self._root))
         num_bytes = size_of(directory)
         self._queue.keep_snapshot(before, number, snapshot=snapshot, snapshot_bytes=num_bytes)
-        state.num_steps = 0
+        state.kept()
         if before.snapshot:
             await asyncio.to_thread(shutil.rmtree, self._root / before.snapshot, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -288,6 +289,34 @@ def test_samples_are_the_models_own(server):
     ends = {tokenizer.decode(s.tokens[-1:]) for s in stopped if s.stop_reason == "stop"}
     assert "a" in ends and ends <= {"a", tokenizer.eos_token}
     assert all("a" not in tokenizer.decode(s.tokens[:-1]) for s in stopped)
+
+
+def test_logprobs_are_of_what_a_token_was_drawn_from(server):
+    """As tinker-cookbook's validate_temperature_logprobs: differences grow by 1 / temperature."""
+    base = server.client().create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints(TOKENS[:4])
+
+    def place(**params):
+        params = types.SamplingParams(max_tokens=1, seed=7, **params)
+        answer = base.sample(prompt, 1, params, topk_sample_logprobs=5).result().sequences[0]
+        likeliest = dict(answer.topk_logprobs[0])
+        # holds: exact, they are of one token
+        assert answer.logprobs[0] == pytest.approx(likeliest.get(answer.tokens[0], answer.logprobs[0]))
+        return {token: logprob for token, logprob in likeliest.items() if logprob > -1e4}
+
+    plain = place(temperature=1.0)
+    for temperature in (0.5, 2.0):
+        scaled = place(temperature=temperature)
+        first, *others = sorted(plain.keys() & scaled.keys())
+        assert len(others) >= 3
+        for other in others:
+            difference = (plain[other] - plain[first]) / temperature
+            # holds: meaning, without the temperature they differ by over 1e-2
+            assert scaled[other] - scaled[first] == pytest.approx(difference, abs=1e-4)
+    assert max(abs(a - b) for a in plain.values() for b in plain.values()) > 0.05
+    two = place(temperature=1.0, top_k=2)
+    # holds: rounding, a sum of probabilities in fp32
+    assert len(two) == 2 and sum(map(math.exp, two.values())) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_openais_client_samples_the_base_model_and_checkpoints(server):

@@ -15,6 +15,15 @@ from tests.tinker.test_protocol import request_body
 OTHER = "other"
 
 
+class Full(FakeBackend):
+    """Takes no snapshot."""
+
+    async def save(self, model, directory, optimizer):
+        if directory.parent.parent.name == "models":
+            raise OSError("no space left on device")
+        await super().save(model, directory, optimizer)
+
+
 def test_a_load_takes_what_is_saved_under_the_name_when_its_turn_comes(tmp_path):
     """Clients send a save and a load of it without waiting between them."""
 
@@ -37,12 +46,6 @@ def test_a_load_that_is_done_once_more_is_refused_where_others_weights_have_its_
     """After a restart, where no snapshot could be written behind it: they would be trained twice."""
     root = tmp_path / "server"
 
-    class Full(FakeBackend):
-        async def save(self, model, directory, optimizer):
-            if directory.parent.parent.name == "models":
-                raise OSError("no space left on device")
-            await super().save(model, directory, optimizer)
-
     async def main():
         async with living(root, backend=Full()) as service:
             model = await make_model(service, service.create_session(ME, None, None))
@@ -54,6 +57,33 @@ def test_a_load_that_is_done_once_more_is_refused_where_others_weights_have_its_
             request = service.submit(ME, "forward", model, 6, request_body(model, 6))
             failed = await answered(service, request, state="failed")
             assert "overwritten or deleted before it was loaded" in failed.result.decode()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["load", "create"])
+def test_a_model_needs_no_checkpoint_once_a_snapshot_can_be_written(kind, tmp_path):
+    """It could not at once: the disk was full as it was loaded. Then the checkpoint goes, as by its ttl."""
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, backend=Full()) as service:
+            session = service.create_session(ME, None, None)
+            source = await make_model(service, session)
+            await train(service, source, 1)
+            await save(service, "save_weights", source, 3, path="a")
+            path, loaded = f"tinker://{source}/weights/a", f"{session}:train:1"
+            if kind == "load":
+                await make_model(service, session, 1)
+                await answered(service, service.load_weights(ME, loaded, 2, path, True))
+            else:
+                await answered(service, service.create_model_from(ME, session, 1, path, True, {"path": path}))
+        async with living(root) as service:
+            await train(service, loaded, 3)
+            await save(service, "save_weights", loaded, 5, path="b")  # which its turn is after the snapshot
+            await service.checkpoints.delete(service.checkpoints.own(ME, source, "weights", "a"))
+        async with living(root) as service:
+            assert await value_of(service, loaded, 6) == pytest.approx(0.6)
 
     asyncio.run(main())
 

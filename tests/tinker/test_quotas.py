@@ -4,14 +4,15 @@
 
 import asyncio
 import random
+import re
 
 import pytest
 from sqlalchemy import func, select
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
-from rl.tinker.backend import UserError
-from rl.tinker.database import checkpoints, requests, sessions
+from rl.tinker.backend import NotFound, UserError
+from rl.tinker.database import checkpoints, models, requests, samplers, sessions
 from rl.tinker.limits import Limits
 from rl.tinker.quotas import Quotas
 from tests.tinker.lives import ME, answered, living, make_model, save, train
@@ -145,12 +146,14 @@ def test_what_would_be_too_much_is_refused_with_numbers_and_a_remedy(tmp_path):
             assert b'"user"' in row.result and b"limits.max_disk_gib" in row.result
             assert not list(root.rglob("x" * 50 + "*")) and service.quotas.used(ME) <= used + 500
             body = request_body(model, 7, tokens=(1,) * 300, targets=(1,) * 300)
-            with pytest.raises(
-                UserError,
-                match=r"you keep .* GiB .* takes .* more, and limits.max_disk_gib is .*: delete ch.*snapshot",
-            ):
-                service.submit(ME, "forward_backward", model, 7, body)  # at the submit
-            assert not service.database.find(requests, requests.c.id == f"{model}:7")
+            used = service.quotas.used(ME)
+            id = service.submit(ME, "forward_backward", model, 7, body)
+            row = await answered(service, id, state="refused")  # by its result: it may be a part of a batch
+            text = rb"you keep .* GiB .* takes .* more, and limits.max_disk_gib is .*: delete ch.*snapshot"
+            assert re.search(text, row.result) and service.quotas.used(ME) == used + len(row.result)
+            with pytest.raises(UserError, match="limits.max_disk_gib"):
+                service.save(ME, "save_weights", model, 8, {"path": "x" * 128})
+            assert not service.database.find(requests, requests.c.id == f"{model}:8")
             other = service.create_session("other", None, None)
             await train(service, await make_model(service, other, tenant="other"), 1, "other")
         async with living(root, Limits(max_disk_gib=(used + 2000) / 2**30)) as service:
@@ -198,5 +201,179 @@ def test_sessions_models_and_samplers_of_a_tenant_have_a_bound(tmp_path):
             await service.finish_session(ME, mine[0])
             service.create_sampler(ME, mine[1], 0, name, None)
             assert len(service.database.find(sessions)) == 3
+
+    asyncio.run(main())
+
+
+def big_save(backend):
+    """As the backend's, with files beside which requests are small."""
+    plain, backend.size = backend.save, 100_000
+
+    async def save(model, directory, optimizer):
+        await plain(model, directory, optimizer)
+        file = directory / "adapter_config.json"
+        file.write_text(file.read_text() + " " * backend.size)
+
+    return save
+
+
+class Loop:
+    """As training does it: each step saves weights without a name, and samples with them, and with the first."""
+
+    def __init__(self, service, session, model):
+        self.service, self.session, self.model, self.seq = service, session, model, 10
+        self.samplers = []
+
+    async def save(self, state="done", **body):
+        self.seq += 1
+        body["sampling_session_seq_id"] = self.seq
+        row = await save(self.service, "save_weights_for_sampler", self.model, self.seq, state=state, **body)
+        self.samplers += [f"{self.session}:sample:{self.seq}"] * (state == "done")
+        return row
+
+    async def sample(self, sampler, state="done"):
+        self.seq += 1
+        row = await answered(self.service, self.service.sample(ME, sampler, self.seq, SAMPLE), state=state)
+        return row
+
+    def later(self, seconds):
+        """As if so many seconds had gone by."""
+        for table in (samplers, requests):
+            self.service.database.update(table, table.c.tenant == ME, created=table.c.created - seconds)
+
+
+async def with_room_for(num_saves, service, root):
+    """A loop whose tenant has room for so many saves, and for its requests."""
+    session = service.create_session(ME, None, None)
+    loop = Loop(service, session, await make_model(service, session))
+    await save(service, "save_weights", loop.model, 3, path="named")
+    before = on_disk(root)
+    await loop.save()
+    size = on_disk(root) - before
+    # A request and its result, which count too, are smaller than what a test adds in one step.
+    service.quotas._most_bytes = service.quotas.used(ME) + (num_saves - 1) * size
+    return loop, size
+
+
+def test_weights_without_a_name_that_nobody_uses_make_room(tmp_path, monkeypatch):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            monkeypatch.setattr(service.backend, "save", big_save(service.backend))
+            loop, size = await with_room_for(6, service, root)
+            for _ in range(30):
+                await loop.save()
+                await loop.sample(loop.samplers[0])  # a policy to compare with
+                await loop.sample(loop.samplers[-1])
+                loop.later(601)
+            assert service.quotas.used(ME) <= service.quotas._most_bytes
+            kept = [s for s in loop.samplers if service.sampler(ME, s).num_bytes]
+            assert kept[0] == loop.samplers[0] and kept[1:] == loop.samplers[-len(kept) + 1 :] != []
+            assert len(kept) >= 4
+            for _ in range(1000):
+                if on_disk(root) == (len(kept) + 1) * size:
+                    break
+                await asyncio.sleep(0.005)
+            assert on_disk(root) == (len(kept) + 1) * size  # and the checkpoint with a name
+            row = await loop.sample(loop.samplers[1], "refused")
+            assert b"these weights were deleted; create another sampling session" in row.result
+            assert [row.name for row in service.checkpoints.list(ME)] == ["named"]
+        async with living(root) as service:
+            assert service.quotas.used(ME) == on_disk(root) + in_rows(service.database)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cause", ["used", "follows its model", "a request waits", "not enough"])
+def test_weights_without_a_name_stay_where(tmp_path, monkeypatch, cause):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            monkeypatch.setattr(service.backend, "save", big_save(service.backend))
+            loop, size = await with_room_for(3, service, root)
+            kind = "inflight" if cause == "follows its model" else "snapshot"
+            if cause == "follows its model":
+                await service.finish_session(ME, loop.session)
+            await loop.save(kind=kind)
+            loop.later(599 if cause == "used" else 601)
+            sampler = loop.samplers[-1]
+            if cause == "a request waits":
+                service.backend.delay = 3600.0
+                for number, each in enumerate(loop.samplers):
+                    service.sample(ME, each, 1000 + number, SAMPLE)
+                await asyncio.sleep(0.1)
+                service.backend.delay = 0.0
+                loop.later(601)
+            if cause == "not enough":
+                service.backend.size *= 10
+            service.quotas._most_bytes = service.quotas.used(ME) + size // 2
+            row = await save(service, "save_weights", loop.model, 900, state="refused", path="more")
+            assert b"limits.max_disk_gib" in row.result
+            assert service.sampler(ME, sampler).num_bytes == size
+
+    asyncio.run(main())
+
+
+async def ended_model(service, finished=True):
+    """A model with a snapshot, whose session is over."""
+    session = service.create_session(ME, None, None)
+    model = await make_model(service, session)
+    await train(service, model, 1)
+    if finished:
+        await service.finish_session(ME, session)
+    return model
+
+
+def last_used(service, seconds):
+    service.database.update(models, models.c.tenant == ME, seen=models.c.seen - seconds)
+
+
+@pytest.mark.parametrize("cause", ["over", "in use", "used an hour ago", "a request waits"])
+def test_a_model_whose_session_is_over_makes_room(tmp_path, monkeypatch, cause):
+    async def main():
+        async with living(tmp_path / "server", Limits(snapshot_every=1)) as service:
+            monkeypatch.setattr(service.backend, "save", big_save(service.backend))
+            old = await ended_model(service, finished=cause != "in use")
+            last_used(service, 3600 if cause == "used an hour ago" else 25 * 3600)
+            if cause == "a request waits":
+                service.database.insert(
+                    requests, id="x", tenant=ME, kind="forward", target=old, body=b"", state="waiting",
+                    created=0.0, num_bytes=0, deaths=0,
+                )  # fmt: skip
+            mine = await make_model(service, service.create_session(ME, None, None))
+            service.quotas._most_bytes = service.quotas.used(ME) + 50_000
+            state = "done" if cause == "over" else "refused"
+            await save(service, "save_weights", mine, 3, state=state, path="new")
+            service.quotas._most_bytes *= 100
+            if cause != "over":
+                assert service.model(ME, old).snapshot_bytes > 100_000
+                return
+            with pytest.raises(NotFound):
+                service.model(ME, old)
+            await make_model(service, service.create_session(ME, None, None), 1)
+        async with living(tmp_path / "server") as service:
+            await service.retention.sweep()
+            assert service.database.get(models, old) is None
+            assert service.quotas.used(ME) == Quotas(service.database, tmp_path / "server", Limits()).used(ME)
+
+    asyncio.run(main())
+
+
+def test_models_whose_sessions_are_over_do_not_count_where_there_are_too_many(tmp_path):
+    async def main():
+        async with living(tmp_path / "server", Limits(max_tenant_models=3)) as service:
+            first, second = [await ended_model(service) for _ in range(2)]
+            last_used(service, 25 * 3600)
+            service.database.update(models, models.c.id == first, seen=1.0)
+            session = service.create_session(ME, None, None)
+            for number in range(3):
+                await make_model(service, session, number)
+            for model in (first, second):
+                with pytest.raises(NotFound):
+                    service.model(ME, model)
+            with pytest.raises(UserError, match="limits.max_tenant_models allows.* once its session is over"):
+                await make_model(service, session, 3)
 
     asyncio.run(main())

@@ -103,6 +103,7 @@ def test_a_model_that_nobody_used_goes_with_all_that_is_its_own(tmp_path):
         async with living(root, Limits(snapshot_every=1)) as service:
             session = service.create_session(ME, None, None)
             gone, kept = [await make_model(service, session, i) for i in range(2)]
+            service.database.update(models, models.c.id == gone, user_metadata={"renderer": "qwen3"})
             for model in (gone, kept):
                 await train(service, model, 1)
                 await save(service, "save_weights", model, 3, path="named")
@@ -114,14 +115,21 @@ def test_a_model_that_nobody_used_goes_with_all_that_is_its_own(tmp_path):
             ):  # at once, not at the next sweep: it goes in pieces
                 with pytest.raises(NotFound, match="not used for too long"):
                     act()
-            assert [row.id for row in service.list_models(ME, 10, 0)] == [kept] and service.count_models(
-                ME
-            ) == 1
+            for model in (gone, kept):  # a checkpoint of it is left
+                assert service.training_run(ME, model).id == model
+            assert {row.id for row in service.list_models(ME, 10, 0)} == {gone, kept}
+            assert service.count_models(ME) == 2
             await service.retention.sweep()
             assert service.database.get(models, gone)  # in the engine
         async with living(root) as service:
+            before = service.quotas.used(ME)
             await service.retention.sweep()
-            assert service.database.get(models, gone) is None
+            left = service.database.get(models, gone)
+            assert left.snapshot is None and left.snapshot_bytes == 0
+            assert service.quotas.used(ME) < before
+            assert service.training_run(ME, gone).user_metadata == {"renderer": "qwen3"}
+            with pytest.raises(NotFound):
+                service.model(ME, gone)
             assert not service.database.find(requests, requests.c.target == gone)
             assert [path.name for path in (root / "models").iterdir()] == [f"{session}-train-1"]
             assert await value_of(service, kept, 10) == pytest.approx(0.3)
@@ -130,6 +138,15 @@ def test_a_model_that_nobody_used_goes_with_all_that_is_its_own(tmp_path):
             await answered(service, id)
             assert await value_of(service, f"{session}:train:5", 1) == pytest.approx(0.3)
             assert service.database.get(sessions, session)
+            used = service.quotas.used(ME)
+            await service.retention.sweep()
+            assert service.quotas.used(ME) == used
+            await service.checkpoints.delete(service.checkpoints.own(ME, gone, "weights", "named"))
+            await service.retention.sweep()
+            assert service.database.get(models, gone) is None
+            with pytest.raises(NotFound, match="no training run"):
+                service.training_run(ME, gone)
+            assert [row.id for row in service.list_models(ME, 10, 0)] == [f"{session}:train:5", kept]
 
     asyncio.run(main())
 

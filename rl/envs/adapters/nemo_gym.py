@@ -1,5 +1,6 @@
 """NeMo Gym's resources servers (nemo-gym 0.7), over HTTP: beside the server, nothing to install."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,9 @@ class NeMoGym(ChatEnv):
         rows = _rows(self.path)
         index = seed % len(rows)
         messages = tuple(_messages(rows[index][_PARAMS]))
-        return Problem(str(index), str(messages[-1]["content"]), messages=messages)
+        row = json.dumps(rows[index], sort_keys=True)  # rows may be asked in the same words
+        metadata = {"row": hashlib.sha256(row.encode()).hexdigest()[:16]}
+        return Problem(str(index), str(messages[-1]["content"]), metadata=metadata, messages=messages)
 
     def tools(self) -> Sequence[Tool]:
         """The server's: those of the rows."""

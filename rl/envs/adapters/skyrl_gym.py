@@ -38,11 +38,11 @@ class SkyRLGym(ChatEnv):
     def _rows(self) -> QuestionFile:
         return replace(self.questions, num_eval=self.num_eval, match="exact")  # it scores nothing itself
 
-    def start(self, episode: Episode) -> list[Message]:
+    def start(self, episode: Episode) -> None:
+        """Its first prompt is the conversation, whatever it has made of what is asked."""
         import skyrl_gym
         from omegaconf import DictConfig
 
-        asked = list(episode.messages)
         row = self._rows.row(episode.problem)
         extras = {
             "reward_spec": {"method": "rule", "ground_truth": episode.problem.answer},
@@ -52,9 +52,9 @@ class SkyRLGym(ChatEnv):
         }
         config = DictConfig(dict(self.options))
         environment = skyrl_gym.make(self.environment, env_config=config, extras=extras)
-        first, _ = environment.init(asked)
+        first, _ = environment.init([dict(message) for message in episode.messages])
         episode.state["env"], episode.state["rewards"] = environment, []
-        return first[len(asked) :]
+        episode.messages[:] = first
 
     def step(self, episode: Episode) -> list[Message] | None:
         out = episode.state["env"].step(episode.turn_texts[-1])  # its thoughts too, as there
@@ -73,4 +73,9 @@ class SkyRLGym(ChatEnv):
             return ["the skyrl-gym package is missing; run: pip install skyrl-gym==0.4.0"]
         if self.questions.num_eval not in (QuestionFile.num_eval, self.num_eval):
             return [f"env.questions.num_eval={self.questions.num_eval} has no effect; set env.num_eval"]
-        return self._rows.validate()
+        unread = [
+            f"env.questions.{name} has no effect; set env.{name}"
+            for name in ("prompt_prefix", "max_new_tokens", "stop", "chat")
+            if getattr(self.questions, name) != getattr(QuestionFile, name)
+        ]
+        return unread or self._rows.validate()

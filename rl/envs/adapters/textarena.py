@@ -32,11 +32,7 @@ class TextArena(ChatEnv):
         return [{"role": "system", "content": self.prompt_prefix}] if self.prompt_prefix else []
 
     def start(self, episode: Episode) -> str:
-        import textarena
-
-        game = textarena.make(self.game, **dict(self.options))
-        game.reset(num_players=1, seed=int(episode.problem.id) % 2**32)
-        episode.state["game"] = game
+        episode.state["game"] = self._begun(int(episode.problem.id))
         return _new_text(episode)
 
     def step(self, episode: Episode) -> str | None:
@@ -55,7 +51,20 @@ class TextArena(ChatEnv):
     def validate(self) -> list[str]:
         if importlib.util.find_spec("textarena") is None:
             return ["the textarena package is missing; run: pip install textarena==0.7.4"]
+        limit = self._begun(0).state.max_turns
+        if limit is not None and self.max_turns <= limit:
+            return [
+                f"{self.game} ends by itself after {limit} turns; env.max_turns={self.max_turns} would cut it "
+                f"off before it says what it is worth; set env.max_turns={limit + 1}"
+            ]
         return []
+
+    def _begun(self, seed: int) -> Any:
+        import textarena
+
+        game = textarena.make(self.game, **dict(self.options))
+        game.reset(num_players=1, seed=seed % 2**32)
+        return game
 
 
 def _new_text(episode: Episode) -> str:

@@ -2,12 +2,13 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
-from rl.envs.chat.episode import Episode
+from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase, digest_of
+from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.variables import clean_environment
 from rl.types import Problem
 
@@ -22,10 +23,14 @@ class Verifiers(VerifiersBase):
 
     def generate(self, seed: int) -> Problem:
         rows = _loaded(self).get_dataset()
-        index = seed % len(rows)
-        row = rows[index]
-        asked = [str(message["content"]) for message in row["prompt"] if message["role"] == "user"]
-        return Problem(str(index), asked[-1] if asked else f"row {index}", str(row.get("answer", "")))
+        return _problem("train", seed % len(rows), rows)
+
+    def eval_problems(self) -> Sequence[Problem]:
+        """The first `num_eval` rows of the environment's own set for evaluation, where it has one."""
+        if not _has_eval_set(_loaded(self)):
+            return super().eval_problems()
+        rows = _loaded(self).get_eval_dataset()
+        return [_problem("eval", index, rows) for index in range(min(self.num_eval, len(rows)))]
 
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
         with clean_environment(self.variables):
@@ -42,20 +47,48 @@ class Verifiers(VerifiersBase):
             max_retries=0,
         )
         env = _loaded(self)
-        row = env.get_dataset()[int(episode.problem.id)]
+        which, index = episode.problem.id.split()
+        rows = env.get_eval_dataset() if which == "eval" else env.get_dataset()
+        row = rows[int(index)]
         output = await env.run_rollout(vf.RolloutInput(**row), client, "policy", {})
-        if output.get("error"):
-            raise RuntimeError(str(output["error"]))
+        if error := output.get("error"):
+            # A tunnel is none of the policy's doing; a sandbox may be.
+            raise ServerLost(str(error)) if error["error"] == "TunnelError" else RuntimeError(str(error))
         episode.state["reward"] = float(output["reward"])
         episode.notes["metrics"] = dict(output.get("metrics") or {})
 
     def validate(self) -> list[str]:
         if not _is_installed():
             return ["verifiers 0.3.1, the last with the v0 API, is missing; run: make environments"]
-        rows = len(_loaded(self).get_dataset())
-        if rows <= self.num_eval:
+        env = _loaded(self)
+        if env.requires_group_rollouts:
+            return [
+                f"{self.environment} scores the rollouts of a task together; here verifiers runs them one by "
+                f"one: score each by itself in its rubric"
+            ]
+        if env.dataset is None and env.dataset_source is None:
+            return [f"{self.environment} has no dataset to train on; evaluate it alone, by rl eval"]
+        rows = len(env.get_dataset())
+        if rows <= self.num_eval and not _has_eval_set(env):
             return [f"{self.environment} has {rows} rows; lower env.num_eval={self.num_eval}"]
         return []
+
+
+def _has_eval_set(env: Any) -> bool:
+    return env.eval_dataset is not None or env.eval_dataset_source is not None
+
+
+def _problem(which: str, index: int, rows: Any) -> Problem:
+    """A row of the set to train on, or to evaluate on."""
+    row = rows[index]
+    asked = [str(message["content"]) for message in row["prompt"] if message["role"] == "user"]
+    content = {name: value for name, value in row.items() if name not in ("example_id", "id")}
+    return Problem(
+        f"{which} {index}",
+        asked[-1] if asked else f"row {index}",
+        str(row.get("answer", "")),
+        {"row": digest_of(content)},
+    )
 
 
 def _is_installed() -> bool:

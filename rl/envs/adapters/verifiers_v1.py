@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any
 
 from rl.bounds import PositiveInt
-from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
-from rl.envs.chat.episode import Episode
+from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase, digest_of
+from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.variables import clean_environment
 from rl.errors import ConfigError
 from rl.types import Problem
@@ -48,7 +48,10 @@ class VerifiersV1(VerifiersBase):
         tasks = _loaded(self)[1]
         index = seed % len(tasks)
         data = tasks[index].data
-        return Problem(str(index), data.prompt_text or data.name or f"task {index}")
+        # Tasks may be asked in the same words, and differ in what the taskset has to itself: a game's seed.
+        content = data.model_dump(mode="json", exclude_none=True, exclude={"idx", "id", "name"})
+        asked = data.prompt_text or data.name or f"task {index}"
+        return Problem(str(index), asked, metadata={"task": digest_of(content)})
 
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
         with clean_environment(self.variables):
@@ -67,7 +70,8 @@ class VerifiersV1(VerifiersBase):
             run = await env.run_slot(RunSlot(tasks[int(episode.problem.id)]), context)
         if not run.ok:
             errors = [*run.errors, *(error for trace in run.traces for error in trace.errors)]
-            raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok")
+            said = "; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok"
+            raise ServerLost(said) if _is_lost(run) else RuntimeError(said)
         trained = [trace for trace in run.traces if trace.agent.trainable]
         episode.state["reward"] = sum(trace.reward for trace in trained) / max(1, len(trained))
         episode.notes["metrics"] = [dict(trace.metrics) for trace in run.traces]
@@ -83,6 +87,15 @@ class VerifiersV1(VerifiersBase):
         if len(tasks) <= self.num_eval:
             return [f"{self.environment} has {len(tasks)} tasks; lower env.num_eval={self.num_eval}"]
         return []
+
+
+def _is_lost(run: Any) -> bool:
+    """Whether a server failed that the policy has no part in: another agent's model, or a tunnel."""
+    others = [error for trace in run.traces if not trace.agent.trainable for error in trace.errors]
+    errors = [*run.errors, *(error for trace in run.traces for error in trace.errors)]
+    return any(error.type == "ProviderError" for error in others) or any(
+        error.type == "TunnelError" for error in errors
+    )
 
 
 def _is_installed() -> bool:

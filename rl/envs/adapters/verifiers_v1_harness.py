@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from mcp import Client
-from openai import AsyncOpenAI, omit
+from openai import APIStatusError, AsyncOpenAI, omit
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -23,7 +23,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(Harness[HarnessConfig]):
-    """Ends with the first answer that calls no tool."""
+    """Ends with the first answer that calls no tool, or as the context or the turns are used up."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -56,7 +56,12 @@ class ChatHarness(Harness[HarnessConfig]):
                 asked = client.chat.completions.create(
                     model=ctx.model, messages=messages, tools=tools or omit
                 )
-                message = (await asked).choices[0].message
+                try:
+                    message = (await asked).choices[0].message
+                except APIStatusError as error:
+                    if error.code not in ("context_length_exceeded", "turns_used_up"):
+                        raise
+                    return ProgramResult(0, "", "")  # it is scored as it stands, as by verifiers' own loop
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
                     return ProgramResult(0, message.content or "", "")

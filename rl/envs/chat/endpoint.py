@@ -146,7 +146,9 @@ class AgentEndpoint:
     def _written(self, turn: Turn, asked: TurnRequest) -> dict[str, Any]:
         with_ids = bool(asked.return_token_ids)
         chat_choice = choice(0, turn.completion, with_ids)
-        chat_choice["message"] = dict(turn.message)
+        # Without tools an answer is what was written, thoughts included, as of a server without a parser.
+        verbatim = {"role": "assistant", "content": turn.written}
+        chat_choice["message"] = dict(turn.message) if asked.tools else verbatim
         if turn.message.get("tool_calls"):
             chat_choice["finish_reason"] = "tool_calls"
         if asked.logprobs:

@@ -44,7 +44,7 @@ class Turn:
     message: Message
     parsed: ParsedTurn  # of a turn that was cut off: its text alone
     written: str  # all that the policy wrote, reasoning and calls as they stand
-    key: str = ""  # of the conversation that it ends
+    keys: tuple[str, ...] = ()  # of the conversation that it ends: with its message, and with what it wrote
 
     @property
     def told(self) -> Message:
@@ -110,7 +110,7 @@ class ChatSession:
     def deliver(self, turn: Turn) -> None:
         """Whoever asked for it has got it: conversations go on after it."""
         if turn.is_complete:
-            self._known[turn.key] = turn
+            self._known |= dict.fromkeys(turn.keys, turn)
 
     async def sample(
         self, messages: Sequence[Message], tools: Sequence[Schema], max_new_tokens: int | None = None
@@ -203,8 +203,9 @@ class ChatSession:
             message = as_message(parsed, text, f"call{len(self.turns):03d}")
         else:
             parsed, message = ParsedTurn(text), {"role": "assistant", "content": text}
-        key = _key([*messages, message], tools)
-        return Turn(before, np.array(new_tokens, np.int32), completion, message, parsed, text, key)
+        verbatim: Message = {"role": "assistant", "content": text}
+        keys = tuple(_key([*messages, last], tools) for last in (message, verbatim))
+        return Turn(before, np.array(new_tokens, np.int32), completion, message, parsed, text, keys)
 
 
 def _segments(turn: Turn, trained: set[int]) -> tuple[Segment, ...]:

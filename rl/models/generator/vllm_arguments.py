@@ -20,6 +20,7 @@ def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "enforce_eager": not (config.compile or config.cuda_graphs),
         **graph_args(config),
         "max_model_len": config.max_model_len,
+        "logprobs_mode": "processed_logprobs" if config.scaled_logprobs else "raw_logprobs",
         "max_num_seqs": config.max_num_seqs,
         # vLLM rewinds the seeded generator of a prompt that it cuts in two; torch's CPU generator cannot.
         "enable_chunked_prefill": not on_cpu,

@@ -41,6 +41,7 @@ class VLLMConfig:
     max_adapters: int = 1
     lora_targets: tuple[str, ...] = ()  # layers that adapters have; empty: embedding, head and experts too
     sleeps: bool = False  # on a GPU: it will be told to leave its device, which vLLM has to know
+    scaled_logprobs: bool = False  # of what tokens are drawn from, with temperature, top-k and top-p
     stop_texts: bool = False  # load the tokenizer, for SamplingParams.stop_texts and json_schema
 
     @property

@@ -3,6 +3,7 @@
 Synchronous; knows no event loop.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -249,8 +250,8 @@ def _versions_of(
 
 def _likeliest(position: Mapping[int, Any], count: int) -> Likeliest:
     """position: vLLM's logprobs of one token's place, the sampled one among them."""
-    ranked = sorted(((token, entry.logprob) for token, entry in position.items()), key=lambda pair: -pair[1])
-    return tuple(ranked[:count])
+    possible = ((token, entry.logprob) for token, entry in position.items() if entry.logprob > -math.inf)
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 
 
 def _of_prompt(prompt: Sequence[int], output: RequestOutput, count: int) -> dict[str, Any]:
