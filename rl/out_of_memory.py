@@ -12,11 +12,12 @@ import psutil
 from rl.cgroups import memory_limit, num_killed
 
 _LOOK_SECONDS = 5.0
+_TOKENS = "max_seq_len and trainer.micro_batch_tokens (rl serve: context_length)"
 LOWER_BY = {
-    "trainer": "trainer.micro_batch_tokens, or set --trainer.activation_checkpointing full",
-    "critic": "trainer.micro_batch_tokens",
-    "reference": "trainer.micro_batch_tokens",
-    "generator": "generator.kv_cache_gib or generator.num_replicas",
+    "trainer": f"{_TOKENS}, or set --trainer.activation_checkpointing full",
+    "critic": _TOKENS,
+    "reference": _TOKENS,
+    "generator": "generator.kv_cache_gib or generator.num_replicas (rl serve: kv_cache_gib, num_generators)",
     "judge": "judge.kv_cache_gib or judge.num_replicas",
     "reward": "reward.num_procs",
 }

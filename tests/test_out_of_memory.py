@@ -42,8 +42,9 @@ def test_a_kill_is_named_with_sizes_and_settings(host, monkeypatch):
     assert caller.death("trainer", "optim_step", "pid 3 on h") == (
         "the process of trainer died in optim_step (pid 3 on h); memory ran out: since trainer last answered, "
         "the kernel killed a process for it; of 6.0 GiB the run took, in GiB: trainer 6.0, generator-0 2.0, "
-        "controller 0.5, reward-0 0.2; lower trainer.micro_batch_tokens, or set --trainer.activation_checkpointing full and "
-        "generator.kv_cache_gib or generator.num_replicas, or end other programs; see logs/x"
+        "controller 0.5, reward-0 0.2; lower max_seq_len and trainer.micro_batch_tokens "
+        "(rl serve: context_length), or set --trainer.activation_checkpointing full and "
+        "generator.kv_cache_gib or generator.num_replicas (rl serve: kv_cache_gib, num_generators), or end other programs; see logs/x"
     )
     assert "memory" not in caller.death("trainer", "optim_step", "pid 3 on h")  # each kill is told once
 

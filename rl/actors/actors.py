@@ -118,8 +118,11 @@ class Actors:
             await self.publish_base_again()
 
     async def publish_base(self) -> None:
-        """Of an adapter: the model never changes, so this is once. Engines that die are started again."""
-        while self.store.newest(MODEL) is None:
+        """Of an adapter: the model never changes, so this is once, and only where somebody samples with it.
+
+        Engines that die are started again.
+        """
+        while self.generators.replicas and self.store.newest(MODEL) is None:
             try:
                 await self.store.publish(MODEL, lambda: self.trainer.publish_weights(0))
             except EngineDied as death:

@@ -10,10 +10,10 @@ from itertools import count
 from typing import Any
 
 from rl.actors.member import GeneratorMember, Visitor
-from rl.actors.remote import ProcessDied
+from rl.actors.remote import ProcessDied, quietly
 from rl.actors.replica import Replica, State
 from rl.actors.turns import Turns
-from rl.errors import RunError, WeightsUnreachable
+from rl.errors import WeightsUnreachable
 from rl.models.generator.wave import Wave
 from rl.types import Completion, PolicyVersion, SamplingParams
 from rl.waiting import Signal
@@ -253,7 +253,7 @@ class GeneratorReplica(Replica[GeneratorMember]):
     def _send_given_up(self, member: GeneratorMember) -> None:
         keys, self._given_up = self._given_up, []
         if member is self._member:  # a dead one samples nothing
-            self._keep(asyncio.create_task(_quietly(member.give_up_samples(keys))))
+            self._keep(asyncio.create_task(quietly(member.give_up_samples(keys))))
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._sent.add(task)
@@ -279,9 +279,3 @@ class GeneratorReplica(Replica[GeneratorMember]):
     async def _load(self, member: GeneratorMember, manifest: Manifest) -> None:
         async with self._updates.store.reading(manifest):
             await member.load_weights(manifest)
-
-
-async def _quietly(giving_up: Awaitable[None]) -> None:
-    """A generator that does not answer is its watch's to notice."""
-    with suppress(RunError):
-        await giving_up

@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
+from itertools import count
 from typing import Annotated, Any, Literal
 
 import uvicorn
@@ -17,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl.actors.generator import GeneratorProcesses
-from rl.actors.remote import ProcessDied
+from rl.actors.remote import ProcessDied, quietly
 from rl.actors.replica import Pool, Replica
 from rl.envs.judge import OWN_KEY, OWN_URL
 from rl.errors import ConfigError, RunError, one_line
 from rl.host_protocol import listen
-from rl.http_server import KEPT_SECONDS, Server, url_of
+from rl.http_server import KEPT_SECONDS, Server, unless_gone, url_of
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, choice, refusal
 from rl.types import Completion, SamplingParams
@@ -93,6 +94,8 @@ class JudgeServer:
         self._max_tokens = max_tokens
         self._listener = listen(address, backlog=2048)
         self._key = secrets.token_urlsafe(16)
+        self._keys = count()  # of requests
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -140,19 +143,32 @@ class JudgeServer:
             json_schema=asked.response_format.schema_text if asked.response_format else "",
         )
         try:
-            completions = await self._sample(prompt, asked.n, params)
+            return await unless_gone(request, self._graded(prompt, asked.n, params))
         except ProcessDied as error:
             return _refusal(503, str(error))
         except (RunError, ConfigError) as error:
             return _refusal(500, str(error))
+
+    async def _graded(self, prompt: Sequence[int], n: int, params: SamplingParams) -> Response:
+        async def of(replica: JudgeReplica) -> list[Completion]:
+            return await replica.ask(lambda processes: self._sample(processes, prompt, n, params), load=n)
+
+        completions = await self.pool.ask(of, max_deaths=_MAX_DEATHS)
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
         return JSONResponse(answer("chat.completion", _MODEL, prompt, completions, choices, False))
 
-    async def _sample(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[Completion]:
-        async def of(replica: JudgeReplica) -> list[Completion]:
-            return await replica.ask(lambda processes: processes.sample(prompt, n, params), load=n)
-
-        return await self.pool.ask(of, max_deaths=_MAX_DEATHS)
+    async def _sample(
+        self, processes: GeneratorProcesses, prompt: Sequence[int], n: int, params: SamplingParams
+    ) -> list[Completion]:
+        """Where nobody waits for it any more the generator ends it: it would hold up what is asked next."""
+        key = next(self._keys)
+        try:
+            return await processes.sample(prompt, n, params, key=key)
+        except asyncio.CancelledError:
+            ending = asyncio.create_task(quietly(processes.give_up_samples([key])))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            raise
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         text = self._tokenizer.decode(completion.tokens.tolist()).strip()

@@ -13,6 +13,7 @@ import numpy as np
 from rl.actors.engine import EngineHandle
 from rl.actors.trainer import TrainerHandle
 from rl.errors import RunError
+from rl.models.checkpoint_dir import REFERENCES
 from rl.paths import sync
 from rl.types import POLICY, REFERENCE, Sample
 
@@ -43,10 +44,10 @@ class ReferenceMesh:
     other run may remove it.
     """
 
-    def __init__(self, engine: EngineHandle, trainer: TrainerHandle, directory: Path):
+    def __init__(self, engine: EngineHandle, trainer: TrainerHandle, run_dir: Path):
         self._engine = engine
         self._trainer = trainer
-        self._directory = directory.resolve()
+        self._directory = (run_dir / REFERENCES).resolve()
         self._weights = ""  # the model's own, as the mesh was started
         self._last_noted = ""  # by a checkpoint that may still be being written
 
@@ -54,18 +55,19 @@ class ReferenceMesh:
         return await self._engine.forward_samples(samples)
 
     async def refresh(self, step: int, noted: Collection[str]) -> None:
-        needed = {*noted, self._last_noted}
+        # By name: the run may have been moved since they were noted.
+        needed = {Path(weights).name for weights in (*noted, self._last_noted)}
         path = self._path(step, needed)
         await self._trainer.save_hf(path)
         await self.restore(path)
         for old in self._directory.glob("step-*"):
-            if str(old) not in needed | {path}:
+            if old.name not in needed | {Path(path).name}:
                 shutil.rmtree(old)
 
     def _path(self, step: int, needed: Collection[str]) -> str:
         """Another one where a checkpoint notes the weights of an earlier refresh after the same step."""
         name, numbers = f"step-{step}", count(2)
-        while str(self._directory / name) in needed:
+        while name in needed:
             name = f"step-{step}-{next(numbers)}"
         return str(self._directory / name)
 

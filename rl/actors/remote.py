@@ -28,6 +28,12 @@ class ProcessDied(RunError):
     """A process of a mesh is gone, or has stopped to answer."""
 
 
+async def quietly(call: Awaitable[None]) -> None:
+    """A process that does not answer is its watch's to notice."""
+    with suppress(RunError):
+        await call
+
+
 class ProcessSilent(ProcessDied):
     """It did not answer within its deadline."""
 

@@ -1,8 +1,8 @@
 """RewardWorker: runs an environment's code away from the controller; and the pool that spreads the work."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from rl.envs.base import Env
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, Opening, Reply
 from rl.envs.chat.host import EpisodeHost, HostedEpisode
-from rl.envs.verifier import START_SECONDS, Verifier
+from rl.envs.verifier import START_SECONDS, NotStartedAgain, Verifier
 from rl.errors import EpisodeFailed, EpisodeLost
 from rl.observability.timeline import Timeline
 from rl.processes import ProcessInfo, kill_processes, process_info
@@ -42,6 +42,15 @@ def _ends(call: EpisodeCall, answer: Any) -> bool:
     return call.verb in ("score", "score_group") or (isinstance(answer, Reply) and answer.done)
 
 
+@contextmanager
+def _as_death() -> Iterator[None]:
+    """A worker whose environment does not start again is as good as dead: another takes its place."""
+    try:
+        yield
+    except NotStartedAgain as error:
+        raise ProcessDied(str(error)) from error
+
+
 class RewardWorker(Actor):
     """Runs an environment's code: its reward function, or, of a ChatEnv, whole episodes."""
 
@@ -59,7 +68,8 @@ class RewardWorker(Actor):
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout. If a reward raises or exceeds the limit, its Score gives the cause."""
         assert self._verifier is not None
-        return await asyncio.to_thread(self._verifier.score, rollouts)
+        with _as_death():
+            return await asyncio.to_thread(self._verifier.score, rollouts)
 
     @concurrent_endpoint
     async def ask_episode(self, call: EpisodeCall) -> Any:
@@ -68,7 +78,8 @@ class RewardWorker(Actor):
         try:
             if call.opens:
                 async with AsyncExitStack() as stack:
-                    episode = await stack.enter_async_context(self._host.open(*call.opens))
+                    with _as_death():
+                        episode = await stack.enter_async_context(self._host.open(*call.opens))
                     self._episodes[call.number] = episode, stack.pop_all()
                 if call.number in self._given_up:
                     self._given_up.remove(call.number)

@@ -96,9 +96,9 @@ class HostAgent:
                 await run.end()
 
     async def _look_at_gpus(self, is_first: bool = False) -> None:
-        """Once more where a driver has come, as on a host that boots. Raises ConfigError."""
+        """Once more where a driver has come, as on a host that boots, or showed none. Raises ConfigError."""
         async with self._looking:
-            if is_first or (has_driver() and not self._had_driver):
+            if is_first or (has_driver() and not (self._had_driver and self._gpus)):
                 self._had_driver, self._gpus = has_driver(), await _look_at_gpus()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -26,8 +26,11 @@ from rl.weight_sync.files import release_files
 MONARCH = ("-m", "rl.cluster.monarch_worker")
 """The process that Monarch starts a run's from: prints its address, then waits."""
 _START_SECONDS = 60.0
-_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-_OF_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LAUNCHERS = "TORCHELASTIC_"
+_OF_LAUNCHERS = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+}
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

@@ -153,7 +153,7 @@ class _Start:
         reference: Reference | None = ReferenceAdapter(trainer) if REFERENCE in adapters else None
         for each in plan.of("reference"):
             engine = self._engine(each, transport)
-            reference = ReferenceMesh(engine, trainer, self._run_dir / "reference")
+            reference = ReferenceMesh(engine, trainer, self._run_dir)
             self.engines.append(engine)
 
         async def start_engines() -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from rl.config.resume import is_own
 from rl.config.run import RunConfig
 from rl.errors import RunError
-from rl.models.checkpoint_dir import critic_path, read_record, why_damaged
+from rl.models.checkpoint_dir import critic_path, read_record, reference_weights, why_damaged
 from rl.types import POLICY, EngineName, LoRA
 
 _SHAPE = (
@@ -105,7 +105,7 @@ def _another_run(config: RunConfig, path: Path, saved: _Saved, starts_reference:
                 f"{setting} was saved with {name}={value}, and the run has {current}: prompts would come "
                 f"twice or never; set --{name} {value}"
             )
-    kind, weights = saved.reference, saved.reference_weights
+    kind, weights = saved.reference, reference_weights(path, saved.reference_weights)
     if config.algorithm.needs_reference and kind != config.reference_kind:
         problems.append(
             f"{setting} was saved with reference: {kind}, but the run has: {config.reference_kind}; "

@@ -87,12 +87,17 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
 
 def settings_of(config: T, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """Any config, changed by flags, and one line for each that makes no sense."""
-    flags, problems = _flags(config, arguments)
-    for flag, *values in flags:
-        try:
-            config = _with(config, flag[2:].split("."), values)
-        except ConfigError as error:
-            problems.append(str(error))
+    waiting, problems = _flags(config, arguments)
+    while waiting:
+        refused = []
+        for flag, *values in waiting:
+            try:
+                config = _with(config, flag[2:].split("."), values)
+            except ConfigError as error:  # it may go with one that follows
+                refused.append(([flag, *values], str(error)))
+        if len(refused) == len(waiting):
+            return config, [*problems, *(problem for _, problem in refused)]
+        waiting = [words for words, _ in refused]
     return config, problems
 
 
@@ -256,8 +261,9 @@ def _unknown(config: Any, name: str, known: Sequence[str]) -> str:
     here = next((k for k in same_leaf if k.startswith(("loss.", "advantages."))), None)
     theirs = FOREIGN_NAMES.get(".".join(name.split(".")[-2:])) or FOREIGN_NAMES.get(leaf)
     if section and theirs:
-        sibling = f"{section}.{theirs.split('.')[-1]}"
-        here = here or (sibling if sibling in known else None)
+        parts = section.split(".")  # critic.optim.lr is critic.lr here
+        beside = (".".join([*parts[:n], theirs.split(".")[-1]]) for n in range(len(parts), 0, -1))
+        here = here or next((sibling for sibling in beside if sibling in known), None)
     ours = here or theirs
     if ours in known:
         note = f", and {FOREIGN_VALUES[leaf]}" if leaf in FOREIGN_VALUES else ""

@@ -113,6 +113,8 @@ FOREIGN_NAMES = {
     "max_num_steps": "steps",
     "tensor_model_parallel_size": "trainer.layout.tensor_parallel",
     "tensor_parallel_size": "trainer.layout.tensor_parallel",
+    "rollout.tensor_model_parallel_size": "generator.tensor_parallel",  # verl's, of vLLM
+    "vllm_cfg.tensor_parallel_size": "generator.tensor_parallel",  # NeMo-RL's
     "tp": "trainer.layout.tensor_parallel",
     "context_parallel_size": "trainer.layout.context_parallel",
     "ulysses_sequence_parallel_size": "trainer.layout.context_parallel",

@@ -34,6 +34,7 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
     "latest" is the newest of run_dir, or none, where one is given; else of any run of the recipe.
     """
     needs_critic = config.algorithm.needs_critic
+    config = replace(config, resume=whole(config.resume))
     if config.resume == "latest" and config.run_dir:
         own = newest_good(Path(config.run_dir), needs_critic)
         return replace(config, resume=str(own or "")), []
@@ -49,6 +50,12 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
         problem = f"resume={config.resume!r}: {where} has no complete checkpoint; leave it out"
         return replace(config, resume=""), [problem]
     return replace(config, resume=str(checkpoint)), []
+
+
+def whole(path: str) -> str:
+    """A checkpoint that is named from within its own directory has its run's path."""
+    of_checkpoint = Path(path).name.startswith("step-") and Path(path).parent.name != "checkpoints"
+    return os.path.abspath(path) if of_checkpoint else path
 
 
 def newest_good(run_dir: Path, needs_critic: bool) -> Path | None:

@@ -106,7 +106,7 @@ class RunConfig:
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its
     tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO), in an episode of
-    turns times env.max_turns, at most max_seq_len."""
+    turns times env.max_turns, at most max_seq_len (of an AgentEnv: without that limit)."""
     correction: Correction = Correction()
     kl: KL = KL()
     entropy: EntropyBonus = EntropyBonus()
@@ -161,7 +161,8 @@ class RunConfig:
     """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the
     step."""
     eval_every: PositiveInt = 20
-    """Steps between evaluations on the held-out problems; the first and last step are always evaluated."""
+    """Steps between evaluations on the held-out problems; so are the policy before the first step and that
+    after the last."""
     save_every: NonNegativeInt = 20
     """Steps between checkpoints; 0 is none by steps. The last step has one, and a run that is interrupted."""
     save_every_minutes: NonNegativeFloat = 10.0

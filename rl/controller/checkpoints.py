@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.actors.actors import Actors
-from rl.models.checkpoint_dir import RECORD, critic_path
+from rl.models.checkpoint_dir import RECORD, critic_path, reference_weights
 
 
 async def save_checkpoint(
@@ -41,7 +41,7 @@ async def load_checkpoint(actors: Actors, path: str) -> dict[str, Any]:
     if actors.critic is not None:
         await actors.critic.load_checkpoint(str(critic_path(Path(path))))
     if actors.reference is not None:
-        await actors.reference.restore(state["reference"][1])
+        await actors.reference.restore(reference_weights(Path(path), state["reference"][1]))
     return state
 
 

@@ -21,7 +21,7 @@ from rl.config.flags import override
 from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
-from rl.config.resume import with_drawn_weights
+from rl.config.resume import whole, with_drawn_weights
 from rl.config.run import RunConfig, WarmupConfig
 from rl.config.settle import model_dirs, settle
 from rl.config.validate import validate
@@ -69,7 +69,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     flags = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
     if flags < 2:
         raise ConfigError(f"no {'recipe' if flags else 'model'} is named; {_USAGE}")
-    model, recipes, rest = rest[0], rest[1:flags], rest[flags:]
+    model, recipes, rest = whole(rest[0]), rest[1:flags], rest[flags:]
     configs = {name: _config(model, name, rest) for name in recipes}
     for name, config in configs.items():
         with modules_of(source_of(name)):

@@ -26,7 +26,8 @@ def write_prompts(checkpoint: Path, state: BufferState, scored_by: str) -> dict[
     path = _path(checkpoint)
     for prompts_file in path.parent.glob("step-*.pkl"):
         owner = checkpoint.with_name(prompts_file.stem)
-        is_needed = owner.exists() or owner.with_name(f"{owner.name}.partial").exists()
+        # First by the name that it has until it is complete: it may get its own in between.
+        is_needed = owner.with_name(f"{owner.name}.partial").exists() or owner.exists()
         if re.fullmatch(r"step-\d+", prompts_file.stem) and not is_needed:
             prompts_file.unlink()
     with whole_file(path) as file:

@@ -42,7 +42,7 @@ async def train_and_export(
         try:
             await RunStages(learning, checkpoint, actors, tokenizer, recorder, goes_on).run()
             await actors.enter("train")
-            await actors.trainer.finish_checkpoint()
+            await finish_last(actors, recorder)
             return await actors.trainer.save_hf(str(recorder.run_dir / "hf"), actors.adapter)
         except EngineDied as death:
             if num_interrupts():  # a signal to a whole job ends processes, too
@@ -66,6 +66,17 @@ async def train_and_export(
         before = step_of(checkpoint)
         await recorder.rewind(before if goes_on else before - 1)  # else it is evaluated again
         recorder.say(f"going on from {checkpoint or 'the beginning'}")
+
+
+async def finish_last(actors: Actors, recorder: Recorder) -> None:
+    """Of the last step: it is written to its end also where it is interrupted once."""
+    try:
+        await actors.trainer.finish_checkpoint()
+    except asyncio.CancelledError:
+        recorder.say("interrupted: the last checkpoint is being written; once more to end without it")
+        again = actors.trainer.finish_checkpoint()
+        await again
+        raise
 
 
 async def _abandon_after(recorder: Recorder, step: int) -> None:

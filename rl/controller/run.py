@@ -17,7 +17,14 @@ from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
 from rl.config.rehearsal import rehearse
 from rl.config.replay_rules import what_a_replay_needs
-from rl.config.resume import changed_settings, going_on, home_of, take_over_weights, with_newest_checkpoint
+from rl.config.resume import (
+    changed_settings,
+    going_on,
+    home_of,
+    take_over_weights,
+    whole,
+    with_newest_checkpoint,
+)
 from rl.config.run import RunConfig
 from rl.config.settle import engines_without, model_dirs, settle
 from rl.config.validate import validate
@@ -50,7 +57,7 @@ def run(
     already. hosts_last: config.hosts are there after the run, too, and stand in config.json. Raises
     ConfigError with every problem before any process starts.
     """
-    asked_for = config.resume
+    asked_for = whole(config.resume)
     config, missing, in_place = going_on(recipe, config)
     is_named = bool(asked_for) and config.resume == asked_for
     if problems := validate(config, [*known, *missing], in_place=in_place):
@@ -63,8 +70,8 @@ def run(
         lock = lock_directory(run_dir, "run")
         if in_place:
             remove_unfinished(run_dir)
-            if asked_for == "latest":  # one that lacked only its name has it now
-                config, _ = with_newest_checkpoint(recipe, replace(config, resume="latest"))
+            if asked_for and not is_named:  # one that lacked only its name has it now
+                config, _ = with_newest_checkpoint(recipe, replace(config, resume=asked_for))
             if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         resumed_at = step_of(config.resume) if config.resume else 0

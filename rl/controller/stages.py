@@ -227,12 +227,12 @@ class RunStages:
         if self._unrecorded is not None:
             self.record(*self._unrecorded)
         step, path = f"step {self._done}", self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
-        if self._updating or self._actors.trainer.is_stuck or self._done < self._schedule.first:
+        if self._actors.trainer.is_stuck:
             return
         why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end) or repr(end)
         try:
             await self._actors.trainer.finish_checkpoint()
-            if is_complete(path):
+            if self._updating or self._done < self._schedule.first or is_complete(path):
                 return
             self._recorder.say(f"{why}: saving a checkpoint of {step}; once more to end without it")
             if self._schedule.refreshes(self._done) and self._refreshed != self._done:

@@ -127,7 +127,8 @@ class Env:
     def demonstration(self, problem: Problem, seed: int) -> str:
         """The text that supervised learning teaches for this problem."""
         raise ConfigError(
-            f"{type(self).__name__} has no demonstrations; set warmup.steps=0 or implement demonstration()"
+            f"{type(self).__name__} has no demonstrations, from which warmup.steps and data=demonstrations "
+            f"learn; implement demonstration()"
         )
 
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:

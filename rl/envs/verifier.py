@@ -27,6 +27,10 @@ from rl.types import Rewards, Rollout, Score, Verdict
 START_SECONDS = 240.0  # to start Python, import what the Env needs, and prepare(); below deadlines.start
 
 
+class NotStartedAgain(RunError):
+    """A process that runs an environment's code ended, and did not start once more. It did before."""
+
+
 class Verifier:
     """Scores rollouts one by one in its child, which it replaces when a call outlasts `limit_seconds`.
 
@@ -41,7 +45,7 @@ class Verifier:
         self._newest = object()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One for each; fewer where the call was given up."""
+        """One for each; fewer where the call was given up. Raises NotStartedAgain."""
         call = self._newest = object()
         scores = list[Score]()
         with self._one_at_a_time:
@@ -64,7 +68,10 @@ class Verifier:
 
     def _score(self, rollout: Rollout) -> Score:
         if self._child.poll() is not None:
-            self._child = self._start()
+            try:
+                self._child = self._start()
+            except RunError as error:
+                raise NotStartedAgain(str(error)) from error
         try:
             request = cloudpickle.dumps((rollout.problem, rollout.response, rollout.stop))
             to_child, from_child = _pipes(self._child)

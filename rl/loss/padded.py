@@ -20,7 +20,10 @@ from rl.loss.objective import Objective
 if TYPE_CHECKING:
     import torch
 
-_LOSS_INPUTS = ("ref_logprobs", "old_logprobs", "values", "returns")
+_LOSS_INPUTS = (
+    *("ref_logprobs", "old_logprobs", "values", "returns"),
+    *("sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"),
+)
 
 
 class PaddedLoss(NamedTuple):

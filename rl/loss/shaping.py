@@ -14,8 +14,9 @@ class Shaping:
 
     overlong_tokens: NonNegativeInt = 0
     """DAPO's soft punishment (arXiv 2503.14476, equation 13): over the last so many of what a rollout may
-    sample (env.max_new_tokens; in an episode of turns times env.max_turns, within max_seq_len) the
-    reward falls by up to overlong_penalty. A rollout of several turns counts all that it sampled."""
+    sample (env.max_new_tokens; in an episode of turns times env.max_turns, but for an AgentEnv within
+    max_seq_len) the reward falls by up to overlong_penalty. A rollout of several turns counts all that it
+    sampled."""
 
     overlong_penalty: NonNegativeFloat = 1.0
     """What a rollout that samples all that it may loses."""

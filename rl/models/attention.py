@@ -139,9 +139,13 @@ def _by_sdpa(
     window: int | None,
     dropout: float,
 ) -> torch.Tensor:
-    outputs = []
+    outputs, dtype = [], q_lNH.dtype
+    if dtype.itemsize < 4 and documents.has_branches and k_LNH.requires_grad:
+        # The gradient of a prefix's token is a sum over its branches, of which 16 bits would lose the small.
+        k_LNH, v_LNH = k_LNH.float(), v_LNH.float()
     for bucket in documents.buckets:
         q, k, v = _rows(q_lNH, bucket.queries), _rows(k_LNH, bucket.keys), _rows(v_LNH, bucket.keys)
+        k, v = k.to(dtype), v.to(dtype)
         mask = _mask(bucket, window)
         if mask is not None or expands_heads(q.device.type, q.dtype):
             k, v = (_for_each_head(t, q) for t in (k, v))

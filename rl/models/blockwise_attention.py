@@ -51,6 +51,11 @@ class PackedDocuments:
     restore: torch.Tensor  # [l] index into the buckets' queries, one after the other, padding included
     _of_heads: dict[int, tuple[list[_Heads], torch.Tensor]] = field(default_factory=dict)
 
+    @property
+    def has_branches(self) -> bool:
+        """Whether some tokens are keys of several rows."""
+        return any(bucket.keys.shape[1] > bucket.queries.shape[1] for bucket in self.buckets)
+
     def of_heads(self, num_heads: int) -> tuple[list[_Heads], torch.Tensor]:
         """M -> each bucket's tokens; and [l * M] index into their queries, as `restore`. For all layers."""
         if num_heads not in self._of_heads:

@@ -22,6 +22,8 @@ RECORD = "record.json"
 OF_THE_REST = "rest"
 ABANDONED = "abandoned"
 """In a run's directory: the branches that it has left, each laid out as a run's directory."""
+REFERENCES = "reference"
+"""In a run's directory: the weights that references had."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +32,17 @@ def read_record(path: Path) -> dict[str, Any]:
     if not is_complete(path):
         raise RunError(f"{path} is not a complete checkpoint; give another, as runs/.../checkpoints/step-N")
     return _record(path)
+
+
+def reference_weights(path: Path, noted: str) -> str:
+    """Where the reference's weights are that a checkpoint notes: beside it, also where its run was moved."""
+    if not noted:
+        return ""
+    run_dir = path.resolve().parent.parent
+    for home in (run_dir, run_dir.parent.parent):  # the second where it is of an abandoned branch
+        if (home / REFERENCES / Path(noted).name).is_dir():
+            return str(home / REFERENCES / Path(noted).name)
+    return noted
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rl.errors import ConfigError, RunError
+from rl.paths import sync_tree
 
 if TYPE_CHECKING:
     import torch
@@ -246,7 +247,7 @@ def save_model(
 ) -> None:
     """Write tensors (Hugging Face names) with the config and tokenizer files of `model_dir`.
 
-    In the place of what an earlier export wrote there.
+    In the place of what an earlier export wrote there. It is on the disk when this returns.
     """
     from safetensors.torch import save_file
 
@@ -268,6 +269,7 @@ def save_model(
         (out_dir / _INDEX).write_text(json.dumps(index, indent=1))
     copy_companions(model_dir, out_dir, dtype)
     make_readable(out_dir)
+    sync_tree(out_dir)  # checkpoints note a reference's
 
 
 def make_readable(out_dir: Path) -> None:

@@ -57,6 +57,21 @@ def why_no_split(expert_width: int, dtype: str, tensor_parallel: int) -> str:
     )
 
 
+def why_no_vocabulary(vocab_size: int, layout: "Layout") -> str:
+    """Why a layout cannot split the embedding and the head; empty if it can.
+
+    torch's FSDP cuts each of tensor parallelism's parts, and DTensor reads the pieces as if they were of one
+    size: another piece than the one a rank has, where the parts are not (torch 2.13).
+    """
+    tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
+    if tp == 1 or fsdp == 1 or vocab_size % tp == 0:
+        return ""
+    return (
+        f"tensor_parallel={tp} does not divide the model's vocab_size={vocab_size}, as it has to with shard "
+        f"or context_parallel over 1; use tensor_parallel=1, or fill the vocabulary up to a multiple of {tp}"
+    )
+
+
 def row_multiple(layout: Layout, float8: bool = False) -> int:
     """What a row's number of tokens must be a multiple of."""
     halves = 2 if layout.context_parallel > 1 else 1  # a piece from the front and one from the back for each

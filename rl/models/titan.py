@@ -21,6 +21,7 @@ from rl.models.decoder_config import model_spec
 from rl.models.engine import Engine
 from rl.models.gpu_attention import gpu_documents
 from rl.models.hf_checks import check_expert_width
+from rl.models.layout import why_no_vocabulary
 from rl.models.load_weights import VALUE_HEAD, load_directory, load_tensors
 from rl.models.lora import Site, freeze
 from rl.models.platform import DEVICE_TYPE, sum_gradients_over_ranks
@@ -36,8 +37,10 @@ class TitanEngine(Engine):
     def _build(self) -> nn.Module:
         config, layout = self.config, self.config.layout
         check_expert_width(self._hf_config, config.dtype, layout.tensor_parallel)
-        # The length of the RoPE table.
-        self._hf_config["max_position_embeddings"] = self.max_seq_len
+        if why := why_no_vocabulary(self._hf_config["vocab_size"], layout):
+            raise ConfigError(f"trainer.layout.{why}")
+        # The length of the RoPE table. What fills a row up has positions too.
+        self._hf_config["max_position_embeddings"] = max(self.max_seq_len, config.row_multiple)
         # torchtitan's varlen attention is for GPUs, computes only in bf16 and has no context parallelism.
         self._packed_attention = (
             DEVICE_TYPE == "cpu" or config.dtype == "float32" or layout.context_parallel > 1

@@ -31,8 +31,8 @@ class TrackingConfig:
     sinks: tuple[Name, ...] = ("tensorboard",)
     """tensorboard: files in the run's directory. wandb, mlflow: what their own environment variables say
     (WANDB_MODE=offline, WANDB_API_KEY, MLFLOW_TRACKING_URI, ...)."""
-    project: str = "rl"
-    """W&B's project, MLflow's experiment."""
+    project: str = ""
+    """W&B's project, MLflow's experiment. Empty: by WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME, else rl."""
 
     def validate(self) -> list[str]:
         """One line for each problem."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rl.errors import RunError
 from rl.paths import write_whole
 
+_PROJECT = "rl"
 _FINISH_SECONDS = 50.0  # below the deadline of Sinks.close, so that W&B itself says what is left
 
 
@@ -109,9 +110,9 @@ class WandB:
         again = {"id": self._remote.id, "resume": "allow"} if self._remote.id else {}
         limit = {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": _FINISH_SECONDS}
         self._run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            dir=str(run_dir),
+            project=project or os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=os.environ.get("WANDB_NAME", run_dir.name),
+            dir=os.environ.get("WANDB_DIR", str(run_dir)),
             config=dict(settings),
             settings=wandb.Settings(**limit),
             **again,
@@ -140,7 +141,7 @@ class MLflow:
         if self._remote.id:
             mlflow.start_run(run_id=self._remote.id)
             return
-        mlflow.set_experiment(project)
+        mlflow.set_experiment(project or os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
         run = mlflow.start_run(run_name=run_dir.name)
         mlflow.log_params({name: str(value)[:500] for name, value in _flat(settings).items()})
         self._remote.begin(run.info.run_id)

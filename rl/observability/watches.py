@@ -8,6 +8,7 @@ _STEPS = 10
 _ENTROPY = 0.1  # nats a token
 _SIGNAL = 0.4  # share of groups whose rewards differ
 _LOSSES = 3  # steps of which the losses' mean is taken
+_NOISE = 3  # times what it falls by after a rise: the best of many means lies far below theirs
 _RISE, _RISE_NATS = 0.25, 0.1  # how far it may be over the best: a share of it, and nats
 _SOLVED = 0.9  # share of right answers: above it certainty is what was asked for
 
@@ -66,15 +67,23 @@ class LossWatch:
         self._setting = setting
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._best = float("inf")
+        self._change, self._falls, self._num_falls = 0.0, 0.0, 0
         self._said = False
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        self._recent.append(metrics["loss"])
+        loss = metrics["loss"]
+        change = loss - self._recent[-1] if self._recent else 0.0
+        if change < 0 < self._change:
+            self._falls, self._num_falls = self._falls - change, self._num_falls + 1
+        self._change = change
+        self._recent.append(loss)
         mean = sum(self._recent) / len(self._recent)
         if len(self._recent) < _LOSSES or self._said:
             return None
         self._best = min(self._best, mean)
-        if mean < self._best + _RISE * abs(self._best) + _RISE_NATS:
+        # Where batches differ, a loss falls as often as it rises: by so much after a rise.
+        noise = self._falls / max(1, self._num_falls)
+        if mean < self._best + _RISE * abs(self._best) + _RISE_NATS + _NOISE * noise:
             return None
         self._said = True
         return (

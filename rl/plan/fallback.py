@@ -32,8 +32,9 @@ def resolve_with_fallbacks(demand: Demand, facts: Facts, cluster: Cluster) -> Pl
         if isinstance(engines, str):
             return (Problem(f"{name}: without host {numbers} {engines}", "fallback"),)
         if len(lost) == 1:
+            alone = _without_any(plan, demand, lost)
             settled += [
-                Settled(f"{replica.role} without host {numbers}", "", _shown(replica), name)
+                Settled(f"{replica.role} without host {numbers}", "", _shown(replica) + alone, name)
                 for replica in engines
             ]
     return replace(plan, settled=(*plan.settled, *settled), spare_hosts=trainer.spare_hosts)
@@ -45,7 +46,8 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     Spare hosts take the place of lost ones; where none is left, the layout gets smaller.
     """
     changed, trainer = _with_caches(_bare(demand), plan), demand.trainer
-    changed = replace(changed, delta="auto")  # which the run has settled
+    # What the run has settled. Processes that stay have its dtype, whatever fewer or other hosts could do.
+    changed = replace(changed, delta="auto", dtype=plan.value_of("dtype"))  # type: ignore[arg-type]
     if plan.takes_turns:
         changed = replace(changed, sharing="by_turns")
     spare = [host for host in trainer.spare_hosts if host not in lost]
@@ -75,6 +77,16 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
         return f"GPU {host}:{gpu} has another role; give engines hosts of their own"
     no_room = "" if plan.takes_turns else _without_room(engines, staying, plan.cluster)
     return no_room or engines
+
+
+def _without_any(plan: Plan, demand: Demand, lost: Collection[int]) -> str:
+    """What goes with these hosts that the run cannot do without: it ends, unless they are back in time."""
+    for role in dict.fromkeys(r.role for r in plan.replicas if r.role not in ENGINE_ROLES):
+        if {process.host for r in plan.of(role) for process in r.processes} <= {*lost}:
+            return f", but no {role} process is left; set {demand.name(f'{role}.hosts')} to more hosts"
+    if demand.transport == "torchstore" and 0 in lost:
+        return ", but torchstore's process is gone; set weight_sync.transport=shared_memory"
+    return ""
 
 
 def _without_room(engines: Sequence[Replica], staying: Sequence[Replica], cluster: Cluster) -> str:

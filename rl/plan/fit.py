@@ -26,17 +26,21 @@ def check_fit(
     caches: Mapping[RoleName, float | Fill],
     present: Presences,
     places: Places,
+    published: Mapping[int, float],
     cluster: Cluster,
     notes: Notes,
 ) -> None:
-    """Where vLLM takes what it finds free, it has to find what one sequence takes."""
+    """Where vLLM takes what it finds free, it has to find what one sequence takes.
+
+    published: host -> bytes of published weights, which are the host's memory, too.
+    """
     whole = dict(taken.memory)
     for role, cache in caches.items():
         whole[role] = with_cache(whole[role], taken.least_cache[role] if isinstance(cache, Fill) else cache)
     if cluster.gpus:
         _check_devices(demand, by_phase(whole, present), places, cluster, notes)
         by_turns = demand.sharing == "by_turns" and demand.generator is not None
-        _check_host_of_gpus(whole, by_turns, places, cluster, notes)
+        _check_host_of_gpus(whole, by_turns, places, published, cluster, notes)
     else:
         _check_host(demand, by_phase(whole, present), places, cluster, notes)
 
@@ -44,7 +48,7 @@ def check_fit(
 def _check_host(demand: Demand, memory: _ByPhase, places: Places, cluster: Cluster, notes: Notes) -> None:
     for (host, _), roles in places.on_devices().items():
         free = cluster.hosts[host].free_gib
-        needed = {phase: _at_a_time({r: memory[r][phase] for r in roles}, roles) / GIB for phase in PHASES}
+        needed = {phase: at_a_time({r: memory[r][phase] for r in roles}, roles) / GIB for phase in PHASES}
         fullest = max(needed, key=lambda phase: needed[phase])
         where = f" on {host_name(host, cluster)}" if len(cluster.hosts) > 1 else ""
         if (most := needed[fullest]) > free:
@@ -81,31 +85,42 @@ def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cl
 
 
 def _check_host_of_gpus(
-    memory: Mapping[RoleName, Memory], by_turns: bool, places: Places, cluster: Cluster, notes: Notes
+    memory: Mapping[RoleName, Memory],
+    by_turns: bool,
+    places: Places,
+    published: Mapping[int, float],
+    cluster: Cluster,
+    notes: Notes,
 ) -> None:
-    """A host holds what a checkpoint is written from. By turns it also holds, while generators work, what its
-    engines have: weights and moments, and no gradient."""
+    """A host holds published weights, and what a checkpoint is written from. By turns it also holds, while
+    generators work, what its engines have: weights and moments, and no gradient."""
     engines = [(place.host, role) for role in ENGINE_ROLES for place in places.of(role)]
     leaves = _KEPT_ON_HOST if by_turns else ()
     gib = {
         role: (memory[role].staged + sum(memory[role].parts.get(part, 0.0) for part in leaves)) / GIB
         for _, role in engines
     }
-    what = "what leaves its GPUs, and for checkpoints" if by_turns else "checkpoints on their way to the disk"
+    what = "weights and checkpoints on their way"
+    if by_turns:
+        what = f"what leaves its GPUs, and for {what}"
     for number, host in enumerate(cluster.hosts):
         roles = [role for on, role in engines if on == number]
         needed = sum(gib[role] for role in roles)
         needed -= _never_together({role: memory[role].staged for role in roles}, roles) / GIB
+        weights = published.get(number, 0.0) / GIB
+        needed += weights
         if needed > host.free_gib:
+            figures = [_figures(roles, gib)] if roles else []
+            figures += [f"published weights {weights:.1f}"] if weights else []
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
             notes.problem(
                 "fit",
                 f"{where} has {host.free_gib:.1f} GiB free for {what}, about {needed:.1f} "
-                f"({_figures(roles, gib)}), {_tenths(needed - host.free_gib)} GiB short",
+                f"({', '.join(figures)}), {_tenths(needed - host.free_gib)} GiB short",
             )
 
 
-def _at_a_time(memory: Mapping[RoleName, Memory], roles: Sequence[RoleName]) -> float:
+def at_a_time(memory: Mapping[RoleName, Memory], roles: Sequence[RoleName]) -> float:
     """Bytes of these processes."""
     copies = {role: memory[role].parts.get("checkpoint", 0.0) for role in roles}
     return sum(memory[role].total for role in roles) - _never_together(copies, roles)

@@ -83,7 +83,7 @@ def _cuda_graphs(demand: Demand, cluster: Cluster, notes: Notes) -> bool:
         return bool(cluster.gpus)
     asked = demand.generator.cuda_graphs
     if asked == "on" and not cluster.gpus:
-        notes.problem("numerics", "generator.cuda_graphs=on needs a GPU; set it to off")
+        notes.problem("numerics", f"{demand.name('generator.cuda_graphs')}=on needs a GPU; set it to off")
     if asked != "auto":
         notes.settle("generator.cuda_graphs", asked, asked, "asked for")
         return asked == "on"

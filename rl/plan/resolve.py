@@ -28,7 +28,7 @@ from rl.plan.places import deal_out, threads
 from rl.plan.remedies import changes, last_remedy
 from rl.plan.roles import ROLES
 from rl.plan.shapes import check_shapes
-from rl.plan.shared import check_shared_memory
+from rl.plan.shared import check_shared_memory, published_bytes
 from rl.plan.specs import Spec, longest_sequence, specs
 from rl.plan.types import Notes, Phase, Plan, Problem, Process, Replica, Settled, WorkerSpec
 
@@ -77,6 +77,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     present = presences(demand, list(role_specs), notes)
     num_threads = threads(places, demand, cluster, notes)
     caches: dict[RoleName, float | Fill] = {**asked_caches(demand)}
+    published = published_bytes(demand, facts, numerics, places)
     taken = memories(demand, facts, role_specs, on_cpu=not cluster.gpus)
     memory: Mapping[RoleName, Mapping[Phase, Memory]] = {}
     if taken is None:
@@ -88,12 +89,12 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         memory = by_phase(_whole(taken.memory, caches), present)
         budgets = engine_budgets(memory, present, places, cluster)
         role_specs = _with(role_specs, "device_memory_gib", budgets)
-        check_fit(demand, taken, caches, present, places, cluster, notes)
+        check_fit(demand, taken, caches, present, places, published, cluster, notes)
     role_specs = _with(role_specs, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics)
     delta = settle_delta(demand, numerics, places, cluster, notes)
     if not any(problem.made_by == "fit" for problem in notes.problems):  # of weights that fit elsewhere
-        check_shared_memory(demand, facts, numerics, places, cluster, notes)
+        check_shared_memory(demand, published, cluster, notes)
     if notes.problems:
         return None, tuple(notes.problems)
     longest = longest_sequence(demand, facts)

@@ -105,7 +105,7 @@ class RewardConfig:
     """The processes that verify."""
 
     num_procs: PositiveInt = 1
-    """Reward processes; each verifies one rollout at a time."""
+    """Reward processes. Each verifies one rollout at a time; of a ChatEnv together up to env.max_episodes."""
     limit_seconds: PositiveFloat = 5.0
     """Time for one call of the reward function; past it the sample is scored 0 and counted."""
     max_restarts: NonNegativeInt = 3

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rl.models.generator.vllm_config import LORA_RANKS
-from rl.models.layout import why_no_split
+from rl.models.layout import why_no_split, why_no_vocabulary
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts
 from rl.plan.model_shape import OF_ATTENTION
@@ -16,6 +16,7 @@ from rl.plan.types import Notes
 def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Cluster, notes: Notes) -> None:
     _check_length(demand, facts, notes)
     _check_heads(demand, facts, notes)
+    _check_vocabulary(demand, facts, notes)
     _check_adapter(demand, facts, notes)
     shape = facts.models["trainer"].shape
     trainer = demand.trainer
@@ -53,6 +54,13 @@ def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
             f"the reference's model has {positions} positions, and sequences may have {longest} tokens; set "
             f"--max_seq_len {positions}, or give another --reference.model.path",
         )
+
+
+def _check_vocabulary(demand: Demand, facts: Facts, notes: Notes) -> None:
+    for role in ENGINE_ROLES:
+        layout, shape = ROLES[role].layout(demand), facts.models[role].shape if role in facts.models else None
+        if layout is not None and shape is not None and (why := why_no_vocabulary(shape.vocab_size, layout)):
+            notes.problem("shapes", f"{demand.name(f'{role}.layout')}.{why}")
 
 
 def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:

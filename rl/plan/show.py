@@ -6,7 +6,7 @@ from typing import Any
 
 from rl.models.generator.vllm_config import Fill
 from rl.plan.cluster import USABLE, Cluster
-from rl.plan.fit import host_name
+from rl.plan.fit import at_a_time, host_name
 from rl.plan.memory import GIB, Memory
 from rl.plan.roles import ROLES
 from rl.plan.types import PHASES, VERSION, GeneratorSpec, Phase, Plan, Process, Replica
@@ -30,7 +30,8 @@ def show(title: str, plan: Plan) -> list[str]:
         if link.carries != "questions" and link.bytes:
             through = "/dev/shm" if link.transport == "shared_memory" else link.transport
             lines.append(
-                f"weight sync: {link.bytes / GIB:.2f} GiB a version, through {through}, which holds three"
+                f"weight sync: {link.bytes / GIB:.2f} GiB a version, through {through}, "
+                f"which holds three at most"
             )
     lines += ["", "settled:", *_settled(plan)]
     return lines
@@ -106,8 +107,9 @@ def _fill(replica: Replica) -> Fill | None:
 
 
 def _sum(members: Sequence[tuple[Replica, int]], phase: Phase) -> float:
-    """GiB."""
-    return sum(r.processes[i].memory[phase].total for r, i in members if r.processes[i].memory) / GIB
+    """GiB, as `check_fit` counts them."""
+    memory = {r.role: r.processes[i].memory[phase] for r, i in members if r.processes[i].memory}
+    return at_a_time(memory, [r.role for r, i in members if r.processes[i].memory]) / GIB
 
 
 def _host(plan: Plan) -> list[str]:

@@ -4,14 +4,14 @@ The model's name is a base model's, or a checkpoint's tinker:// path. With `retu
 their token ids and, with `logprobs`, each token's logprob.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from rl.http_server import unless_gone
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, chat_logprobs, choice, head, text_logprobs, usage
 from rl.tinker.json_schemas import of_response_format
@@ -25,7 +25,6 @@ from rl.waiting import together
 
 _APART = 1_000_003  # seeds of neighbouring slices
 _TAIL = 16  # tokens of a prompt's end: room for the tag that opens the reasoning
-_GONE = 499  # the client's status, which nobody reads
 
 
 def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) -> None:
@@ -49,8 +48,8 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         schema = of_response_format(body.response_format)
         sampler = _Sampler(service, tokenizer, request.state.tenant, body, body.logprobs or 0, schema)
         if body.stream:
-            return await _unless_gone(request, EventStream.begin(_text_records(body, sampler, tokens)))
-        return await _unless_gone(request, _text_answer(body, sampler, tokens))
+            return await unless_gone(request, EventStream.begin(_text_records(body, sampler, tokens)))
+        return await unless_gone(request, _text_answer(body, sampler, tokens))
 
     @api.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -60,8 +59,8 @@ def add_openai_routes(app: FastAPI, service: Service, tokenizer: HFTokenizer) ->
         top = body.top_logprobs or 0
         sampler = _Sampler(service, tokenizer, request.state.tenant, body, top, turn.schema)
         if body.stream:
-            return await _unless_gone(request, EventStream.begin(_chat_records(body, sampler, prompt, turn)))
-        return await _unless_gone(request, _chat_answer(body, sampler, prompt, turn))
+            return await unless_gone(request, EventStream.begin(_chat_records(body, sampler, prompt, turn)))
+        return await unless_gone(request, _chat_answer(body, sampler, prompt, turn))
 
     app.include_router(api)
 
@@ -233,20 +232,3 @@ async def _records(
         await merged.aclose()
     if with_usage:
         yield first | {"choices": [], "usage": usage(sum(map(len, prompts)), num_sampled)}
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The work's answer; it ends where the client goes away."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else Response(status_code=_GONE)
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.wait((working, watching))

@@ -67,6 +67,20 @@ def release_files(released: Iterable[str]) -> None:
             os.rename(path, f"{path}{RELEASED}")
 
 
+def remove_released(directory: Path, paths: Iterable[str]) -> None:
+    """Of the model in these files, released ones of other ranks: the trainer has fewer than it had."""
+    of_ranks = {without_version(path) for path in paths}
+    models = {_without_rank(path) for path in of_ranks}
+    for file in directory.glob(f"*{RELEASED}"):
+        of_rank = without_version(str(file)).removesuffix(RELEASED)
+        if of_rank not in of_ranks and _without_rank(of_rank) in models:
+            file.unlink(missing_ok=True)
+
+
+def _without_rank(path: str) -> str:
+    return re.sub(r"-rank\d+\.bin$", "", path)
+
+
 def parts_of(key: str) -> tuple[str, str]:
     """The host that wrote it, empty where there is one alone, and the path."""
     host, _, path = key.rpartition(AT)

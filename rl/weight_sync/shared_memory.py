@@ -22,7 +22,16 @@ from rl.errors import RunError
 from rl.host_protocol import own_host
 from rl.types import PolicyVersion
 from rl.weight_sync.buffers import keys, read_shards, write_shards
-from rl.weight_sync.files import AT, RELEASED, hold, parts_of, pattern_of, release_files, version_of
+from rl.weight_sync.files import (
+    AT,
+    RELEASED,
+    hold,
+    parts_of,
+    pattern_of,
+    release_files,
+    remove_released,
+    version_of,
+)
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard
 from rl.weight_sync.remote_files import fetch_file
 
@@ -93,8 +102,13 @@ class SharedMemory:
         return read_shards(manifest, buffers)
 
     async def release(self, manifest: Manifest) -> None:
-        """On this host. Who has mapped the version keeps it until it drops its views."""
-        release_files(keys(manifest))
+        """On this host. Who has mapped the version keeps it until it drops its views.
+
+        Released files of ranks that the version does not have go: nobody takes them any more.
+        """
+        paths = [parts_of(key)[1] for key in keys(manifest)]
+        release_files(paths)
+        remove_released(Path(self.directory), paths)
 
     def _bring(self, host: str, path: str) -> None:
         """Raises WeightsUnreachable where it is on another host and cannot be fetched."""
@@ -152,17 +166,20 @@ def _held(path: str) -> torch.Tensor:
 
 def _take(released: Path, path: str, num_bytes: int) -> bool:
     """Whether the released file is the new version's now. One of another size, or still read, is removed."""
-    file = os.open(released, os.O_RDWR)
+    try:
+        file = os.open(released, os.O_RDWR)
+    except FileNotFoundError:  # it was of a rank that an older version does not have
+        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(file).st_size == num_bytes:
             released.rename(path)
             return True
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
         pass
     finally:
         os.close(file)
-    released.unlink()
+    released.unlink(missing_ok=True)
     return False
 
 
@@ -178,7 +195,8 @@ def _reserve(path: str, num_bytes: int) -> None:
         os.unlink(path)
         raise RunError(
             f"no room in shared memory for {num_bytes >> 20} MiB of weights at {path} ({error.strerror}); "
-            f"enlarge it (docker run --shm-size=...) or use --weight_sync.transport torchstore"
+            f"enlarge it (docker run --shm-size=..., --kubernetes.shared_memory_gib), or let rl train do "
+            f"without it by --weight_sync.transport torchstore"
         ) from error
     finally:
         os.close(file)

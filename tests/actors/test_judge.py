@@ -30,13 +30,19 @@ class Tokenizer:
 
 
 class Processes:
-    """Grades 7; dies of the letter †."""
+    """Grades 7; dies of the letter †, and never ends with ‡."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.given_up, self.slow = [], [], None
 
-    async def sample(self, prompt, n, params):
+    async def give_up_samples(self, keys=None):
+        self.given_up += keys
+
+    async def sample(self, prompt, n, params, key=None):
         self.asked.append((prompt, n, params))
+        if ord("‡") in prompt:
+            self.slow = key
+            await asyncio.Event().wait()
         if ord("†") in prompt:
             raise ProcessDied("the judge died")
         return [Completion([ord("7"), ord(" ")], [-1.0, -1.0], VersionRange(0, 0), StopReason.STOP)] * n
@@ -50,7 +56,7 @@ class Processes:
 
 @asynccontextmanager
 async def serving(monkeypatch, max_restarts=1):
-    """(url, key, who is asked)"""
+    """(url, key, its processes)"""
     processes, changed = Processes(), Signal()
 
     async def spawn():
@@ -62,14 +68,14 @@ async def serving(monkeypatch, max_restarts=1):
         monkeypatch.setenv(name, value)
     async with beside(server.run()):
         await pool.started()
-        yield *server.environment.values(), processes.asked
+        yield *server.environment.values(), processes
 
 
 def test_a_judge_without_a_url_is_the_runs_own(monkeypatch):
     async def main():
-        async with serving(monkeypatch) as (_, _, asked):
+        async with serving(monkeypatch) as (_, _, processes):
             verdict = await asyncio.to_thread(Judge(rubric="Grade.").grade, "2 + 2?", "4")
-            return verdict, asked
+            return verdict, processes.asked
 
     verdict, [(prompt, n, params)] = asyncio.run(main())
     assert verdict.grade == 0.7 and verdict.answer == "7"
@@ -83,7 +89,7 @@ def test_who_asks_badly_hears_why(monkeypatch):
 
     async def main():
         found = []
-        async with serving(monkeypatch) as (url, key, asked), httpx.AsyncClient() as client:
+        async with serving(monkeypatch) as (url, key, processes), httpx.AsyncClient() as client:
             for body, its_key in (
                 ({"messages": messages}, "another"),
                 ({"messages": messages}, "b\xf6se"),
@@ -100,7 +106,7 @@ def test_who_asks_badly_hears_why(monkeypatch):
                 headers = {"Authorization": f"Bearer {its_key}".encode("latin-1")}
                 answer = await client.post(f"{url}/chat/completions", json=body, headers=headers)
                 found.append((answer.status_code, answer.json().get("error", {}).get("message", "")))
-            return found, asked, answer.json()
+            return found, processes.asked, answer.json()
 
     found, asked, good = asyncio.run(main())
     assert [status for status, _ in found] == [401, 401, *[400] * 8, 200]
@@ -132,3 +138,20 @@ def test_without_a_judge_a_judge_says_so(monkeypatch):
     monkeypatch.delenv("RL_JUDGE_URL", raising=False)
     with pytest.raises(JudgeFailed, match="set its base_url, or the run's judge.model"):
         Judge().grade("a", "b")
+
+
+def test_the_generator_ends_what_a_client_does_not_wait_for_any_more(monkeypatch):
+    """Else it would hold up the questions after it, until they are given up too."""
+
+    async def main():
+        async with serving(monkeypatch) as (url, key, processes):
+            body = {"messages": [{"role": "user", "content": "‡"}]}
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post(f"{url}/chat/completions", json=body, timeout=0.5)
+            async with asyncio.timeout(10):
+                while not processes.given_up:
+                    await asyncio.sleep(0.01)
+            assert processes.given_up == [processes.slow]
+
+    asyncio.run(main())

@@ -138,7 +138,10 @@ def test_an_unknown_flag_names_the_nearest(one_line):
         ("overlong_buffer.len", "shaping.overlong_tokens"),
         ("tis_clip", "correction.tis_clip"),
         ("ppo_epochs", "epochs"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.layout.tensor_parallel"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "generator.tensor_parallel"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size", "generator.tensor_parallel"),
+        ("tensor_parallel_size", "trainer.layout.tensor_parallel"),
+        ("actor_rollout_ref.actor.optim.lr", "trainer.lr"),
         ("max_completion_length", "env.max_new_tokens"),
     ],
 )
@@ -200,8 +203,9 @@ def test_a_task_without_demonstrations(one_line, recipe, tmp_path):
     write_model_with_tokenizer(model)
     file = tmp_path / "recipe.py"
     file.write_text(file.read_text() + BARE_TASK)
-    assert "Bare has no demonstrations; set warmup.steps=0" in one_line(
-        "train", f"{file}:bare", "--warmup.steps", "1"
+    assert (
+        "Bare has no demonstrations, from which warmup.steps and data=demonstrations learn; implement"
+        in one_line("train", f"{file}:bare", "--warmup.steps", "1")
     )
 
 

@@ -189,3 +189,23 @@ def test_a_setting_that_may_be_none_keeps_its_bounds(monkeypatch):
     assert expand_paths(config).file == "/home/x/a"
     _, (problem,) = check_fields(Bounded(file="a\0b"))
     assert "holds a NUL character" in problem
+
+
+@dataclass(frozen=True)
+class Between(QuestionFile):
+    low: int = 1
+    high: int = 10
+
+    def __post_init__(self):
+        if self.low >= self.high:
+            raise ValueError("low has to be under high")
+
+
+def test_flags_that_are_right_together_are_read_in_any_order():
+    config = replace(CONFIG, env=Between(path="questions.jsonl", num_eval=1))
+    for flags in (["--env.low", "50", "--env.high", "60"], ["--env.high", "60", "--env.low", "50"]):
+        changed, misread = override(config, flags, "rl")
+        assert misread == [] and (changed.env.low, changed.env.high) == (50, 60)
+    changed, misread = override(config, ["--env.low", "50", "--steps=-x", "--env.high", "40"], "rl")
+    assert [line.partition(":")[0] for line in misread if line.startswith("--env")] == ["--env.low 50"]
+    assert len(misread) == 2 and changed.env.high == 40

@@ -238,7 +238,7 @@ def fake_actors(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Actors,
     if config.reference_is_adapter:
         reference = ReferenceAdapter(trainer)
     elif config.algorithm.needs_reference:
-        reference = ReferenceMesh(FakeEngine("reference", calls, engine), trainer, run_dir / "reference")
+        reference = ReferenceMesh(FakeEngine("reference", calls, engine), trainer, run_dir)
     critic = FakeEngine("critic", calls, engine) if config.algorithm.needs_critic else None
     policy = (POLICY, config.trainer.lora) if config.trainer.lora.rank else None
     store = WeightStore(nothing)

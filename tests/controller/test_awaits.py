@@ -89,6 +89,9 @@ ELSEWHERE = {
     "await self.wait_for_room(name)": "a run waits for room before, with a deadline",
     "return await work": "of work that is done",
     "await preparing": "of prompts that are made while the update goes on, and long before its end",
+    "await again": "an interrupt as the last checkpoint is written: tests/controller/test_interrupt.py",
+    "(await request.receive())": "of a judge's client: tests/actors/test_judge.py",
+    "asyncio.wait((working, watching)": "of a judge's client: tests/actors/test_judge.py",
     'self._verb("score': "of an episode that a budget cuts off: tests/envs",
 }
 """Awaits in which no run of these scenarios waits, by a part of their line, and why."""

@@ -73,7 +73,7 @@ class Run:
         actors, calls = fake_actors(SETTINGS, self.run_dir)
         self.trainer = Policy("trainer", calls, actors.trainer.config)
         self.engine = Reference("reference", calls, actors.trainer.config)
-        mesh = ReferenceMesh(self.engine, self.trainer, self.run_dir / "reference")
+        mesh = ReferenceMesh(self.engine, self.trainer, self.run_dir)
         self.actors = replace(actors, trainer=self.trainer, reference=mesh)
 
     def complete(self):

@@ -16,6 +16,8 @@ from rl.config import ReferenceConfig, WarmupConfig
 from rl.config.learning import learning_of
 from rl.config.resume import with_newest_checkpoint
 from rl.controller import run as running
+from rl.controller import stages
+from rl.controller.recovery import finish_last
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
@@ -271,3 +273,53 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(tmp_path, goes_on, ev
     learning = learning_of(replace(settings, steps=9))
     schedule = asyncio.run(RunStages(learning, checkpoint, actors, tokenizer, recorder, goes_on).start())
     assert (schedule.first, schedule.evaluate_first) == (4, expected)
+
+
+def test_what_is_being_written_is_finished_though_an_update_ends_the_run(tmp_path, monkeypatch):
+    """As one for which a GPU has not enough memory: the checkpoint of the step before is still on its way."""
+    settings = config(save_every=1)
+    actors, _ = fake_actors(settings, tmp_path)
+    finished, learn = [], stages.learn
+
+    async def learning(batch, step, *rest):
+        if step == 3:
+            finished.clear()
+            raise RunError("out of memory")
+        return await learn(batch, step, *rest)
+
+    async def finish_checkpoint():
+        finished.append(latest(tmp_path / "checkpoints"))
+
+    monkeypatch.setattr(stages, "learn", learning)
+    monkeypatch.setattr(actors.trainer, "finish_checkpoint", finish_checkpoint)
+    tokenizer = HFTokenizer(settings.model.materialize(tmp_path))
+    run = RunStages(learning_of(settings), "", actors, tokenizer, QuietRecorder(tmp_path)).run()
+    with pytest.raises(RunError, match="out of memory"):
+        asyncio.run(run)
+    assert [path.name for path in finished] == ["step-2"]  # and none of step 3, which is half done
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_last_checkpoint_that_is_being_written_is_finished_unless_told_twice(tmp_path, times):
+    ends, said = [], []
+
+    async def finish_checkpoint():
+        try:
+            await asyncio.sleep(10)
+            ends.append("written")
+        except asyncio.CancelledError:
+            ends.append("interrupted")
+            raise
+
+    async def main():
+        actors = SimpleNamespace(trainer=SimpleNamespace(finish_checkpoint=finish_checkpoint))
+        finishing = asyncio.create_task(finish_last(actors, SimpleNamespace(say=said.append)))
+        for _ in range(times):
+            await asyncio.sleep(1)
+            finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+
+    run_virtually(main())
+    assert ends == (["interrupted", "written"] if times == 1 else ["interrupted"] * 2)
+    assert len(said) == 1 and "once more to end without it" in said[0]

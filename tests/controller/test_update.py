@@ -430,6 +430,19 @@ def test_a_resumed_run_has_the_reference_that_its_checkpoint_noted(tmp_path):
     assert "notes the reference's weights" in line and "which are gone" in line
 
 
+def test_a_run_that_was_moved_has_its_own_reference_whatever_is_where_it_was(tmp_path):
+    settings = config(save_every=1, kl=KL(coef=0.1), warmup=WarmupConfig(steps=1, batch_size=2))
+    run(settings, tmp_path / "first")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    (tmp_path / "first" / "reference" / "step-0").mkdir(parents=True)  # another run's
+    going_on = replace(settings, steps=3, resume=str(tmp_path / "moved" / "checkpoints" / "step-1"))
+    assert validate(going_on) == []
+    calls = run(going_on, tmp_path / "moved")[0]
+    loaded = [call[2] for call in calls if call[:2] == ("reference", "load_weights")]
+    assert loaded == ["step-0"]  # no copy: it is its own
+    assert [path.name for path in (tmp_path / "moved" / "reference").iterdir()] == ["step-0"]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [

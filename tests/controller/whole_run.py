@@ -267,7 +267,7 @@ class World:
             reference = ReferenceAdapter(trainer)
         elif config.algorithm.needs_reference:
             engines.append(self.engine("reference", EngineHandle))
-            reference = ReferenceMesh(engines[-1], trainer, self.run_dir / "reference")
+            reference = ReferenceMesh(engines[-1], trainer, self.run_dir)
 
         async def start():
             await together(engine.start() for engine in engines)

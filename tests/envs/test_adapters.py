@@ -58,6 +58,13 @@ def test_textarena(tokenizer):
     assert all(said[0][:40] not in text for text in said[1:])  # the game's rules stand there once
     again = play(tokenizer, env, env.train_problem(3), [f"I guess [{i}]" for i in range(1, 21)])
     assert again.messages == rollout.messages and again.score == rollout.score
+    for game, limit in (("Bandit-v0", 20), ("Mastermind-v0-hard", 30)):
+        (line,) = replace(env, game=game).validate()
+        assert f"ends by itself after {limit} turns" in line and f"set env.max_turns={limit + 1}" in line
+    bandit = replace(env, game="Bandit-v0", max_turns=21)
+    assert bandit.validate() == []
+    rollout = play(tokenizer, bandit, bandit.train_problem(3), ["[red]"] * 21)
+    assert rollout.counts["turns"] == 21 and rollout.stop is StopReason.STOP  # it says what it is worth
 
 
 @pytest.mark.slow
@@ -92,6 +99,11 @@ def test_skyrl_gym(tokenizer, tmp_path):
     assert env.validate() == [] and len(env.eval_problems()) == 4
     unread = replace(env, questions=replace(env.questions, num_eval=2))
     assert unread.validate() == ["env.questions.num_eval=2 has no effect; set env.num_eval"]
+    unread = replace(env, questions=replace(env.questions, prompt_prefix="Be brief.", max_new_tokens=5))
+    assert unread.validate() == [
+        "env.questions.prompt_prefix has no effect; set env.prompt_prefix",
+        "env.questions.max_new_tokens has no effect; set env.max_new_tokens",
+    ]
     problem = env.eval_problems()[2]
     rollout = play(tokenizer, env, problem, ["#### 5", "#### 4", "#### 4"])
     assert rollout.score.error is None and rollout.counts["turns"] >= 2
@@ -99,6 +111,45 @@ def test_skyrl_gym(tokenizer, tmp_path):
     # As in SkyRL, the environment sees the thoughts too.
     rollout = play(tokenizer, env, problem, ["<think>#### 4</think> I know.", "#### 5", "#### 5"])
     assert rollout.counts["turns"] == 1 and rollout.score.parts.turns[0] >= 1
+
+
+RULES = """
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.registration import register
+
+class Rules(BaseTextEnv):
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+
+    def init(self, prompt):
+        rules = {"role": "system", "content": "The rules."}
+        return [rules, {"role": "user", "content": "Again: " + prompt[-1]["content"]}], {}
+
+    def step(self, action):
+        return BaseTextEnvStepOutput(observations=[], reward=1.0, done=True, metadata={})
+
+register(id="rules_of_a_game:rules", entry_point="rules_of_a_game:Rules")
+"""
+
+
+@pytest.mark.slow
+def test_what_an_environment_of_skyrl_gym_makes_of_the_first_prompt_is_the_conversation(
+    tokenizer, tmp_path, monkeypatch
+):
+    from rl.envs.adapters.skyrl_gym import SkyRLGym
+    from rl.envs.question_file import QuestionFile
+
+    (tmp_path / "rules_of_a_game.py").write_text(RULES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "2 + 2?", "answer": "4"}\n' * 2)
+    questions = QuestionFile(path=str(path), match="exact")
+    env = SkyRLGym(environment="rules_of_a_game:rules", questions=questions, num_eval=1)
+    rollout = play(tokenizer, env, env.eval_problems()[0], ["4"])
+    assert rollout.score.error is None and rollout.score.reward == 1
+    assert [(m["role"], m["content"]) for m in rollout.messages] == [
+        ("system", "The rules."), ("user", "Again: 2 + 2?"), ("assistant", "4"),
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -699,8 +750,18 @@ def double(number: int) -> int:
 def right(completion, answer, **rest):
     return float(completion[-1]["content"] == answer)
 
-def load_environment(rows: int = 8):
+def load_environment(rows: int = 8, kind: str = ""):
     data = {"question": [f"Twice {i}?" for i in range(rows)], "answer": [str(2 * i) for i in range(rows)]}
+    if kind == "alike":  # but for what the environment has to itself
+        data = {"question": ["Play."] * rows, "info": [{"seed": i} for i in range(rows)]}
+        return vf.SingleTurnEnv(dataset=Dataset.from_dict(data), rubric=vf.Rubric(funcs=[lambda **rest: 1.0]))
+    if kind == "group":
+        first = vf.Rubric(funcs=[lambda completions, **rest: [1.0] * len(completions)])
+        return vf.SingleTurnEnv(dataset=Dataset.from_dict(data), rubric=first)
+    if kind:  # sets of their own
+        test = Dataset.from_dict({"question": ["Twice 100?", "Twice 101?"], "answer": ["200", "202"]})
+        train = Dataset.from_dict(data) if kind == "both" else None
+        return vf.SingleTurnEnv(dataset=train, eval_dataset=test, rubric=vf.Rubric(funcs=[right]))
     return vf.ToolEnv(dataset=Dataset.from_dict(data), tools=[double], rubric=vf.Rubric(funcs=[right]), max_turns=4)
 """
 
@@ -720,3 +781,19 @@ def test_a_verifiers_environment_trains_through_the_endpoint(tokenizer, tmp_path
     rollout = play(tokenizer, env, problem, [call, problem.answer])
     assert rollout.score.error is None and rollout.score.reward == 1
     assert rollout.counts["turns"] == 2 and not rollout.forks
+    alike = replace(env, options=(("kind", "alike"), ("rows", 12)))
+    assert alike.validate() == [] and len({problem.key for problem in alike.eval_problems()}) == 4
+    assert alike.train_problem(1).key not in {problem.key for problem in alike.eval_problems()}
+    (line,) = replace(env, options=(("kind", "group"),)).validate()
+    assert line.startswith("doubling scores the rollouts of a task together")
+    both = replace(env, options=(("kind", "both"), ("rows", 3)))
+    assert both.validate() == [] and [p.question for p in both.eval_problems()] == [
+        "Twice 100?",
+        "Twice 101?",
+    ]
+    assert {both.train_problem(seed).answer for seed in range(20)} == {"0", "2", "4"}
+    for problem in (both.eval_problems()[1], both.train_problem(2)):
+        rollout = play(tokenizer, both, problem, [problem.answer])
+        assert rollout.score.error is None and rollout.score.reward == 1
+    (line,) = replace(env, options=(("kind", "test"),)).validate()
+    assert line.startswith("doubling has no dataset to train on")

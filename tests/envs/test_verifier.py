@@ -3,6 +3,7 @@
 That process imports this module, which therefore imports little.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 import rl.envs.verifier as verifier_module
 from rl.envs.base import Env
-from rl.envs.verifier import Verifier
+from rl.envs.verifier import NotStartedAgain, Verifier
 from rl.errors import RunError
 from rl.types import Problem, Rewards, Rollout, Segment, StopReason, VersionRange
 
@@ -148,6 +149,36 @@ def test_a_prepare_that_takes_too_long_is_named(monkeypatch):
     monkeypatch.setattr(verifier_module, "START_SECONDS", 1.0)
     with pytest.raises(RunError, match=r"prepare\(\) of the environment took over 1 s; load less there"):
         Verifier(Loads(), limit_seconds=5)
+
+
+@dataclass(frozen=True)
+class PreparesOnce(Env):
+    """Its reward ends the process, and its data server is away as it starts again."""
+
+    mark: str = ""
+
+    def prepare(self):
+        with open(self.mark, "x"):
+            pass
+
+    def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
+        os._exit(3)
+
+
+def test_a_process_that_does_not_start_again_is_told_from_one_that_never_did(tmp_path):
+    """The second is the environment's to mend, the first may pass: another worker takes its place."""
+    verifier = Verifier(PreparesOnce(mark=str(tmp_path / "mark")), 10.0)
+    (score,) = verifier.score([rollout("a")])
+    assert score.cause == "crashed"
+    with pytest.raises(NotStartedAgain, match="prepare.. of the environment failed: FileExistsError"):
+        verifier.score([rollout("a")])
+    from rl.actors.remote import ProcessDied
+    from rl.actors.reward import RewardWorker
+
+    worker, score_of = RewardWorker.__new__(RewardWorker), RewardWorker.score._method.__wrapped__
+    worker._verifier = verifier
+    with pytest.raises(ProcessDied, match="FileExistsError"):
+        asyncio.run(score_of(worker, [rollout("a")]))
 
 
 @dataclass(frozen=True)

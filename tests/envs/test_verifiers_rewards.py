@@ -63,7 +63,7 @@ def test_verifiers_environments_score_as_by_themselves(name, tmp_path, monkeypat
     assert env.validate() == []
     problem = env.generate(3)
     made = vf.load_environment(name)  # a ReasoningGymEnv's rows have an index in place of their answer
-    row = int(problem.id)
+    row = int(problem.id.split()[1])
     answer = made.rg_dataset[row]["answer"] if hasattr(made, "rg_dataset") else problem.answer
     texts = [
         answer,

@@ -94,6 +94,8 @@ CASES = {
             ["[other]", "a"],
         ],
     ),
+    # Its tasks are asked in the same words, and differ in their seeds.
+    "wordle": Case("textarena", (("taskset.game", "Wordle-v0"),), [["[crane]"], ["[crane]", "[slate]", "no"], [""]]),
     "calculator": Case(CALCULATOR, (("taskset.rows", 8),), SUMS),
     "best of two": Case(CALCULATOR, (("taskset.rows", 8), ("id", "best-of-n"), ("n", 2)), [["{answer}"], ["0"]]),
     "tools": Case(

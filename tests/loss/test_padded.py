@@ -253,3 +253,20 @@ def test_a_reward_where_nothing_was_sampled_goes_to_the_token_before():
         assert torch.equal(padded_advantages(GroupMean(), rewards, mask, 2), expected)
     discounted = padded_advantages(ReinforcePP(discount=0.5), at_end, mask, 2)
     assert discounted[0, 4] > discounted[0, 2] > discounted[0, 1]
+
+
+def test_what_losses_read_besides_may_be_given():
+    (logprobs, sampling, _), mask = rows(2, [3, 2], 3)
+    advantages, ones = (
+        torch.tensor([1.0, -1.0], dtype=torch.float64),
+        torch.ones_like(mask, dtype=torch.float64),
+    )
+    plain = padded_loss(GSPO(), logprobs, mask, advantages, sampling_logprobs=sampling).loss
+    told = padded_loss(
+        GSPO(), logprobs, mask, advantages, sampling_logprobs=sampling, sequence_ratio_mask=ones
+    )
+    assert told.loss == plain
+    wide = {"clip_low_threshold": 1e-9 * ones, "clip_high_threshold": 1e9 * ones}
+    unclipped = padded_loss(Clip(), logprobs, mask, advantages, sampling_logprobs=sampling, **wide)
+    by_hand = -((logprobs - sampling).exp() * advantages[:, None])[mask].mean()
+    torch.testing.assert_close(unclipped.loss, by_hand)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl.observability import trackers
 from rl.observability.sinks import _MODULES, _PACKAGES, Sinks, TrackingConfig, open_sinks
 from rl.observability.trackers import MLflow, TensorBoard
 from tests.observability.test_writer import EXITS, RAISED
@@ -340,6 +341,31 @@ def test_wandb_goes_on_in_its_run_and_has_each_step_once(tmp_path, monkeypatch):
     assert first["project"] == again["project"] == "p" and first["name"] == tmp_path.name
     assert first["settings"]["finish_timeout"] == 50.0 and first["config"] == {"steps": 2}
     assert [line["step"] for line in logged] == [1, 2, 3, 4] and ended == [1, 0]
+
+
+def test_what_a_users_own_variables_say_of_wandb_stands_unless_a_project_is_set(tmp_path, monkeypatch):
+    asked = []
+
+    def init(**options):
+        asked.append(options)
+        calls = dict.fromkeys(("define_metric", "log", "finish"), lambda *_, **__: None)
+        return SimpleNamespace(id="new", **calls)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **limits: limits))
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    trackers.WandB("", tmp_path / "a", {})
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_NAME", "first")
+    monkeypatch.setenv("WANDB_DIR", "/scratch")
+    trackers.WandB("", tmp_path / "b", {})
+    trackers.WandB("set", tmp_path / "c", {})
+    found = [(options["project"], options["name"], options["dir"]) for options in asked]
+    assert found == [
+        ("rl", "a", str(tmp_path / "a")), ("mine", "first", "/scratch"), ("set", "first", "/scratch"),
+    ]  # fmt: skip
 
 
 def test_a_broken_note_is_named_with_the_remedy(tmp_path, monkeypatch):

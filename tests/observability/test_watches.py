@@ -1,5 +1,7 @@
 """What a run says once: of a policy that collapses, and not of one that learns; of prefixes that save nothing."""
 
+import numpy as np
+
 from rl.observability.watches import CollapseWatch, LossWatch, SharingWatch
 
 
@@ -48,3 +50,13 @@ def test_a_loss_that_rises_is_said_once_and_one_of_any_sign_that_stays_is_not():
     assert said(-2.0, -2.0, -2.0, -1.0, -1.0, -1.0) == [5]
     assert said(*[-2.0] * 20) == said(*[0.0] * 20) == said(*[3.0] * 20) == []
     assert said(3.0, 2.0, 1.0, 0.5) == []
+
+
+def test_a_loss_that_goes_up_and_down_from_batch_to_batch_does_not_rise():
+    """As DPO's, of 32 pairs whose margins no longer grow; and one that then does rise is told."""
+    for seed in range(20):
+        rng, watch = np.random.default_rng(seed), LossWatch("trainer.lr")
+        losses = np.log1p(np.exp(-rng.normal(1.0, 1.5, (200, 32)))).mean(1)
+        assert not [step for step, loss in enumerate(losses) if watch.observe({"loss": loss})]
+        told = [step for step in range(10) if watch.observe({"loss": 1.0 + step})]
+        assert told and told[0] <= 4

@@ -6,7 +6,7 @@ import pytest
 
 from configs.gpu import qwen3_1_7b
 from configs.quickstart import quickstart
-from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
+from rl.config import GeneratorConfig, RewardConfig, TrainerConfig, WeightSyncConfig
 from rl.config.settle import engines_without, plan_or_problems
 from rl.models.layout import Layout
 from rl.plan.cluster import USABLE, Cluster, Host
@@ -205,3 +205,36 @@ def test_engines_that_grow_have_room_beside_the_generators_that_stay_on_their_gp
     )
     less = replace(settings, generator=replace(settings.generator, kv_cache_gib=20.0))
     assert after(less, 1, hosts=gpus) == (Layout(), [0])
+
+
+def test_processes_that_stay_and_engines_have_one_dtype_whatever_the_hosts_that_are_left_can():
+    def run(*bfloat16, **trainer):
+        hosts = Cluster(
+            tuple(Host(8, 64.0, address=f"10.0.0.{i}:7000", bfloat16=can) for i, can in enumerate(bfloat16))
+        )
+        settings = replace(
+            config(generators=(0,), **trainer), reward=RewardConfig(hosts=(0,)), dtype="fastest"
+        )
+        before = planned(settings, hosts).value_of("dtype")
+        engines = engines_without(settings, planned(settings, hosts), (1,))
+        assert not isinstance(engines, str), engines
+        return before, engines[0].spec.config.dtype
+
+    assert run(True, False, min_hosts=1) == ("float32", "float32")
+    assert run(True, True, False, spare_hosts=(2,)) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("role", ["generator", "reward", "torchstore"])
+def test_the_plan_says_what_the_run_cannot_do_without_and_loses_with_a_host(role):
+    settings, lost = config(generators=(3,), min_hosts=1), "1"
+    if role == "torchstore":
+        settings, lost = replace(settings, weight_sync=WeightSyncConfig(transport="torchstore")), "0"
+        words = ", but torchstore's process is gone; set weight_sync.transport=shared_memory"
+    else:
+        section = {"generator": GeneratorConfig, "reward": RewardConfig}[role](hosts=(1,))
+        settings = replace(settings, **{role: section})
+        words = f", but no {role} process is left; set {role}.hosts to more hosts"
+    told = {s.setting: s.value for s in planned(settings).settled}
+    other = "1" if lost == "0" else "0"
+    assert told[f"trainer without host {lost}"] == f"1 processes on hosts {other}{words}"
+    assert told[f"trainer without host {other}"] == f"1 processes on hosts {lost}"

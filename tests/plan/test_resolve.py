@@ -211,6 +211,23 @@ def test_what_would_fail_on_a_machine_is_refused_with_its_figures(model, machine
     assert sum(words in line for line in problems(qwen(model, **changes), machine)) == 1
 
 
+def test_a_vocabulary_that_shards_of_its_parts_cannot_have_is_refused(tmp_path):
+    """Llama 3's and a token more. torch 2.13 gives one rank a row fewer than it reads there."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3.1-8b"] | {"vocab_size": 128257}))
+
+    def lines(**layout):
+        trainer = TrainerConfig(layout=Layout(**layout))
+        config = dataclasses.replace(qwen(lambda _: ModelDir(str(tmp_path))), trainer=trainer)
+        return [line for line in problems(config, "8xH100-80") if "vocab_size" in line]
+
+    assert lines(shard=8) == lines(tensor_parallel=8) == lines(replicate=2, tensor_parallel=2) == []
+    for layout in ({"shard": 4}, {"context_parallel": 2}):
+        (line,) = lines(tensor_parallel=2, **layout)
+        assert line.startswith(
+            "trainer.layout.tensor_parallel=2 does not divide the model's vocab_size=128257"
+        )
+
+
 # Llama-3.1-8B in full takes 120 GiB of states: (machine, what is said, the same as settings).
 REMEDIES = [
     ("8xH100-80", "set --trainer.layout.shard 2", {"layout": Layout(shard=2)}),
@@ -721,7 +738,7 @@ def test_the_plan_says_what_weights_go_through(model, transport, through):
     (line,) = [
         line for line in show("a run", settle(config, cluster=cluster("2xH100-80"))) if "weight sync" in line
     ]
-    assert f"through {through}, which holds three" in line
+    assert f"through {through}, which holds three at most" in line
 
 
 def test_roles_whose_gpu_is_full_take_turns_by_themselves(model):
@@ -749,17 +766,17 @@ def test_roles_stay_where_all_fit_or_where_they_work_at_the_same_time(model):
 
 
 def test_a_host_has_room_for_what_leaves_its_gpus(model):
-    """Weights and moments of Qwen3-0.6B: 6.7 GiB; as much again for a checkpoint that is still being written."""
+    """Weights and moments of Qwen3-0.6B: 6.7 GiB; as much again for a checkpoint that is still being written; 2.2 for two
+    published versions."""
     (gpu,) = cluster("1xL4-24").gpus
     asked = qwen(model, trainer=FULL, placement="by_turns")
-    assert plan_or_problems(asked, Cluster((Host(16, 13.5, (gpu,)),))).takes_turns
-    (line,) = plan_or_problems(asked, Cluster((Host(16, 13.0, (gpu,)),)))
-    words = (
-        "the host has 13.0 GiB free for what leaves its GPUs, and for checkpoints, about 13.3 (trainer 13.3)"
-    )
+    assert plan_or_problems(asked, Cluster((Host(16, 15.7, (gpu,)),))).takes_turns
+    (line,) = plan_or_problems(asked, Cluster((Host(16, 15.2, (gpu,)),)))
+    words = "the host has 15.2 GiB free for what leaves its GPUs, and for weights and checkpoints on their way, about 15.5 "
+    words += "(trainer 13.3, published weights 2.2)"
     assert line.startswith(words), line
     auto = dataclasses.replace(asked, placement="auto")
-    (line,) = plan_or_problems(auto, Cluster((Host(16, 13.0, (gpu,)),)))
+    (line,) = plan_or_problems(auto, Cluster((Host(16, 15.2, (gpu,)),)))
     assert line.startswith("GPU 0 has 21.7 GiB for processes that need about")
 
 
@@ -769,21 +786,21 @@ def test_a_host_has_room_for_a_checkpoint_on_its_way_to_the_disk(model):
     asked = qwen(model, trainer=FULL)
     small = Cluster((Host(16, 6.0, (gpu,)),))
     (line,) = plan_or_problems(asked, small)
-    assert line.startswith("the host has 6.0 GiB free for checkpoints on their way to the disk, about 6.7"), (
+    assert line.startswith("the host has 6.0 GiB free for weights and checkpoints on their way, about 8.9"), (
         line
     )
     demand = demand_of(asked, "eval")
     assert isinstance(resolve(demand, facts_of(asked, demand), small), Plan)
-    assert isinstance(plan_or_problems(asked, Cluster((Host(16, 7.0, (gpu,)),))), Plan)
+    assert isinstance(plan_or_problems(asked, Cluster((Host(16, 9.0, (gpu,)),))), Plan)
 
 
 def test_the_critics_checkpoint_is_on_the_disk_before_the_trainers_is_copied(model):
     """They are never in memory together."""
     (gpu,) = cluster("1xH200-141").gpus
     asked = qwen(model, trainer=FULL, advantages=GAE())
-    assert isinstance(plan_or_problems(asked, Cluster((Host(16, 7.0, (gpu,)),))), Plan)
-    (line,) = plan_or_problems(asked, Cluster((Host(16, 6.0, (gpu,)),)))
-    assert "about 6.7 (trainer 6.7, critic" in line
+    assert isinstance(plan_or_problems(asked, Cluster((Host(16, 9.2, (gpu,)),))), Plan)
+    (line,) = plan_or_problems(asked, Cluster((Host(16, 8.2, (gpu,)),)))
+    assert "about 8.9 (trainer 6.7, critic 6.7, published" in line
     on_cpu, problems_of = [Cluster((Host(16, gib),)) for gib in (500.0, 20.0)], plan_or_problems
     made = problems_of(dataclasses.replace(asked, data="rollouts", max_offpolicy_steps=1), on_cpu[0])
     copies = [

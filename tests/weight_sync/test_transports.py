@@ -12,6 +12,8 @@ import torch
 
 from rl.errors import RunError
 from rl.weight_sync import shared_memory
+from rl.weight_sync.buffers import keys
+from rl.weight_sync.files import release_files
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard, assemble
 from rl.weight_sync.shared_memory import SharedMemory
 from tests.weight_sync import pushed
@@ -162,6 +164,22 @@ def test_a_version_that_was_begun_by_one_that_died_takes_no_room(tmp_path):
         asyncio.run(transport.release(manifest))
 
 
+def test_released_files_of_ranks_that_are_no_more_go(tmp_path):
+    """A trainer that lost a host has fewer; other models' files, and those that are read, stay."""
+    transport, full = SharedMemory(str(tmp_path)), torch.randn(64, 5)
+    before = publish(transport, 1, rows("w", full, 4))
+    read = fetch(transport, before)
+    (tmp_path / "other-v1-rank3.bin.released").touch()
+    asyncio.run(transport.release(before))
+    after = publish(transport, 2, rows("w", full, 2))
+    asyncio.run(transport.release(after))
+    names = {
+        file.name.partition("-v")[0] + file.name[file.name.index("-rank") :] for file in tmp_path.iterdir()
+    }
+    assert names == {"model-rank0.bin.released", "model-rank1.bin.released", "other-rank3.bin.released"}
+    assert torch.equal(read["w"], full)
+
+
 def test_another_ranks_files_may_change_their_names_while_a_version_is_published(tmp_path):
     transport, another = SharedMemory(str(tmp_path)), tmp_path / "model-v0-rank1.bin"
     another.touch()
@@ -178,7 +196,7 @@ def test_another_ranks_files_may_change_their_names_while_a_version_is_published
             for version in range(300):
                 manifest = publish(transport, version, rows("w", torch.full((4, 2), float(version)), 1))
                 assert fetch(transport, manifest)["w"].unique().tolist() == [float(version)]
-                asyncio.run(transport.release(manifest))
+                release_files(keys(manifest))  # of this rank: a version without the other would end its file
         finally:
             ended.set()
         renaming.result()

@@ -54,7 +54,7 @@ class TextArena(ChatEnv):
         limit = self._begun(0).state.max_turns
         if limit is not None and self.max_turns <= limit:
             return [
-                f"{self.game} ends by itself after {limit} turns; env.max_turns={self.max_turns} would cut it "
+                f"{self.game} ends by itself after {limit} turns; env.max_turns={self.max_turns} cuts it "
                 f"off before it says what it is worth; set env.max_turns={limit + 1}"
             ]
         return []

@@ -19,7 +19,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import EndedEpisode, Opening, Reply
 from rl.envs.chat.process import ENDED
 from rl.envs.pipes import HEADER, framed, receive, send, send_pickled
-from rl.envs.verifier import START_SECONDS, not_started
+from rl.envs.verifier import START_SECONDS, NotStartedAgain, not_started
 from rl.errors import EpisodeFailed, EpisodeLost, RunError
 from rl.processes import kill_tree
 from rl.types import Message, Problem, Score
@@ -122,9 +122,13 @@ class EpisodeHost:
         loop = asyncio.get_running_loop()
         async with self._starting:
             if self.is_gone:
-                loop.remove_reader(self._host)
-                _end(self._host, self._process)
-                self._host, self._process = await asyncio.to_thread(self._start)
+                if self._host.fileno() >= 0:  # else it did not start again the last time
+                    loop.remove_reader(self._host)
+                    _end(self._host, self._process)
+                try:
+                    self._host, self._process = await asyncio.to_thread(self._start)
+                except RunError as error:
+                    raise NotStartedAgain(str(error)) from error
                 self._is_reading = self._is_cut_off = False
                 self._ended, self._closed = {}, set()
                 self.num_restarts += 1

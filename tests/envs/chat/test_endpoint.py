@@ -103,6 +103,34 @@ def test_an_agent_of_the_official_client_is_trained_on_what_it_made_the_policy_s
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
 
 
+@dataclass(frozen=True)
+class Reader(Agent):
+    """Without tools; it reads the thoughts, as verifiers' parsers do."""
+
+    def agent(self, episode, base_url, api_key):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        messages, read = [{"role": "user", "content": episode.problem.question}], []
+        for _ in range(2):
+            answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+            read.append(answer.content)
+            messages += [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": "Go on."},
+            ]
+        episode.notes["read"] = read
+
+    def reward_episode(self, episode):
+        return 1.0
+
+
+def test_an_agent_without_tools_gets_what_was_written_and_its_conversation_goes_on(tokenizer):
+    texts = ["<think>I look.</think><guess>3</guess>", "<think>Again.</think> 4"]
+    rollout, writer = play(tokenizer, Reader(), "look around", texts)
+    assert rollout.score.error is None and rollout.score.notes["read"] == texts
+    sampled = [segment.tokens.tolist() for segment in rollout.segments if segment.sampled]
+    assert sampled == [made for _, _, made in writer.asked] and not rollout.forks
+
+
 def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer):
     rollout, _ = play(tokenizer, Agent(), "fails", [])
     assert rollout.score.cause == "start" and "no agent" in rollout.score.error
