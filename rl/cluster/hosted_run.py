@@ -21,7 +21,7 @@ from rl.host_protocol import MARK, OWN_HOST, Refusal
 from rl.owned_directory import is_owned, owned_directory, temporary_base
 from rl.processes import LEASE, kill_tree
 from rl.waiting import within
-from rl.weight_sync.files import release_files
+from rl.weight_sync.files import release_version
 
 MONARCH = ("-m", "rl.cluster.monarch_worker")
 """The process that Monarch starts a run's from: prints its address, then waits."""
@@ -124,7 +124,7 @@ class HostedRun:
         elif do == "end_log":
             kill_those_that_log_to(Path(asked["log"]))
         elif do == "release":
-            release_files(asked["paths"])
+            release_version(self.shared, asked["paths"])
         elif do == "worker" and not self._is_alive:
             await self.start_worker()
         elif do == "close":

@@ -55,7 +55,7 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
 def whole(path: str) -> str:
     """A checkpoint that is named from within its own directory has its run's path."""
     of_checkpoint = Path(path).name.startswith("step-") and Path(path).parent.name != "checkpoints"
-    return os.path.abspath(path) if of_checkpoint else path
+    return os.path.abspath(path) if of_checkpoint and os.path.isdir(path) else path
 
 
 def newest_good(run_dir: Path, needs_critic: bool) -> Path | None:

@@ -161,8 +161,8 @@ class RunConfig:
     """All randomness follows from it and from the prompt's index, the sample and, for minibatches, the
     step."""
     eval_every: PositiveInt = 20
-    """Steps between evaluations on the held-out problems; so are the policy before the first step and that
-    after the last."""
+    """Steps between evaluations on the held-out problems. The policy before the first step and the one after
+    the last are evaluated, too."""
     save_every: NonNegativeInt = 20
     """Steps between checkpoints; 0 is none by steps. The last step has one, and a run that is interrupted."""
     save_every_minutes: NonNegativeFloat = 10.0

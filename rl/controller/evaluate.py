@@ -158,7 +158,8 @@ def _trained_on(model: Path, env: Env) -> int:
     if written | {name: own[name] for name in _ASKS_THE_SAME} != own:
         return 0
     of_run = replace(env, num_eval=written["num_eval"])
-    return len({problem.key for problem in held_out(env)} - {problem.key for problem in held_out(of_run)})
+    asked = {problem.key for problem in held_out(env) if env.may_train_on(problem)}
+    return len(asked - {problem.key for problem in held_out(of_run)})
 
 
 def _config(model: str, name: str, flags: Sequence[str]) -> RunConfig:

@@ -166,6 +166,10 @@ class Env:
         """
         return _first_of_their_kind(self)
 
+    def may_train_on(self, problem: Problem) -> bool:
+        """Whether training could draw it, were it not held out."""
+        return True
+
     def train_problem(self, seed: int) -> Problem:
         """A problem that is not held out."""
         excluded = _held_out_keys(self)

@@ -252,7 +252,7 @@ class Checkpoints:
         """
         find = self._database.find
         known = {session.id for session in find(sessions)}
-        rows = [*find(checkpoints), *find(samplers)]
+        rows = [*find(checkpoints), *find(samplers, samplers.c.num_bytes > 0)]
         named = {row.directory for row in rows} | {model.snapshot for model in find(models)}
         for pattern in ("samplers/*/*", "models/*/*", "checkpoints/*/*/*"):
             for directory in self._root.glob(pattern):

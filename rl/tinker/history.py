@@ -8,8 +8,11 @@ from rl.tinker.requests import CHANGES, HEADS
 
 
 def last_number(database: Database, target: str) -> int:
-    """Of a model's newest request that has ended; 0: none has."""
-    ended = requests.c.target == target, requests.c.state != "waiting"
+    """Of a model's newest request that was carried out, whose turn came before all that wait; 0: none was.
+
+    One that was refused may have been so as it came.
+    """
+    ended = requests.c.target == target, requests.c.state.in_(("done", "failed"))
     newest = select(requests.c.number).where(*ended).order_by(requests.c.number.desc()).limit(1)
     return next((row.number for row in database.rows(newest)), 0)
 
@@ -42,7 +45,7 @@ def to_repeat(database: Database, model: Row, before: int) -> list[Row]:
         elif row.kind == "forward_backward":
             gradient.append(row)
         elif row.kind == "optim_step":
-            applied += [*gradient, row]
+            applied += [*gradient, row] if gradient else []  # without one it changed nothing
             gradient = []
         else:  # load_weights: nothing before it matters
             applied, gradient = [row], []

@@ -49,10 +49,13 @@ class Quotas:
         """Bytes."""
         return self._bytes.get(tenant, 0)
 
-    def check(self, tenant: str, num_bytes: int) -> None:
-        """Raises UserError where so many more are too many, also without what nobody uses any more."""
+    def check(self, tenant: str, num_bytes: int, target: str = "") -> None:
+        """Raises UserError where so many more are too many, also without what nobody uses any more.
+
+        target: the model or sampler that they are for, which stays.
+        """
         missing = self.used(tenant) + num_bytes - self._most_bytes
-        if missing > 0 and (freed := self._room.free(tenant, missing)):
+        if missing > 0 and (freed := self._room.free(tenant, missing, target)):
             self.add(tenant, -freed)
         used = self.used(tenant)
         if used + num_bytes > self._most_bytes:
@@ -65,8 +68,8 @@ class Quotas:
         """Raises UserError where a tenant has as many sessions, models or samplers as it may."""
         most = self._most_rows[table]
         own = [table.c.tenant == tenant, *((models.c.seen > GONE,) if table is models else ())]
-        if table is models and self._database.count(table, *own) >= most:
-            self._room.free_model(tenant)
+        if table is models and (missing := self._database.count(table, *own) + 1 - most) > 0:
+            self._room.free_models(tenant, missing)
         if self._database.count(table, *own) >= most:
             raise UserError(
                 f"you have {most} {table.name}, as many as limits.max_tenant_{table.name} allows: "

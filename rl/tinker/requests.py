@@ -81,7 +81,7 @@ class Requests:
                 )
             refusal = None
             try:
-                self._quotas.check(tenant, len(body))
+                self._quotas.check(tenant, len(body), target)
             except UserError as error:
                 if kind not in COMPUTES:
                     raise
@@ -259,13 +259,15 @@ class Requests:
             requests.c.body.is_not(None),
         )
         length = func.length(requests.c.body)
+        # As it is now: it may have been freed since `model` was read.
+        ((kept,),) = self._database.rows(select(models.c.snapshot_bytes).where(models.c.id == model.id))
         ((freed,),) = self._database.rows(select(func.coalesce(func.sum(length), 0)).where(*where))
         self._database.change(
             models.update().where(models.c.id == model.id).values(snapshot_number=number, **snapshot),
             requests.update().where(*where).values(body=None, num_bytes=requests.c.num_bytes - length),
             durable=True,
         )
-        self._quotas.add(model.tenant, snapshot["snapshot_bytes"] - (model.snapshot_bytes or 0) - int(freed))
+        self._quotas.add(model.tenant, snapshot["snapshot_bytes"] - (kept or 0) - int(freed))
 
     def forget_before(self, moment: float) -> bool:
         """A few results that nobody fetched; whether there are more. What a model is restored from stays."""

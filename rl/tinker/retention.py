@@ -57,7 +57,7 @@ class Retention:
 
     def oldest_use(self) -> float:
         """A model that was used before cannot be used any more."""
-        return now() - self._limits.keep_models_seconds
+        return max(now() - self._limits.keep_models_seconds, ROW_ALONE + 2)
 
     def use(self, model: Row) -> None:
         """It has a request. (To the minute: a commit for each would be a third of all.)"""
@@ -115,7 +115,9 @@ class Retention:
             self._database.delete(
                 sessions,
                 sessions.c.id.in_([row.id for row in rows]),
-                ~select(models.c.id).where(models.c.session == sessions.c.id).exists(),
+                ~select(models.c.id)
+                .where(models.c.session == sessions.c.id, models.c.seen > ROW_ALONE)
+                .exists(),
             )
             self._swept_until = rows[-1].ended, rows[-1].id
         return len(rows) == _PIECE
@@ -137,16 +139,12 @@ class Retention:
         await self._all(lambda: self._queue.forget_target(model.id))
         directory = self._root / "models" / directory_name(model.id)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        own, of_session = models.c.id == model.id, models.c.session == model.session
+        others = select(models.c.id).where(of_session, ~own, models.c.seen > ROW_ALONE).exists()
         if self._database.find(checkpoints, checkpoints.c.model == model.id, limit=1):
-            own = models.c.id == model.id
-            self._database.update(models, own, seen=ROW_ALONE, snapshot=None, snapshot_bytes=0)
-            self._quotas.add(model.tenant, -(model.snapshot_bytes or 0))
-            return
-        without_models = ~select(models.c.id).where(models.c.session == model.session).exists()
-        self._database.change(
-            models.delete().where(models.c.id == model.id),
-            sessions.delete().where(
-                sessions.c.id == model.session, sessions.c.ended.is_not(None), without_models
-            ),
-        )
+            end = models.update().where(own).values(seen=ROW_ALONE, snapshot=None, snapshot_bytes=0)
+        else:
+            end = models.delete().where(own)
+        is_over = sessions.c.id == model.session, sessions.c.ended.is_not(None)
+        self._database.change(end, sessions.delete().where(*is_over, ~others))
         self._quotas.add(model.tenant, -(model.snapshot_bytes or 0))

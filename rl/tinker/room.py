@@ -29,13 +29,14 @@ class Room:
         self._database = database
         self._root = root
 
-    def free(self, tenant: str, num_bytes: int) -> int:
-        """Bytes freed: at least so many, or 0 where that cannot be.
+    def free(self, tenant: str, num_bytes: int, keep: str = "") -> int:
+        """Bytes freed: at least so many, or 0 where that cannot be. keep: a sampler or model that stays.
 
         Requests to a sampler whose weights went are answered that they were deleted; those to a model, that
         it is gone. The sweep deletes the rest of the model.
         """
-        weights, snapshots = self._unused_weights(tenant), self._unused_snapshots(tenant)
+        weights = [row for row in self._unused_weights(tenant) if row.id != keep]
+        snapshots = [row for row in self._unused_models(tenant) if row.snapshot_bytes and row.id != keep]
         sizes = [*(row.num_bytes for row in weights), *(row.snapshot_bytes for row in snapshots)]
         totals = list(accumulate(sizes))
         count = next((i for i, total in enumerate(totals, 1) if total >= num_bytes), 0)
@@ -53,21 +54,17 @@ class Room:
             asyncio.get_running_loop().run_in_executor(None, remove)  # it may hold gigabytes
         return totals[count - 1]
 
-    def free_model(self, tenant: str) -> None:
-        """The one that is unused the longest, which does not count any more; nothing where all are in use."""
-        ids = [row.id for row in self._unused_models(tenant)[:1]]
-        self._database.update(models, models.c.id.in_(ids), seen=GONE)
+    def free_models(self, tenant: str, count: int) -> None:
+        """So many, unused the longest, which do not count any more; none where fewer are unused."""
+        ids = [row.id for row in self._unused_models(tenant)[:count]]
+        if len(ids) == count:
+            self._database.update(models, models.c.id.in_(ids), seen=GONE)
 
     def _unused_weights(self, tenant: str) -> list[Row]:
         """Those of a sampler that follows its model are its model's newest."""
-        last_request = (
-            select(requests.c.created)
-            .where(requests.c.target == samplers.c.id)
-            .order_by(requests.c.number.desc())
-            .limit(1)
-            .scalar_subquery()
-        )
-        used = func.coalesce(last_request, samplers.c.created)
+        of_sampler = requests.c.target == samplers.c.id
+        last_end = select(func.max(requests.c.finished)).where(of_sampler).scalar_subquery()
+        used = func.coalesce(last_end, samplers.c.created)
         unused = samplers.c.inflight_of.is_(None), used < now() - _SAMPLER_SECONDS
         own = samplers.c.tenant == tenant, samplers.c.num_bytes > 0
         query = select(samplers).where(*own, *unused, ~_waits_for(samplers.c.id)).order_by(used)
@@ -80,9 +77,6 @@ class Room:
         query = select(models).where(models.c.tenant == tenant, *unused, ~_waits_for(models.c.id))
         return list(self._database.rows(query.order_by(models.c.seen)))
 
-    def _unused_snapshots(self, tenant: str) -> list[Row]:
-        return [row for row in self._unused_models(tenant) if row.snapshot_bytes]
-
 
 def _waits_for(target: ColumnElement[str]) -> Exists:
-    return select(requests.c.id).where(requests.c.target == target, requests.c.state == "waiting").exists()
+    return select(requests.c.id).where(requests.c.target == target, requests.c.finished.is_(None)).exists()

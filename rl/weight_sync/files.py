@@ -67,9 +67,15 @@ def release_files(released: Iterable[str]) -> None:
             os.rename(path, f"{path}{RELEASED}")
 
 
-def remove_released(directory: Path, paths: Iterable[str]) -> None:
-    """Of the model in these files, released ones of other ranks: the trainer has fewer than it had."""
-    of_ranks = {without_version(path) for path in paths}
+def release_version(directory: Path, version: Iterable[str]) -> None:
+    """Release a version's files on this host. version: all of its manifest's keys.
+
+    Released files of the same model go that are of ranks which this version does not have: nobody takes them
+    any more.
+    """
+    version = list(version)
+    release_files(version)
+    of_ranks = {without_version(parts_of(key)[1]) for key in version}
     models = {_without_rank(path) for path in of_ranks}
     for file in directory.glob(f"*{RELEASED}"):
         of_rank = without_version(str(file)).removesuffix(RELEASED)

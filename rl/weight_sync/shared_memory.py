@@ -29,7 +29,7 @@ from rl.weight_sync.files import (
     parts_of,
     pattern_of,
     release_files,
-    remove_released,
+    release_version,
     version_of,
 )
 from rl.weight_sync.manifest import LocalShard, Manifest, Shard
@@ -102,13 +102,8 @@ class SharedMemory:
         return read_shards(manifest, buffers)
 
     async def release(self, manifest: Manifest) -> None:
-        """On this host. Who has mapped the version keeps it until it drops its views.
-
-        Released files of ranks that the version does not have go: nobody takes them any more.
-        """
-        paths = [parts_of(key)[1] for key in keys(manifest)]
-        release_files(paths)
-        remove_released(Path(self.directory), paths)
+        """On this host. Who has mapped the version keeps it until it drops its views."""
+        release_version(Path(self.directory), keys(manifest))
 
     def _bring(self, host: str, path: str) -> None:
         """Raises WeightsUnreachable where it is on another host and cannot be fetched."""

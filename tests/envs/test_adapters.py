@@ -128,7 +128,7 @@ class Rules(BaseTextEnv):
     def step(self, action):
         return BaseTextEnvStepOutput(observations=[], reward=1.0, done=True, metadata={})
 
-register(id="rules_of_a_game:rules", entry_point="rules_of_a_game:Rules")
+register(id="rules", entry_point="rules_of_a_game:Rules")
 """
 
 

@@ -238,8 +238,9 @@ class Loop:
 
     def later(self, seconds):
         """As if so many seconds had gone by."""
-        for table in (samplers, requests):
-            self.service.database.update(table, table.c.tenant == ME, created=table.c.created - seconds)
+        update = self.service.database.update
+        update(samplers, samplers.c.tenant == ME, created=samplers.c.created - seconds)
+        update(requests, requests.c.finished.is_not(None), finished=requests.c.finished - seconds)
 
 
 async def with_room_for(num_saves, service, root):
@@ -375,5 +376,30 @@ def test_models_whose_sessions_are_over_do_not_count_where_there_are_too_many(tm
                     service.model(ME, model)
             with pytest.raises(UserError, match="limits.max_tenant_models allows.* once its session is over"):
                 await make_model(service, session, 3)
+
+    asyncio.run(main())
+
+
+def test_what_a_request_is_for_does_not_go_for_it(tmp_path, monkeypatch):
+    """A sampler that was idle for long, and a model whose session is over: both may still be asked."""
+
+    async def main():
+        async with living(tmp_path / "server", Limits(snapshot_every=1)) as service:
+            monkeypatch.setattr(service.backend, "save", big_save(service.backend))
+            loop, _ = await with_room_for(10, service, tmp_path / "server")
+            old = await ended_model(service)
+            loop.later(601)
+            last_used(service, 25 * 3600)
+            service.quotas._most_bytes = service.quotas.used(ME)  # no room for a byte
+            (sampler,) = loop.samplers
+            with pytest.raises(UserError, match="limits.max_disk_gib"):
+                service.database.update(models, models.c.id == old, snapshot_bytes=0)
+                service.sample(ME, sampler, 1, SAMPLE)
+            assert service.sampler(ME, sampler).num_bytes
+            service.database.update(models, models.c.id == old, snapshot_bytes=100_000)
+            service.database.update(samplers, samplers.c.id == sampler, num_bytes=0)
+            body = request_body(old, 9)
+            await answered(service, service.submit(ME, "forward_backward", old, 9, body), state="refused")
+            assert service.model(ME, old).snapshot_bytes == 100_000
 
     asyncio.run(main())

@@ -167,6 +167,28 @@ def test_the_last_model_of_a_session_that_is_over_takes_it_along(tmp_path):
     asyncio.run(main())
 
 
+def test_a_session_goes_though_checkpoints_of_its_models_are_left(tmp_path):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+            await save(service, "save_weights", model, 1, path="named")
+            await service.finish_session(ME, session)
+            unused(service, model)
+        async with living(root, Limits(keep_models_seconds=1e12)) as service:  # longer than there is time
+            service.database.update(models, models.c.id == model, seen=0.0)
+            with pytest.raises(NotFound):
+                service.model(ME, model)
+            await service.retention.sweep()
+            assert not service.database.find(sessions)
+            assert service.training_run(ME, model).id == model
+            assert service.checkpoints.own(ME, model, "weights", "named")
+
+    asyncio.run(main())
+
+
 def test_wherever_a_sweep_is_killed_the_next_one_finishes_it(tmp_path):
     """Before each change: nobody sees half a model, and nothing is left."""
     k = -1

@@ -14,6 +14,7 @@ pytest.importorskip("tinker", reason="needs the extra `serve`")
 from rl.errors import NotFinite, RunError
 from rl.tinker.backend import GeneratorsDied, ModelsLost
 from rl.tinker.database import Database, requests
+from rl.tinker.history import last_number
 from rl.tinker.limits import Limits
 from rl.tinker.requests import TooMany
 from tests.tinker.databases import url_of
@@ -116,6 +117,43 @@ def test_a_step_without_a_gradient_changes_nothing_unless_one_failed(tmp_path):
         async with living(tmp_path / "a") as service:
             await train(service, mine, 70)
             assert await value_of(service, mine, 80) == pytest.approx(0.6)
+
+    asyncio.run(main())
+
+
+def test_a_step_that_changed_nothing_is_not_repeated_by_what_came_before_it(tmp_path):
+    """Refused requests are forgotten after a day: then the failed one seems to come right before the step."""
+
+    async def main():
+        async with living(tmp_path / "a", backend=Mortal()) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            await answered(service, submit(service, mine, 1, FAILS), state="failed")
+            await answered(service, service.optim_step(ME, mine, 2, ADAM), state="refused")
+            await answered(service, service.optim_step(ME, mine, 3, ADAM))
+            service.database.delete(requests, requests.c.state == "refused")
+        async with living(tmp_path / "a") as service:
+            await train(service, mine, 4)
+            assert await value_of(service, mine, 6) == pytest.approx(0.3)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_refused_as_it_comes_is_not_the_last_that_was_carried_out(tmp_path):
+    """A snapshot after it would leave out what waits: acknowledged steps, later."""
+
+    async def main():
+        async with living(tmp_path / "a") as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            await train(service, mine, 1)
+            before = last_number(service.database, mine)
+            service.backend.delay = 0.2
+            waiting = submit(service, mine, 3)
+            service.quotas._most_bytes = 0
+            refused = submit(service, mine, 4)
+            await answered(service, refused, state="refused")
+            assert last_number(service.database, mine) == before
+            await answered(service, waiting)
+            assert last_number(service.database, mine) > before
 
     asyncio.run(main())
 

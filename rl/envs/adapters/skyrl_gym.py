@@ -1,5 +1,6 @@
 """SkyRL-Gym's environments (pip install skyrl-gym==0.4.0), over the rows of a question file."""
 
+import importlib
 import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ class SkyRLGym(ChatEnv):
     """Its observations are the next messages, its rewards those of the turns: see `turn_rewards`."""
 
     environment: str = "gsm8k_multi_turn"
-    """A name that skyrl_gym.make takes."""
+    """A name that skyrl_gym.make takes. One of your own is MODULE:NAME: the module registers it."""
     options: tuple[tuple[str, Any], ...] = ()
     """Its env_config."""
     questions: QuestionFile = QuestionFile(match="exact")
@@ -27,6 +28,13 @@ class SkyRLGym(ChatEnv):
 
     def prepare(self) -> None:
         import skyrl_gym  # noqa: F401
+
+        if self._module:
+            importlib.import_module(self._module)
+
+    @property
+    def _module(self) -> str:
+        return self.environment.rpartition(":")[0]
 
     def eval_problems(self) -> list[Problem]:
         return self._rows.eval_problems()
@@ -50,8 +58,8 @@ class SkyRLGym(ChatEnv):
             "extra_info": {**(row.get("extra_info") or {}), "max_turns": self.max_turns},
             "max_turns": self.max_turns,
         }
-        config = DictConfig(dict(self.options))
-        environment = skyrl_gym.make(self.environment, env_config=config, extras=extras)
+        config, name = DictConfig(dict(self.options)), self.environment.rpartition(":")[2]
+        environment = skyrl_gym.make(name, env_config=config, extras=extras)
         first, _ = environment.init([dict(message) for message in episode.messages])
         episode.state["env"], episode.state["rewards"] = environment, []
         episode.messages[:] = first

@@ -32,6 +32,9 @@ class Verifiers(VerifiersBase):
         rows = _loaded(self).get_eval_dataset()
         return [_problem("eval", index, rows) for index in range(min(self.num_eval, len(rows)))]
 
+    def may_train_on(self, problem: Problem) -> bool:
+        return not problem.id.startswith("eval")
+
     async def agent(self, episode: Episode, base_url: str, api_key: str) -> None:
         with clean_environment(self.variables):
             os.environ[KEY_VARIABLE] = api_key
@@ -61,17 +64,22 @@ class Verifiers(VerifiersBase):
         if not _is_installed():
             return ["verifiers 0.3.1, the last with the v0 API, is missing; run: make environments"]
         env = _loaded(self)
-        if env.requires_group_rollouts:
+        if _scores_groups(env):
             return [
                 f"{self.environment} scores the rollouts of a task together; here verifiers runs them one by "
                 f"one: score each by itself in its rubric"
             ]
         if env.dataset is None and env.dataset_source is None:
-            return [f"{self.environment} has no dataset to train on; evaluate it alone, by rl eval"]
+            return [f"{self.environment} has no dataset to train on; give it one beside its eval_dataset"]
         rows = len(env.get_dataset())
         if rows <= self.num_eval and not _has_eval_set(env):
             return [f"{self.environment} has {rows} rows; lower env.num_eval={self.num_eval}"]
         return []
+
+
+def _scores_groups(env: Any) -> bool:
+    """Whether it, or one of those that an EnvGroup has, rewards rollouts together."""
+    return env.requires_group_rollouts or any(map(_scores_groups, getattr(env, "envs", ())))
 
 
 def _has_eval_set(env: Any) -> bool:

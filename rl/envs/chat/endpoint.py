@@ -112,7 +112,7 @@ class AgentEndpoint:
         if not await request.is_disconnected():
             guest.session.deliver(turn)
             guest.delivered.add(id(turn))
-            guest.messages = [*asked.messages, turn.message]
+            guest.messages = [*guest.session.as_told(asked.messages, asked.tools or ()), turn.message]
         body = self._written(turn, asked)
         if not asked.stream:
             return JSONResponse(body)

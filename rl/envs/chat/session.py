@@ -178,6 +178,14 @@ class ChatSession:
         """Nobody got this turn: it is not learned from."""
         self.turns.remove(turn)
 
+    def as_told(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
+        """The conversation with each known turn by its own message: a client may send what was written."""
+        own = list(messages)
+        for end, message in enumerate(messages, 1):
+            if message["role"] == "assistant" and (turn := self._known.get(_key(messages[:end], tools))):
+                own[end - 1] = turn.message
+        return own
+
     def _find(
         self, messages: Sequence[Message], tools: Sequence[Schema]
     ) -> tuple[Turn | None, Sequence[Message]]:

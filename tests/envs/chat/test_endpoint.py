@@ -129,6 +129,8 @@ def test_an_agent_without_tools_gets_what_was_written_and_its_conversation_goes_
     assert rollout.score.error is None and rollout.score.notes["read"] == texts
     sampled = [segment.tokens.tolist() for segment in rollout.segments if segment.sampled]
     assert sampled == [made for _, _, made in writer.asked] and not rollout.forks
+    said = [message["content"] for message in rollout.messages if message["role"] == "assistant"]
+    assert said == ["<guess>3</guess>", "4"]  # to rewards and records all turns are without their thoughts
 
 
 def test_an_agent_that_fails_or_goes_on_too_long_costs_its_own_sample(tokenizer):
