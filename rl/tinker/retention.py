@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import ColumnElement, select, tuple_
 from sqlalchemy.engine import Row
@@ -141,10 +142,9 @@ class Retention:
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
         own, of_session = models.c.id == model.id, models.c.session == model.session
         others = select(models.c.id).where(of_session, ~own, models.c.seen > ROW_ALONE).exists()
+        end: Any = models.delete().where(own)
         if self._database.find(checkpoints, checkpoints.c.model == model.id, limit=1):
             end = models.update().where(own).values(seen=ROW_ALONE, snapshot=None, snapshot_bytes=0)
-        else:
-            end = models.delete().where(own)
         is_over = sessions.c.id == model.session, sessions.c.ended.is_not(None)
         self._database.change(end, sessions.delete().where(*is_over, ~others))
         self._quotas.add(model.tenant, -(model.snapshot_bytes or 0))
