@@ -1,7 +1,10 @@
 """What a problem has to be, so that it can be asked, sent to other processes, and known again."""
 
+import hashlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rl.errors import ConfigError
 from rl.fields import kind, shown
@@ -55,3 +58,8 @@ def _leaves(value: object) -> Iterator[object]:
             yield from _leaves(item)
     else:
         yield value
+
+
+def digest_of(row: Any) -> str:
+    """What tells a row of a dataset from others that are asked in the same words: metadata."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True, default=repr).encode()).hexdigest()[:16]

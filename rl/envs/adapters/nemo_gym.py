@@ -1,6 +1,5 @@
 """NeMo Gym's resources servers (nemo-gym 0.7), over HTTP: beside the server, nothing to install."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from rl.bounds import FilePath, PositiveInt
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.chat.tools import BadArguments, Tool
+from rl.envs.problems import digest_of
 from rl.errors import one_line
 from rl.types import Message, Problem, StopReason
 
@@ -41,8 +41,7 @@ class NeMoGym(ChatEnv):
         rows = _rows(self.path)
         index = seed % len(rows)
         messages = tuple(_messages(rows[index][_PARAMS]))
-        row = json.dumps(rows[index], sort_keys=True)  # rows may be asked in the same words
-        metadata = {"row": hashlib.sha256(row.encode()).hexdigest()[:16]}
+        metadata = {"row": digest_of(rows[index])}
         return Problem(str(index), str(messages[-1]["content"]), metadata=metadata, messages=messages)
 
     def tools(self) -> Sequence[Tool]:

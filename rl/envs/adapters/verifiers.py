@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase, digest_of
+from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
 from rl.envs.chat.episode import Episode, ServerLost
+from rl.envs.problems import digest_of
 from rl.envs.variables import clean_environment
 from rl.types import Problem
 

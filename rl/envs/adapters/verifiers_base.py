@@ -1,7 +1,5 @@
 """What environments of both of the verifiers library's APIs have."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +10,6 @@ from rl.envs.chat.episode import Episode
 
 KEY_VARIABLE = "RL_EPISODE_API_KEY"
 """Where verifiers finds the episode's API key; by this name it keeps it from programs that it starts."""
-
-
-def digest_of(row: Any) -> str:
-    """What tells a row of a dataset from others that are asked in the same words."""
-    return hashlib.sha256(json.dumps(row, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from itertools import islice
 from typing import Any
 
 from rl.bounds import PositiveInt
-from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase, digest_of
+from rl.envs.adapters.verifiers_base import KEY_VARIABLE, VerifiersBase
 from rl.envs.chat.episode import Episode, ServerLost
+from rl.envs.problems import digest_of
 from rl.envs.variables import clean_environment
 from rl.errors import ConfigError
 from rl.types import Problem
@@ -70,8 +71,8 @@ class VerifiersV1(VerifiersBase):
             run = await env.run_slot(RunSlot(tasks[int(episode.problem.id)]), context)
         if not run.ok:
             errors = [*run.errors, *(error for trace in run.traces for error in trace.errors)]
-            said = "; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok"
-            raise ServerLost(said) if _is_lost(run) else RuntimeError(said)
+            why = "; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok"
+            raise ServerLost(why) if _is_lost(run) else RuntimeError(why)
         trained = [trace for trace in run.traces if trace.agent.trainable]
         episode.state["reward"] = sum(trace.reward for trace in trained) / max(1, len(trained))
         episode.notes["metrics"] = [dict(trace.metrics) for trace in run.traces]
