@@ -8,6 +8,7 @@ rows, and whether the model can be used (hf_self_check.py).
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +65,12 @@ class HFEngine(Engine):
             freeze(model, self._dtype)
             layers = [(n, m) for n, layer in model.layers().items() for n, m in _named_linears(n, layer)]
             # PEFT reads an adapter of one as an adapter of the stacked experts too.
-            stacked = {name.split(".")[-2] for name in self._disk.names_converted}
+            without = {name.split(".")[-2] for name in self._disk.names_converted}
+            # One weight of several layers cannot have the adapter of each merged into it (Zamba2).
+            uses = Counter(m.weight for _, m in layers)
+            without |= {n.rpartition(".")[2] for n, m in layers if uses[m.weight] > 1}
             self._sites = [
-                Site(n.removeprefix("lm."), m) for n, m in layers if n.rpartition(".")[2] not in stacked
+                Site(n.removeprefix("lm."), m) for n, m in layers if n.rpartition(".")[2] not in without
             ]
         if (policy := CHECKPOINTING[config.activation_checkpointing]()) is not None:
             model.checkpoint_layers(policy.build(dump_folder=""))

@@ -254,6 +254,23 @@ def test_an_adapter_that_peft_would_read_otherwise_is_refused(tmp_path):
     assert (engine.logits(BATCH, "policy")[0] - theirs).abs().max() < LIMIT * theirs.std()
 
 
+def test_a_weight_that_layers_share_has_no_adapter(tmp_path):
+    """Each layer would have an adapter of its own, and the one weight cannot have all merged into it."""
+    layers = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+    random_model("zamba2", **layers).save_pretrained(tmp_path / "model")
+    engine = HFEngine(tmp_path / "model", EngineConfig(adapters=True))
+    with pytest.raises(ConfigError, match=r"names \['q_proj'\], .* cannot have; use some of \['in_proj', 'l"):
+        engine.adapters.add("policy", LoRA(4, 8.0, ("q_proj", "in_proj")))
+    engine.adapters.add("policy", LoRA(4, 8.0, ("in_proj", "out_proj")))
+    with torch.no_grad():
+        for parameter in engine.adapters["policy"].parameters.values():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    engine.save_hf(tmp_path / "merged", "policy")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    difference = engine.logits(BATCH, "policy")[0] - logits_of(merged, ROW)
+    assert difference.abs().max() < LIMIT < (engine.logits(BATCH)[0] - logits_of(merged, ROW)).abs().max()
+
+
 def test_the_dense_layers_of_titans_moe_have_no_adapter_of_their_mlp(tmp_path):
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
     write_config(tmp_path, "qwen3_moe", **config)
