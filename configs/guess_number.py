@@ -11,7 +11,13 @@ def guess_number() -> RunConfig:
     """GRPO on whole games; the game's own reward is 1 for the right number."""
     return replace(
         smollm2(),
-        env=TextArena(game="GuessTheNumber-v0", max_turns=8, max_new_tokens=16, num_eval=32),
+        env=TextArena(
+            game="GuessTheNumber-v0",
+            options=(("max_turns", 8),),
+            max_turns=9,
+            max_new_tokens=16,
+            num_eval=32,
+        ),
         reward=RewardConfig(limit_seconds=10.0),
         warmup=WarmupConfig(),
         steps=40,

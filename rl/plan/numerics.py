@@ -46,7 +46,7 @@ def _dtype(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Lite
                 notes.problem(
                     "numerics",
                     f"{demand.name('dtype')}=bfloat16 takes many times as long as float32 on {slow}, whose "
-                    f"CPU has no instructions for it; set it to fastest or auto",
+                    f"CPU has no instructions for it; set it to float32, or use hosts that have them",
                 )
         case "auto" if not cluster.gpus:
             value, why = "float32", "a CPU multiplies 32 bits as fast"

@@ -103,7 +103,7 @@ def last_remedy(demand: Demand, cluster: Cluster) -> str:
     """Where none of these is enough."""
     more = "GPUs" if cluster.gpus else "memory"
     if demand.command != "serve":
-        return f"use a smaller model, or more {'devices' if cluster.gpus else 'memory'}"
+        return f"use a smaller model, {'more GPUs, or hosts with ' if cluster.gpus else 'or '}more memory"
     asked = demand.generator is not None and demand.generator.kv_cache_gib
     lower = "lower kv_cache_gib, or " if asked else ""
     return f"{lower}use a smaller model, context_length, limits.max_rank or limits.max_models, or more {more}"

@@ -149,12 +149,14 @@ def test_textarena(tokenizer, data):  # noqa: F811
 @pytest.mark.slow
 @given(data=st.data())
 @SETTINGS
-def test_skyrl_gym(tokenizer, data):  # noqa: F811
+def test_skyrl_gym(tokenizer, tmp_path_factory, data):  # noqa: F811
     from rl.envs.adapters.skyrl_gym import SkyRLGym
     from rl.envs.question_file import QuestionFile
 
-    env = SkyRLGym(questions=QuestionFile(match="exact"), max_turns=3)
-    play_any(data, tokenizer, env, Problem("1", "2 + 2?", "4"))
+    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows.write_text('{"question": "2 + 2?", "answer": "4"}\n{"question": "2 + 3?", "answer": "5"}\n')
+    env = SkyRLGym(questions=QuestionFile(path=str(rows), match="exact"), max_turns=3, num_eval=1)
+    play_any(data, tokenizer, env, env.train_problem(0))
 
 
 @pytest.mark.slow

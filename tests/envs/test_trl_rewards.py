@@ -9,6 +9,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import setuptools  # noqa: F401  now: TRL imports it, and it cannot be imported once anything has imported pip
 
 from rl.envs.adapters.trl import TRLTask, _Log
 from rl.envs.chat.testing import play

@@ -67,7 +67,7 @@ def slurm(made: list[Host], directory: Path) -> Iterator[dict[str, str]]:
     with (directory / "daemons.log").open("ab") as log:
         how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
         try:
-            munge = ["runuser", "-u", "munge", "--", "munged", "--foreground", "--force"]
+            munge = ["/usr/sbin/runuser", "-u", "munge", "--", "munged", "--foreground", "--force"]
             started.append(subprocess.Popen(munge, **how))
             _wait(lambda: Path("/run/munge/munge.socket.2").exists())
             started.append(subprocess.Popen(["slurmctld", "-D", "-f", str(conf)], env=environment, **how))

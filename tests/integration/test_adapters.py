@@ -47,7 +47,7 @@ def recipe(env, model=TinyQwen3(alphabet=string.printable, max_length=2048)):
 ENVIRONMENTS = {
     "TextArena": """
 from rl.envs.adapters.textarena import TextArena
-def train(): return recipe(TextArena(**SMALL), SMOLLM2)
+def train(): return recipe(TextArena(options=(("max_turns", 2),), **SMALL), SMOLLM2)
 """,
     "SkyRL-Gym": """
 from rl.envs.adapters.skyrl_gym import SkyRLGym

@@ -130,7 +130,7 @@ def replace_gpus(cluster):
 @pytest.mark.parametrize(
     "command, gpus, cache, words",
     [
-        ("train", True, 0.0, "use a smaller model, or more devices"),
+        ("train", True, 0.0, "use a smaller model, more GPUs, or hosts with more memory"),
         ("train", False, 2.0, "use a smaller model, or more memory"),
         ("serve", True, 0.0, "use a smaller model, context_length, limits.max_rank or limits.max_models, or more GPUs"),
         ("serve", False, 2.0, "lower kv_cache_gib, or use a smaller model, context_length, limits.max_rank or limits.max_models, or more memory"),

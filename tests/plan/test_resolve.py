@@ -404,7 +404,7 @@ def test_bfloat16_is_refused_where_a_cpu_would_emulate_it_and_the_model_is_no_ti
     config = qwen(model, dtype="bfloat16")
     (line,) = problems(config, cpus(False))
     assert line.startswith("dtype=bfloat16 takes many times as long") and "this host" in line
-    assert "set it to fastest or auto" in line
+    assert "set it to float32, or use hosts that have them" in line
     assert "on host 10.0.0.1:7000, whose" in problems(config, cpus(True, False))[0]
     assert not any(
         "many times" in line for hosts in (cpus(True), cpus(None)) for line in problems(config, hosts)
