@@ -196,9 +196,10 @@ def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[
 
 
 def _kl(member: Member, algorithm: Algorithm) -> np.ndarray:
-    policy = np.concatenate(
-        [s.loss_inputs.get("old_logprobs", s.generator_logprobs)[s.target_mask] for s in member.samples]
-    )
+    if algorithm.correction.old_logprobs == "trainer":
+        policy = member.of_targets("old_logprobs")
+    else:
+        policy = np.concatenate([s.generator_logprobs[s.target_mask] for s in member.samples])
     reference = member.of_targets("ref_logprobs")
     logprobs = torch.from_numpy(policy).double(), torch.from_numpy(reference).double()
     return estimate(*logprobs, algorithm.kl.estimator).numpy()

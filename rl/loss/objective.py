@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 _RESERVED = {
-    *("loss", "tokens", "computed", "unshared", "cuts", "entropy", "kl"),
+    *("step", "loss", "tokens", "computed", "unshared", "cuts", "entropy", "kl"),
     *("logprob_diff", "ratio_outside", "grad_norm", "lr", "updates", "denominator"),
 }
 """Metrics of every step."""
+_RESERVED_GROUPS = ("eval/", "reward/", "time/")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Objective:
                     f"the loss's metric {name!r} does not say how tokens are combined; "
                     f"call it {name}:sum or {name}:max"
                 )
-            if name in of_correction or name.rpartition(":")[0] in _RESERVED:
+            is_reserved = name.rpartition(":")[0] in _RESERVED or name.startswith(_RESERVED_GROUPS)
+            if name in of_correction or is_reserved:
                 raise RunError(f"the loss's metric {name!r} has the name of another; call it otherwise")
         metrics = {**of_correction, **own}
         if self.kl.in_loss:

@@ -67,11 +67,18 @@ def _lacks_wandb_key() -> bool:
     if "WANDB_MODE" not in os.environ and settings.get("mode") in _WITHOUT_A_SERVER:
         return False
     url = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "https://api.wandb.ai"))
-    try:
-        logins = netrc.netrc(os.environ.get("NETRC"))
+    try:  # with a path, whose permissions nobody checks: as W&B does
+        logins = netrc.netrc(_netrc_path())
     except (OSError, netrc.NetrcParseError):
         return True
     return not any(logins.authenticators(name) for name in (url.netloc, url.hostname or ""))
+
+
+def _netrc_path() -> str:
+    if path := os.environ.get("NETRC"):
+        return os.path.expanduser(path)
+    paths = [os.path.expanduser(f"~/{name}") for name in (".netrc", "_netrc")]
+    return next((path for path in paths if os.path.exists(path)), paths[0])
 
 
 def _wandb_settings() -> Mapping[str, str]:

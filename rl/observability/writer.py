@@ -46,12 +46,15 @@ class Writer:
             return True
 
     def put(self, job: Callable[[], object], size: int = 0) -> None:
-        """A job that must not be dropped. Raises RunError where too much waits."""
-        self._raise_error()
+        """A job that must not be dropped. Raises RunError where too much waits.
+
+        An earlier job's error is raised once this one is taken: the disk may be well again.
+        """
         with self._changed:
             if size and self._size + size > 2 * self._max_size:
                 raise RunError(f"{self._name} does not keep up: {len(self._jobs)} writes wait for it")
             self._append(job, size)
+        self._raise_error()
 
     async def run(self, job: Callable[[], T], seconds: float) -> T:
         """Waits for the job, and so for all that came before; returns what it returned.

@@ -126,11 +126,15 @@ def test_the_penalty_goes_off_the_reward_of_each_token(tmp_path):
 
     settings = config(kl=KL(coef=0.5, estimator="k1", into="reward"), advantages=estimator)
     group = Group(0, (rollout([1], [5, 6, 7]),), (Score(1.0),))
-    batch, _ = build([group], settings, tmp_path)
-    (sample,) = (s for g in batch.groups for s in g.samples)
-    kl = sample.generator_logprobs[1:] - sample.loss_inputs["ref_logprobs"][1:]
-    assert seen[0] == pytest.approx(np.array([0, 0, 1.0]) - 0.5 * kl)
-    assert batch.metrics["kl"] == pytest.approx(kl.mean())
+    for correction in (Correction(), Correction(mask_high=2.0), Correction(old_logprobs="trainer")):
+        settings = replace(settings, correction=correction, minibatches=2)
+        batch, _ = build([group], settings, tmp_path)
+        (sample,) = (s for g in batch.groups for s in g.samples)
+        of_trainer = correction.old_logprobs == "trainer"  # a mask needs the trainer's, and measures alone
+        policy = sample.loss_inputs["old_logprobs"] if of_trainer else sample.generator_logprobs
+        kl = policy[1:] - sample.loss_inputs["ref_logprobs"][1:]
+        assert seen.pop() == pytest.approx(np.array([0, 0, 1.0]) - 0.5 * kl)
+        assert batch.metrics["kl"] == pytest.approx(kl.mean())
 
 
 def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tmp_path):

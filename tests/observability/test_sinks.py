@@ -212,6 +212,19 @@ def test_a_login_to_a_server_of_ones_own_is_a_key(no_wandb, monkeypatch, tmp_pat
     assert has_key()
 
 
+def test_a_login_that_others_may_read_is_a_key_as_for_wandb(no_wandb, monkeypatch, tmp_path):
+    """Python refuses a ~/.netrc of such permissions where it has to find the file itself; W&B names it."""
+    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    log_in(tmp_path, "api.wandb.ai")
+    for name in (".netrc", "_netrc"):
+        assert not has_key()
+        (tmp_path / "netrc").rename(tmp_path / name)
+        (tmp_path / name).chmod(0o644)
+        assert has_key()
+        (tmp_path / name).rename(tmp_path / "netrc")
+
+
 def test_wandb_offline_needs_no_key(no_wandb, monkeypatch, tmp_path):
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")

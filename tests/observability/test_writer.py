@@ -68,8 +68,8 @@ def test_what_is_taken_is_done_once_and_in_order_whatever_comes(seed):
             try:
                 match rng.choice(("put", "offer", "run", "stop", "go")):
                     case "put":
+                        taken.append((i, fails))  # also where it raises an earlier job's error
                         writer.put(job, size)
-                        taken.append((i, fails))
                     case "offer" if writer.offer(job, size):
                         taken.append((i, fails))
                     case "run" if gate.is_set():
@@ -83,6 +83,7 @@ def test_what_is_taken_is_done_once_and_in_order_whatever_comes(seed):
                 num_errors += 1
             except RunError as error:
                 assert "does not keep up" in str(error)
+                taken.pop()
         gate.set()
         with suppress(OSError):
             assert await writer.close(nothing, 20) == 0
@@ -110,6 +111,22 @@ def test_what_a_job_raises_is_raised_once_and_the_thread_goes_on(error):
         writer.put(failing(error))
         with pytest.raises(expected if expected is not StopIteration else RuntimeError):
             await writer.close(nothing, 20)
+
+    asyncio.run(main())
+
+
+def test_what_is_put_is_done_also_where_an_earlier_jobs_error_is_raised():
+    """A disk that failed once and is well again: the line of the next step is in the file."""
+
+    async def main():
+        writer, done = Writer("it", 10), []
+        writer.put(failing(OSError("x")))
+        while writer._jobs:
+            await asyncio.sleep(0)
+        with pytest.raises(OSError, match="x"):
+            writer.put(lambda: done.append(1))
+        await writer.run(nothing, 20)
+        assert done == [1]
 
     asyncio.run(main())
 
