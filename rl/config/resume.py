@@ -21,25 +21,31 @@ from rl.models.sources import MODEL, ModelDir, ModelSource
 _log = logging.getLogger(__name__)
 
 
-def going_on(recipe: str, config: RunConfig) -> tuple[RunConfig, list[str], bool]:
-    """(with the checkpoint's own path, why there is none, whether the run goes on in its directory)."""
+def going_on(source: str, config: RunConfig) -> tuple[RunConfig, list[str], bool]:
+    """(with the checkpoint's own path, why there is none, whether the run goes on in its directory).
+
+    source: where the recipe is, as a run's config.json names it.
+    """
     in_place = config.resume == "latest" and bool(config.run_dir)  # as a scheduler starts it, first or again
-    config, missing = with_newest_checkpoint(recipe, config)
+    config, missing = with_newest_checkpoint(source, config)
     return config, missing, in_place or is_own(config.resume, config.run_dir)
 
 
-def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, list[str]]:
+def with_newest_checkpoint(source: str, config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The config with the checkpoint's own path; without one, and with a line that says so, where none is.
 
-    "latest" is the newest of run_dir, or none, where one is given; else of any run of the recipe.
+    "latest" is the newest of run_dir, where one is given, or what that run began from; else the newest of
+    any run of the recipe.
     """
     needs_critic = config.algorithm.needs_critic
     config = replace(config, resume=whole(config.resume))
     if config.resume == "latest" and config.run_dir:
         own = newest_good(Path(config.run_dir), needs_critic)
-        return replace(config, resume=str(own or "")), []
+        return replace(config, resume=str(own or origin_of(Path(config.run_dir)))), []
     if config.resume == "latest":
-        newest = [newest_good(run, needs_critic) for run in Path("runs").glob(f"{recipe}-*")]
+        recipe = Path(source).name.rpartition(":")[2]
+        runs = [run for run in Path("runs").glob(f"{recipe}-*") if _written_in(run)[0] == source]
+        newest = [newest_good(run, needs_critic) for run in runs]
         checkpoint = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
         where = f"a run of {recipe} in runs/"
     elif config.resume and os.path.isdir(os.path.join(config.resume, "checkpoints")):
@@ -50,6 +56,20 @@ def with_newest_checkpoint(recipe: str, config: RunConfig) -> tuple[RunConfig, l
         problem = f"resume={config.resume!r}: {where} has no complete checkpoint; leave it out"
         return replace(config, resume=""), [problem]
     return replace(config, resume=str(checkpoint)), []
+
+
+def origin_of(run_dir: Path) -> str:
+    """Another run's checkpoint, from which a run began; empty where there is none."""
+    checkpoint = str(_written_in(run_dir)[1].get("resume", ""))
+    return "" if is_own(checkpoint, run_dir) else checkpoint
+
+
+def _written_in(run_dir: Path) -> tuple[str, Mapping[str, Any]]:
+    """The recipe and the settings of a run's config.json; nothing where it cannot be read."""
+    try:
+        return read_config(str(run_dir))
+    except ConfigError:
+        return "", {}
 
 
 def whole(path: str) -> str:
@@ -65,7 +85,7 @@ def newest_good(run_dir: Path, needs_critic: bool) -> Path | None:
     """
     for path in newest_first(run_dir / "checkpoints"):
         damage = why_damaged(path)
-        if needs_critic:
+        if needs_critic and critic_path(path).parent.is_dir():  # one that never had a critic is refused
             damage = damage or why_damaged(critic_path(path))
         if not damage:
             return path

@@ -177,8 +177,8 @@ class RunConfig:
     """Keep what the newest so many steps learned from, for rl replay: at least save_every. 0 keeps none."""
     resume: FilePath = ""
     """A checkpoint (runs/.../checkpoints/step-N), a run's directory for its newest, or `latest`: the newest
-    in run_dir, if there is one yet; without run_dir, of this recipe in runs/. Go on after its step, with its
-    weights and optimizer."""
+    in run_dir, else what the run there began from; without run_dir, of this recipe in runs/. Go on after its
+    step, with its weights and optimizer."""
     run_dir: FilePath = ""
     """Where everything is written; empty means runs/<recipe>-<time>."""
     trace: bool = False

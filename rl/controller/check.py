@@ -33,7 +33,7 @@ def check(arguments: Sequence[str]) -> int:
     name, *flags = arguments
     recipe, config = load_recipe(name)
     config, wrong = override(config, flags, prog=f"rl check {name}")
-    config, absent, in_place = going_on(recipe, config.without_weights())
+    config, absent, in_place = going_on(source_of(name, recipe), config.without_weights())
     with modules_of(source_of(name)):
         missing = _missing_here(config)
         problems = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
 from rl.config.learning import Learning
-from rl.config.resume import is_own, newest_good
+from rl.config.resume import is_own, newest_good, origin_of
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
@@ -36,7 +36,7 @@ async def train_and_export(
 
     Where one that nobody chose is damaged, which only loading it shows, the run goes on from one before it.
     """
-    origin = "" if is_own(checkpoint, recorder.run_dir) else checkpoint
+    origin = origin_of(recorder.run_dir) if is_own(checkpoint, recorder.run_dir) else checkpoint
     needs_critic = learning.algorithm.needs_critic
     while True:
         try:

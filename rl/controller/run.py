@@ -21,6 +21,8 @@ from rl.config.resume import (
     changed_settings,
     going_on,
     home_of,
+    is_own,
+    origin_of,
     take_over_weights,
     whole,
     with_newest_checkpoint,
@@ -58,7 +60,7 @@ def run(
     ConfigError with every problem before any process starts.
     """
     asked_for = whole(config.resume)
-    config, missing, in_place = going_on(recipe, config)
+    config, missing, in_place = going_on(source or recipe, config)
     is_named = bool(asked_for) and config.resume == asked_for
     if problems := validate(config, [*known, *missing], in_place=in_place):
         raise ConfigError("\n".join(problems))
@@ -71,16 +73,18 @@ def run(
         if in_place:
             remove_unfinished(run_dir)
             if asked_for and not is_named:  # one that lacked only its name has it now
-                config, _ = with_newest_checkpoint(recipe, replace(config, resume=asked_for))
-            if left := abandon_after(run_dir, step_of(config.resume) if config.resume else -1):
+                config, _ = with_newest_checkpoint(source or recipe, replace(config, resume=asked_for))
+            is_its_own = is_own(config.resume, run_dir)
+            if left := abandon_after(run_dir, step_of(config.resume) if is_its_own else -1):
                 print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
         resumed_at = step_of(config.resume) if config.resume else 0
-        replays = what_a_replay_needs(config, resumed_at, in_place or not config.resume)
+        replays = what_a_replay_needs(config, resumed_at, not config.resume or is_own(config.resume, run_dir))
         for line in [*changed_settings(config), *replays]:
             print(line, flush=True)
         lasting = config if hosts_last else replace(config, hosts="")
-        # Who starts again from these settings starts at the beginning.
-        write_config(run_dir, source or recipe, replace(lasting, resume="") if in_place else lasting)
+        # Who starts again from these settings starts where this run began.
+        began = origin_of(run_dir) if in_place else config.resume and os.path.abspath(config.resume)
+        write_config(run_dir, source or recipe, replace(lasting, resume=began))
     except OSError as error:
         raise ConfigError(
             f"the run's directory {config.run_dir or 'runs/'} cannot be made ({error}); give another run_dir"
@@ -175,10 +179,11 @@ async def run_recipe(
     del config  # what follows is in the Plan and in Learning
     async with recorder:
         if in_place:
-            await recorder.rewind(step_of(checkpoint) if checkpoint else -1)
+            await recorder.rewind(step_of(checkpoint) if is_own(checkpoint, run_dir) else -1)
         processes = launch(plan, models, run_dir, learning.env, timeline, engines_without=fallback)
         async with beside(recorder.break_silence()), processes as actors:
-            await train_and_export(learning, checkpoint, actors, tokenizer, recorder, in_place, is_named)
+            goes_on = in_place and (not checkpoint or is_own(checkpoint, run_dir))  # else it begins anew
+            await train_and_export(learning, checkpoint, actors, tokenizer, recorder, goes_on, is_named)
         curve = recorder.draw_curve(title)
         print(_summary(recorder.accuracies, len(held_out(learning.env)), run_dir, curve))
         print(_overhead(timeline))

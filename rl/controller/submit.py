@@ -53,7 +53,8 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     if config.resume not in ("", "latest") and "--resume" not in map(flag_name, rest):
         problems.append(
             f"resume={config.resume!r} of {recipe_name} has no effect here: {_NOT_OF_JOBS['--resume']}; "
-            f"write --resume '', and copy the checkpoint into the checkpoints/ of the job's run_dir"
+            f"write --resume '', and begin the run outside of the job, which then goes on with it: "
+            f"rl train {recipe_name} --run_dir D --resume {config.resume}"
         )
     if problems:
         raise ConfigError("\n".join(problems))

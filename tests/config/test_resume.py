@@ -18,6 +18,7 @@ from rl.config.resume import is_own, with_newest_checkpoint
 from rl.config.validate import validate
 from rl.controller import run as running
 from rl.errors import ConfigError, RunError
+from rl.loss.advantages.gae import GAE
 from rl.paths import lock_directory
 
 
@@ -38,6 +39,46 @@ def test_latest_with_a_run_directory_is_its_own_newest_or_the_beginning(tmp_path
     assert found.resume == str(newest) and not missing
     assert is_own(found.resume, found.run_dir) and not is_own(found.resume, tmp_path / "other")
     assert not is_own(found.resume, "") and not is_own("", found.run_dir)
+
+
+def test_a_run_that_lost_its_first_life_before_a_checkpoint_begins_where_it_began(tmp_path, monkeypatch):
+    """Not with the base model: --resume latest in the directory of a run that began at another's checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    async def life(recipe, config, run_dir, in_place, is_named):
+        started.append((config.resume, in_place))
+
+    monkeypatch.setattr(running, "run_recipe", life)
+    monkeypatch.setattr(running, "validate", lambda *_, **__: [])
+    other = complete(tmp_path / "other", 50)
+    config = replace(quickstart(), run_dir="run", resume="other/checkpoints/step-50")
+    running.run("quickstart", config)
+    assert started.pop() == ("other/checkpoints/step-50", False)
+    monkeypatch.chdir(other)
+    again = replace(config, run_dir=str(tmp_path / "run"), resume="latest")
+    for _ in range(2):  # what a second life writes down names it, too
+        running.run("quickstart", again)
+        assert started.pop() == (str(other), True)
+    own = complete(tmp_path / "run", 60)
+    for _ in range(2):
+        running.run("quickstart", again)
+        assert started.pop() == (str(own), True)
+    (own / ".metadata").write_bytes(b"")
+    running.run("quickstart", again)
+    assert started.pop() == (str(other), True)
+    assert not own.exists() and (tmp_path / "run" / "abandoned" / "1" / "checkpoints" / "step-60").is_dir()
+
+
+def test_a_run_without_a_critic_is_not_passed_over_where_one_is_needed_now(tmp_path):
+    """It is named, so that it can be refused; what is missing is no damage."""
+    config = replace(quickstart(), run_dir=str(tmp_path), resume="latest", advantages=GAE())
+    assert config.algorithm.needs_critic
+    own = complete(tmp_path, 20)
+    assert with_newest_checkpoint("quickstart", config)[0].resume == str(own)
+    critic = complete(tmp_path / "x", 10)
+    critic.parent.rename(tmp_path / "critic_checkpoints")
+    assert with_newest_checkpoint("quickstart", config)[0].resume == ""
 
 
 def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_path):

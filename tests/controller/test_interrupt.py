@@ -13,6 +13,7 @@ import pytest
 from configs.calculator import calculator
 from configs.quickstart import quickstart
 from rl.config import ReferenceConfig, WarmupConfig
+from rl.config.codec import write_config
 from rl.config.learning import learning_of
 from rl.config.resume import with_newest_checkpoint
 from rl.controller import run as running
@@ -163,8 +164,12 @@ def test_latest_is_the_newest_checkpoint_of_the_recipe(tmp_path, monkeypatch):
     _, (line,) = with_newest_checkpoint("quickstart", config(resume="latest"))
     assert "a run of quickstart in runs/ has no complete checkpoint" in line
     run_fakes(config(), tmp_path / "runs" / "quickstart-1")
+    write_config(tmp_path / "runs" / "quickstart-1", "quickstart", config())
     found, none = with_newest_checkpoint("quickstart", config(resume="latest"))
     assert found.resume == f"runs/quickstart-1/checkpoints/step-{STEPS}" and not none
+    for other in ("/a.py:quickstart", "quick"):  # of another file, or with a name that begins like it
+        _, (line,) = with_newest_checkpoint(other, config(resume="latest"))
+        assert f"a run of {other.rpartition(':')[2]} in runs/ has no complete checkpoint" in line
     assert with_newest_checkpoint("x", config(resume="runs/quickstart-1")) == (found, [])
     assert with_newest_checkpoint("x", found) == (found, [])
     (tmp_path / "runs" / "new" / "checkpoints").mkdir(parents=True)

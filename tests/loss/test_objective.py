@@ -153,7 +153,10 @@ def test_shaping_worked_by_hand():
     assert not Shaping(drop_truncated=True).drops(StopReason.STOP)
 
 
-@pytest.mark.parametrize("name", ["loss:sum", "tokens:max", "entropy:sum", "kl:sum", "grad_norm:max", "step:max", "eval/accuracy:sum"])
+@pytest.mark.parametrize(
+    "name",
+    ["loss:sum", "tokens:max", "entropy:sum", "kl:sum", "grad_norm:max", "step:max", "eval/accuracy:sum"],
+)
 def test_a_losss_own_metrics_have_names_of_their_own(name):
     logprobs, inputs = random_inputs(np.random.default_rng(0))
 
