@@ -37,7 +37,7 @@ from rl.models.export import named_state, shards, whole_tensors, write_directory
 from rl.models.learner import Learner
 from rl.models.load_weights import load_directory
 from rl.models.lora import Adapter, Site
-from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, measure, token_inputs
+from rl.models.loss_metrics import LossMetrics, by_sample, check_finite, loss_of, measure, token_inputs
 from rl.models.packing import packing, score
 from rl.models.platform import init_process_group, reshard
 from rl.models.suspension import Suspension
@@ -142,7 +142,7 @@ class Engine(ABC):
             for micro in self._micro_batches(batch):
                 logprobs, entropy = score(self._run, micro)
                 inputs = token_inputs(micro, entropy if self.config.head == "tokens" else None, self.device)
-                output = loss(logprobs, inputs)
+                output = loss_of(loss, logprobs, inputs)
                 output.loss.backward()
                 losses.append(output.loss.detach())
                 metrics.add(measure(output, logprobs.detach(), inputs))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import NotFinite
+from rl.interfaces import Loss
 from rl.loss.base import LossOutput, TokenInputs
 from rl.micro_batch import MicroBatch
 from rl.models.agreement import fail_together
@@ -49,6 +50,11 @@ def check_finite(losses: list[torch.Tensor], device: torch.device) -> None:
     bad = [value for value in torch.stack(losses).tolist() if not math.isfinite(value)] if losses else []
     failure = NotFinite(f"the loss is {bad[0]}", "loss") if bad else None
     fail_together(failure)
+
+
+def loss_of(loss: Loss, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:
+    """Of a rank's filler, which has no target token, 0: a loss need not be able to compute one."""
+    return loss(logprobs, inputs) if len(logprobs) else LossOutput(logprobs.sum(), {})
 
 
 def measure(output: LossOutput, logprobs: torch.Tensor, inputs: TokenInputs) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, NotFinite, RunError
 from rl.loss.clip import Clip
+from rl.loss.base import LossOutput
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models import target_logprobs
 from rl.models.build import ENGINES
@@ -248,6 +249,18 @@ def test_an_empty_batch_a_single_token_and_a_row_as_long_as_the_limit_work_and_a
     assert len(engine.forward(pack([supervised_sample([1], np.arange(63))]))[0]) == 63
     with pytest.raises(RunError, match="a sequence of 65 tokens exceeds the 64 positions"):
         engine.forward(pack([supervised_sample([1], np.arange(64))]))
+
+
+def test_a_loss_is_not_asked_about_filler(make):
+    """Of which a rank has as many rows as others have more sequences; the largest of no values raises."""
+
+    def loss(logprobs, inputs):
+        return LossOutput(-logprobs.sum(), {"least:max": (-logprobs).detach().max()})
+
+    engine = make()
+    assert "least:max" not in engine.forward_backward(pack([]), loss)
+    assert engine.forward_backward(pack([supervised_sample([5], [6])]), loss)["least:max"] > 0  # holds: exact
+    assert engine.optim_step(OptimParams(1e-3))["grad_norm"] > 0  # holds: exact
 
 
 @pytest.mark.parametrize("when", ["after a step", "before one", "at first"])
