@@ -50,6 +50,11 @@ def check_algorithm(config: RunConfig) -> list[str]:
             f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; "
             f"change one of them"
         )
+    if config.data == "preferences" and config.entropy != RunConfig.entropy:
+        problems.append(
+            "entropy does not go with data=preferences, whose loss is a mean over pairs and no mean over "
+            "tokens; leave it out"
+        )
     if config.algorithm.needs_critic and not hasattr(config.advantages, "returns"):
         problems.append(
             "advantages needs a critic but has no method returns(groups), which says what the critic learns; "

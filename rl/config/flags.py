@@ -35,6 +35,9 @@ _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 
 # Of foreign names whose value means something else there: what to change in it.
 FOREIGN_VALUES = {
+    **dict.fromkeys(("epsilon", "clip_ratio", "eps_clip"), "does not set loss.high, which they set, too"),
+    "vllm_importance_sampling_cap": "cuts a token's weight; TRL's, by default, masks whole sequences",
+    "train_batch_size": "counts prompts; OpenRLHF's counts samples",
     "mini_batch_size": "is a number of them, not their size",
     "ppo_mini_batch_size": "is a number of them, not their size",
     "sft_loss_weight": "weighs the mean over the chosen's tokens; NeMo-RL's weighs their sum, by default",

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from rl.config.codec import config_file, from_json, read_config
 from rl.config.names import MOVED, SPLIT
@@ -156,11 +156,7 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
         problem = "is no file" if os.path.exists(path) else "does not exist"
         raise ConfigError(f"recipe file {path} {problem}; give path/to/file.py:function")
     module = _run_user_code(path, lambda: import_recipe(path))
-    functions = {
-        n: f
-        for n, f in _functions(module).items()
-        if _says_a_recipe(f.__annotations__.get("return", RunConfig))
-    }
+    functions = {n: f for n, f in _functions(module).items() if n == function or _may_be_a_recipe(f)}
     if not function and len(functions) == 1:
         (function,) = functions
     if function not in functions:
@@ -179,9 +175,14 @@ def _from_file(name: str) -> tuple[str, RunConfig]:
     return function, config
 
 
-def _says_a_recipe(annotation: Any) -> bool:
-    """As text where the file postpones annotations."""
-    return annotation is RunConfig or str(annotation).rpartition(".")[2] == "RunConfig"
+def _may_be_a_recipe(function: Callable[[], Any]) -> bool:
+    """By what it says that it returns: a RunConfig, also as a subclass, an option or under another name."""
+    try:
+        returned = get_type_hints(function).get("return", RunConfig)
+    except (NameError, TypeError):  # a name that only type checkers import
+        returned = RunConfig if "RunConfig" in str(function.__annotations__["return"]) else None
+    kinds = (returned, *get_args(returned))
+    return any(isinstance(kind, type) and issubclass(kind, RunConfig) for kind in kinds)
 
 
 def _run_user_code(path: str, code: Callable[[], Any]) -> Any:

@@ -109,6 +109,7 @@ def changed_settings(config: RunConfig) -> list[str]:
     names = [name for name in dict.fromkeys([*old, *new]) if name not in ("resume", "run_dir", "hosts")]
     return [
         f"changed since the checkpoint's run: {name} {_written(old, name)} -> {_written(new, name)}"
+        + ", without effect: a warm-up comes before the first step" * name.startswith("warmup.")
         for name in names
         if name in new and old.get(name, _default(config, name)) != new[name]
     ]

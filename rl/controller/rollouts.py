@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
-from rl.errors import RunError
+from rl.errors import RunError, one_line
 from rl.interfaces import Door, Episodes, Sampler, Tokenizer
 from rl.types import Group, Prompt, Rollout, SamplingParams, Score
 
@@ -44,8 +44,13 @@ class Rollouts:
             await asyncio.sleep(0)
 
     def _train_prompt(self, index: int) -> Prompt:
-        problem = self.env.train_problem(derive_seed(self.seed, "problem", index))
-        return self.env.encode(problem, self.tokenizer)
+        """Raises RunError where the environment raises: its data may have changed since the run began."""
+        try:
+            problem = self.env.train_problem(derive_seed(self.seed, "problem", index))
+            return self.env.encode(problem, self.tokenizer)
+        except Exception as error:
+            name = type(self.env).__name__
+            raise RunError(f"env {name} makes no problem of prompt {index}: {one_line(error)}") from error
 
     async def evaluate(self, sampler: Sampler, size: int = 1, temperature: float = 0.0) -> list[Group]:
         """A greedy answer to each held-out problem; or `size` samples."""

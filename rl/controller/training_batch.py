@@ -17,13 +17,14 @@ import torch
 from rl.batching import segments_sample
 from rl.config.algorithm import Algorithm
 from rl.controller.member import Member, scatter_reward
+from rl.errors import RunError
 from rl.interfaces import EstimatorWithCritic
 from rl.loss.advantages.base import Trajectory, check_estimates
 from rl.loss.advantages.base import estimate as estimate_values
 from rl.loss.aggregate import token_divisor
 from rl.loss.kl import estimate
 from rl.loss.shaping import Shaping
-from rl.types import Group, Sample
+from rl.types import Group, Rewards, Sample
 from rl.waiting import finish_all, in_thread
 
 Scorers = Mapping[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]
@@ -171,7 +172,16 @@ async def with_loss_inputs(samples: Sequence[Sample], scorers: Scorers) -> list[
 
 
 def _with_rewards(groups: _Groups, algorithm: Algorithm) -> tuple[_Groups, dict[str, tuple[float, int]]]:
-    """The verifier's reward where it belongs, shaped, less the KL penalty."""
+    """The verifier's reward where it belongs, shaped, less the KL penalty.
+
+    Raises RunError for rewards of turns or tokens that the advantages would not read: `rl check` refuses
+    those that it sees, and sees none of what a judge gives.
+    """
+    if not algorithm.reads_turns and any(m.score.parts != Rewards() for group in groups for m in group):
+        raise RunError(
+            f"rewards of turns, or tokens, are not read by advantages {type(algorithm.advantages).__name__}: "
+            f"all would have the same advantage; use GAE() or ReinforcePP(), or return one reward"
+        )
     rewarded: _Groups = []
     bonuses, kls = [], []
     for group in groups:

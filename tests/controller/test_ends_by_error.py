@@ -148,7 +148,7 @@ def test_a_problem_that_cannot_be_made_ends_the_run_between_two_steps(tmp_path):
     made.clear()
     recorder = QuietRecorder(tmp_path)
     end = run_to_its_end(config(env=Ends(num_eval=2)), tmp_path, recorder)
-    assert isinstance(end, ValueError) and "row 4711" in str(end)
+    assert isinstance(end, RunError) and "ValueError: row 4711" in str(end)
     done = list(recorder.steps)[-1]
     assert done > 5 and latest(tmp_path / "checkpoints").name == f"step-{done}"
 

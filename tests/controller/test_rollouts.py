@@ -7,6 +7,7 @@ import pytest
 
 from rl.controller.rollouts import Rollouts
 from rl.envs.sort_letters import SortLetters
+from rl.errors import RunError
 from rl.types import Completion, Score, StopReason, VersionRange
 from tests.envs.test_envs import Spelled
 
@@ -84,6 +85,20 @@ def test_training_samples_at_temperature_1_and_evaluation_is_greedy():
     sampler.asked.clear()
     asyncio.run(rollouts.evaluate(sampler, size=3, temperature=0.7))
     assert [(n, p.temperature) for n, p in sampler.asked] == [(3, 0.7)] * 8
+
+
+def test_an_environment_that_raises_in_a_run_is_named():
+    """Its data may have changed since: the run ends as of any other failure, with what to go on from."""
+
+    class Gone(SortLetters):
+        def train_problem(self, seed):
+            raise FileNotFoundError(2, "No such file", "rows.jsonl")
+
+    rollouts = Rollouts(Gone(num_eval=8), Spelled(), score, 2, 0, max_tokens=99)
+    with pytest.raises(
+        RunError, match="env Gone makes no problem of prompt 3: FileNotFoundError.*rows.jsonl"
+    ):
+        asyncio.run(rollouts.train_group(3, Sampler()))
 
 
 def test_seeds_are_of_32_bits_and_each_prompt_has_its_own():

@@ -65,6 +65,8 @@ def test_what_changed_on_a_resume_is_named(tmp_path):
         "changed since the checkpoint's run: trainer.lr 0.0005 -> 0.5",
         "changed since the checkpoint's run: steps 100 -> 7",
     ]
+    (line,) = changed_settings(replace(config, resume=checkpoint, warmup=replace(config.warmup, steps=99)))
+    assert line.endswith("-> 99, without effect: a warm-up comes before the first step")
     assert changed_settings(replace(config, steps=7)) == []
     assert changed_settings(replace(resumed, resume=str(tmp_path / "other" / "checkpoints" / "step-2"))) == []
 

@@ -17,6 +17,7 @@ from rl.controller.update import denominator
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
 from rl.errors import RunError
+from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.shaping import Shaping
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.types import Group, Problem, Rewards, Rollout, Score, Segment, StopReason, VersionRange
@@ -163,6 +164,14 @@ def test_a_branched_rollout_weighs_as_one_sequence_and_its_turns_have_their_own_
     assert weights == pytest.approx([0.5, 0.5])  # 3 of 6 tokens each
     rollout, score = forked(1.0, Rewards(turns=(0.25, 0.5, 0.25)))
     assert scatter_reward(rollout, score).tolist() == [0, 0.25, 0.5, 0, 0, 0.25]
+
+
+def test_rewards_of_turns_that_the_advantages_do_not_read_end_the_step():
+    """Of a run's own judge, which `rl check` does not ask."""
+    rollouts, scores = zip(forked(1.0, Rewards(turns=(0.25, 0.5, 0.25))), forked(0.0), strict=True)
+    with pytest.raises(RunError, match="not read by advantages GroupMean.*use GAE"):
+        built([Group(0, rollouts, scores)])
+    assert built([Group(0, rollouts, scores)], advantages=ReinforcePP()).groups
 
 
 def test_advantages_of_a_large_batch_are_computed_beside_the_event_loop(monkeypatch):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from rl.batching import pack, supervised_sample
 from rl.errors import ConfigError, NotFinite, RunError
-from rl.loss.clip import Clip
 from rl.loss.base import LossOutput
+from rl.loss.clip import Clip
 from rl.loss.cross_entropy import CrossEntropy
 from rl.models import target_logprobs
 from rl.models.build import ENGINES
