@@ -151,7 +151,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     from rl.command_flags import take_switch
     from rl.config.flags import override
-    from rl.config.recipes import load_recipe, recipe_names, source_of
+    from rl.config.recipes import from_anywhere, load_recipe, recipe_names, source_of
 
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: rl train RECIPE [--section.field value ...]\n\nrecipes:")
@@ -166,6 +166,7 @@ def _train(arguments: list[str]) -> int:
         from rl.controller.plan import plan
 
         return plan([name, *flags])
+    place = from_anywhere(name)  # before its code runs, which may change the directory
     recipe, base = load_recipe(name)
 
     def train(hosts: str = "") -> int:
@@ -173,7 +174,7 @@ def _train(arguments: list[str]) -> int:
         config, problems = override(base, [*flags, *more], prog=f"rl train {name}")
         from rl.controller.run import run
 
-        return run(recipe, config, source_of(name, recipe), known=problems, hosts_last=not hosts)
+        return run(recipe, config, source_of(place, recipe), known=problems, hosts_last=not hosts)
 
     from rl.cluster.group import group_of
     from rl.cluster.rendezvous import run_as_group

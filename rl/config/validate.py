@@ -86,10 +86,15 @@ def validate(
     if command == "train":
         problems += config.tracking.validate()
     if not problems:  # with the model that all of the above holds for
-        tokenizer, limit = config.model.tokenizer(), longest_sequence(config)
-        problems += check_prompts(config.env, tokenizer, limit) if config.data == "rollouts" else []
-        problems += check_taught(config, tokenizer, limit)
+        problems += check_texts(config)
     return problems
+
+
+def check_texts(config: RunConfig) -> list[str]:
+    """Which prompts, and which texts to learn from, the model cannot take."""
+    tokenizer, limit = config.model.tokenizer(), longest_sequence(config)
+    problems = check_prompts(config.env, tokenizer, limit) if config.data == "rollouts" else []
+    return problems + check_taught(config, tokenizer, limit)
 
 
 def _run_dir(config: RunConfig, in_place: bool) -> list[str]:

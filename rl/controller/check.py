@@ -12,7 +12,7 @@ from rl.config.rehearsal import rehearse
 from rl.config.resume import going_on
 from rl.config.run import RunConfig
 from rl.config.settle import OPTIONAL, why_no_plan
-from rl.config.validate import validate
+from rl.config.validate import check_texts, validate
 from rl.envs.base import held_out
 from rl.errors import ConfigError
 from rl.interfaces import Tokenizer
@@ -39,6 +39,8 @@ def check(arguments: Sequence[str]) -> int:
         problems = [
             line for line in validate(config, [*wrong, *absent], in_place=in_place) if line not in missing
         ]
+        if missing and not problems and not config.model.validate():  # else they were looked at
+            problems = check_texts(config)
         if problems:
             raise ConfigError("\n".join(problems))
         rehearsal = rehearse(config, _tokenizer(config.model))

@@ -35,6 +35,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     problem, RunError where the scheduler refuses.
     """
     launcher, of_job, cluster, is_dry, rest = _split(arguments)
+    whole_name = from_anywhere(recipe_name)  # before its code runs, which may change the directory
     recipe, config = load_recipe(recipe_name)
     config, problems = override(config, rest, prog=f"rl train {recipe_name}")
     jobs, wrong = settings_of(JobConfig(), of_job)
@@ -60,7 +61,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)
     run_dir = job.run_dir(config.run_dir, dated(recipe))
-    source = from_anywhere(recipe_name, recipe) if job.shares_files else recipe_name
+    source = from_anywhere(whole_name, recipe) if job.shares_files else recipe_name
     words, place = _without(_without(rest, "--run_dir"), "--resume"), job.place(run_dir)
     text = job.text(run_dir, job.command(source, words, run_dir))
     file = place / job.file

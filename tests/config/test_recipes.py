@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rl import cli
 from rl.config import ReferenceConfig, WarmupConfig
 from rl.config.recipes import load_recipe, recipe_names
 from rl.config.validate import validate
@@ -29,6 +30,18 @@ QUICK = [
 
 def test_there_is_one_for_each_algorithm():
     assert set(QUICK) <= set(recipe_names())
+
+
+def test_a_recipe_that_changes_the_directory_is_found_again(tmp_path, monkeypatch):
+    """config.json names its file from where `rl train` was started."""
+    started = []
+    monkeypatch.setattr("rl.controller.run.run", lambda recipe, config, source, **_: started.append(source))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp").mkdir()
+    code = "import os\nfrom rl.configs.quickstart import quickstart as of_ours\nos.chdir('exp')\n"
+    (tmp_path / "exp" / "mine.py").write_text(f"{code}def mine(): return of_ours()\n")
+    cli._dispatch(["train", "exp/mine.py"])
+    assert started == [f"{tmp_path}/exp/mine.py:mine"]
 
 
 @pytest.mark.parametrize("name", QUICK)

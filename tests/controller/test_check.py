@@ -182,6 +182,16 @@ def test_each_recipe_is_sound(name, quiet):
     assert got.code == 0 or (got.code == 2 and any(word in got.lines[0] for word in missing)), got.lines
 
 
+def test_prompts_are_looked_at_also_where_this_machine_lacks_something(quiet):
+    """And what is taught: on a laptop without the GPU that the recipe needs, as the cluster would refuse them."""
+    lacks = ["--trainer.compile", "True", "--dtype", "bfloat16"]
+    assert "this machine cannot run it" in outcome(["check", "quickstart", *lacks]).out
+    got = outcome(
+        ["check", "quickstart", *lacks, "--max_seq_len", "12", "--trainer.micro_batch_tokens", "64"]
+    )
+    assert got.code == 2 and "and a sequence has 12" in got.lines[0], got
+
+
 def test_rehearsing_is_a_function_of_config_and_tokenizer():
     _, config = load_recipe("quickstart")
     rehearsal = rehearse(config, config.model.tokenizer())
