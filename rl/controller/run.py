@@ -47,6 +47,11 @@ from rl.paths import lock_directory, run_directory
 from rl.processes import on_interrupt
 from rl.waiting import beside, give_way_often
 
+_OF_DISKS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is full; make room"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN), "fails; see to it"),
+    errno.EROFS: "may only be read; mount it anew",
+}
 _SAME_SIGNAL_SECONDS = 1.0
 
 
@@ -101,9 +106,9 @@ def run(
             raise
         raise RunError(f"{error}{_go_on(run_dir)}") from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _OF_DISKS:
             raise
-        raise RunError(f"the disk of {run_dir} is full; make room{_go_on(run_dir)}") from error
+        raise RunError(f"the disk of {run_dir} {_OF_DISKS[error.errno]}{_go_on(run_dir)}") from error
     finally:
         os.close(lock)
     return 0

@@ -57,6 +57,17 @@ def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
     )
 
 
+@pytest.mark.parametrize("number, words", [(errno.EIO, "fails; see to it"), (errno.EROFS, "may only be read")])
+def test_a_disk_that_fails_is_named_with_what_to_go_on_from(tmp_path, monkeypatch, number, words):
+    async def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_module, "_main", fails)
+    monkeypatch.setattr(run_module, "latest", lambda path: path / "step-20")
+    with pytest.raises(RunError, match=f"the disk of .* {words}.*; go on with --resume .*step-20"):
+        run("quickstart", replace(quickstart(), run_dir=str(tmp_path / "run")))
+
+
 def test_a_full_disk_under_a_checkpoint(tmp_path, monkeypatch):
     """What the writing thread met is told by whoever waits for the checkpoint; the next one may be written."""
 
