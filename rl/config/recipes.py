@@ -11,8 +11,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args, get_type_hints
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from rl.config.codec import config_file, from_json, read_config
 from rl.config.names import MOVED, SPLIT
@@ -179,9 +179,10 @@ def _may_be_a_recipe(function: Callable[[], Any]) -> bool:
     """By what it says that it returns: a RunConfig, also as a subclass, an option or under another name."""
     try:
         returned = get_type_hints(function).get("return", RunConfig)
-    except (NameError, TypeError):  # a name that only type checkers import
-        returned = RunConfig if "RunConfig" in str(function.__annotations__["return"]) else None
-    kinds = (returned, *get_args(returned))
+    except Exception:  # a name that only type checkers import, or words that are no type
+        text = str(function.__annotations__.get("return", "RunConfig"))
+        returned = RunConfig if text.rpartition(".")[2] == "RunConfig" else None
+    kinds = get_args(returned) if get_origin(returned) in (Union, UnionType, Annotated) else (returned,)
     return any(isinstance(kind, type) and issubclass(kind, RunConfig) for kind in kinds)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.codec import read_config, to_json
+from rl.config.recipe_modules import split_name
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.fields import short
@@ -44,10 +45,13 @@ def with_newest_checkpoint(source: str, config: RunConfig) -> tuple[RunConfig, l
         return replace(config, resume=str(own or origin_of(Path(config.run_dir)))), []
     if config.resume == "latest":
         recipe = Path(source).name.rpartition(":")[2]
-        runs = [run for run in Path("runs").glob(f"{recipe}-*") if _written_in(run)[0] == source]
+        sources = {run: _written_in(run)[0] for run in Path("runs").glob(f"{recipe}-*")}
+        runs = [run for run, of_run in sources.items() if _is_same_recipe(of_run, source)]
         newest = [newest_good(run, needs_critic) for run in runs]
         checkpoint = max((path for path in newest if path), key=lambda p: p.stat().st_mtime, default=None)
         where = f"a run of {recipe} in runs/"
+        if not runs and (other := next((of_run for of_run in sources.values() if of_run), "")):
+            where += f" (there are some of {other}, which can be named)"
     elif config.resume and os.path.isdir(os.path.join(config.resume, "checkpoints")):
         checkpoint, where = newest_good(Path(config.resume), needs_critic), f"the run {config.resume}"
     else:
@@ -62,6 +66,13 @@ def origin_of(run_dir: Path) -> str:
     """Another run's checkpoint, from which a run began; empty where there is none."""
     checkpoint = str(_written_in(run_dir)[1].get("resume", ""))
     return "" if is_own(checkpoint, run_dir) else checkpoint
+
+
+def _is_same_recipe(one: str, other: str) -> bool:
+    """Whether two sources are one, by whatever way to the file."""
+    (path, function), (path_of_other, function_of_other) = split_name(one), split_name(other)
+    same_file = os.path.realpath(path) == os.path.realpath(path_of_other)
+    return same_file and function == function_of_other
 
 
 def _written_in(run_dir: Path) -> tuple[str, Mapping[str, Any]]:

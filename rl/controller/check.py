@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rl.config.flags import override
 from rl.config.recipe_modules import modules_of
-from rl.config.recipes import load_recipe, source_of
+from rl.config.recipes import from_anywhere, load_recipe, source_of
 from rl.config.rehearsal import rehearse
 from rl.config.resume import going_on
 from rl.config.run import RunConfig
@@ -31,9 +31,10 @@ def check(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     name, *flags = arguments
+    place = from_anywhere(name)  # before its code runs, which may change the directory
     recipe, config = load_recipe(name)
     config, wrong = override(config, flags, prog=f"rl check {name}")
-    config, absent, in_place = going_on(source_of(name, recipe), config.without_weights())
+    config, absent, in_place = going_on(source_of(place, recipe), config.without_weights())
     with modules_of(source_of(name)):
         missing = _missing_here(config)
         problems = [

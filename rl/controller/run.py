@@ -49,7 +49,7 @@ from rl.waiting import beside, give_way_often
 
 _OF_DISKS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is full; make room"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN), "fails; see to it"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "fails; see to it"),
     errno.EROFS: "may only be read; mount it anew",
 }
 _SAME_SIGNAL_SECONDS = 1.0
@@ -108,7 +108,8 @@ def run(
     except OSError as error:
         if error.errno not in _OF_DISKS:
             raise
-        raise RunError(f"the disk of {run_dir} {_OF_DISKS[error.errno]}{_go_on(run_dir)}") from error
+        of = error.filename or run_dir
+        raise RunError(f"the disk of {of} {_OF_DISKS[error.errno]}{_go_on(run_dir)}") from error
     finally:
         os.close(lock)
     return 0

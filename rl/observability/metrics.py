@@ -42,9 +42,12 @@ def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """`critic/explained`: share of the returns' variance that the values before the first update explain."""
     first = updates[0]
     n = first["tokens:sum"] or math.nan
-    variance = first["return_squared:sum"] / n - (first["return:sum"] / n) ** 2
+    of_error, of_return, of_square = (
+        first.get(f"{x}:sum", 0.0) for x in ("error", "return", "return_squared")
+    )
+    variance = of_square / n - (of_return / n) ** 2
     means = _means(updates, skip=("error", "return", "return_squared"))
-    explained = 1 - first["error:sum"] / n / variance if variance > 0 else math.nan
+    explained = 1 - of_error / n / variance if variance > 0 else math.nan
     return {f"critic/{name}": value for name, value in means.items()} | {"critic/explained": explained}
 
 

@@ -492,6 +492,7 @@ RECIPES = [
     own("returns a number", "def f() -> RunConfig | None: return 3\n", "a recipe returns a RunConfig"),
     own("another name", "Mine = RunConfig\ndef f() -> 'Mine': pass\ndef g() -> 'str': pass\n", "returned None"),
     own("a subclass", "class Mine(RunConfig): pass\ndef f() -> Mine: pass\ndef g() -> int: pass\n", "returned None"),
+    own("others' annotations", "def f() -> RunConfig: pass\ndef g() -> 'rows of it': pass\ndef h() -> 'os.Foo': pass\ndef i() -> list[RunConfig]: pass\n", "returned None"),
     own("a function that is named", "def f() -> int: pass\ndef g() -> int: pass\n", "returned None", function=":g"),
     own("a function with a parameter", "def f(x) -> RunConfig: pass\n", "has no recipe"),
     own("a private function", "def _f() -> RunConfig: pass\n", "has no recipe"),

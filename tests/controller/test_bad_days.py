@@ -57,7 +57,9 @@ def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
     )
 
 
-@pytest.mark.parametrize("number, words", [(errno.EIO, "fails; see to it"), (errno.EROFS, "may only be read")])
+@pytest.mark.parametrize(
+    "number, words", [(errno.EIO, "fails; see to it"), (errno.EROFS, "may only be read")]
+)
 def test_a_disk_that_fails_is_named_with_what_to_go_on_from(tmp_path, monkeypatch, number, words):
     async def fails(*_):
         raise OSError(number, os.strerror(number))

@@ -167,9 +167,15 @@ def test_latest_is_the_newest_checkpoint_of_the_recipe(tmp_path, monkeypatch):
     write_config(tmp_path / "runs" / "quickstart-1", "quickstart", config())
     found, none = with_newest_checkpoint("quickstart", config(resume="latest"))
     assert found.resume == f"runs/quickstart-1/checkpoints/step-{STEPS}" and not none
+    (tmp_path / "linked").symlink_to(tmp_path)
+    write_config(tmp_path / "runs" / "quickstart-1", f"{tmp_path}/mine.py:quickstart", config())
+    for source in (f"{tmp_path}/mine.py:quickstart", f"{tmp_path}/linked/mine.py:quickstart"):
+        assert with_newest_checkpoint(source, config(resume="latest")) == (found, [])
+    _, (line,) = with_newest_checkpoint("quickstart", config(resume="latest"))
+    assert f"(there are some of {tmp_path}/mine.py:quickstart, which can be named) has no complete" in line
     for other in ("/a.py:quickstart", "quick"):  # of another file, or with a name that begins like it
         _, (line,) = with_newest_checkpoint(other, config(resume="latest"))
-        assert f"a run of {other.rpartition(':')[2]} in runs/ has no complete checkpoint" in line
+        assert f"a run of {other.rpartition(':')[2]} in runs/ " in line
     assert with_newest_checkpoint("x", config(resume="runs/quickstart-1")) == (found, [])
     assert with_newest_checkpoint("x", found) == (found, [])
     (tmp_path / "runs" / "new" / "checkpoints").mkdir(parents=True)

@@ -61,14 +61,15 @@ def slurm(made: list[Host], directory: Path) -> Iterator[dict[str, str]]:
     )
     conf = directory / "slurm.conf"
     conf.write_text(_CONF.format(name=name, address=address, directory=directory, nodes=nodes))
-    environment = {**os.environ, "SLURM_CONF": str(conf)}
+    # Daemons are where not every user's PATH looks.
+    environment = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     subprocess.run(["install", "-d", "-o", "munge", "/run/munge"], check=True)
     started = []
     with (directory / "daemons.log").open("ab") as log:
         how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
         try:
-            munge = ["/usr/sbin/runuser", "-u", "munge", "--", "munged", "--foreground", "--force"]
-            started.append(subprocess.Popen(munge, **how))
+            munge = ["runuser", "-u", "munge", "--", "munged", "--foreground", "--force"]
+            started.append(subprocess.Popen(munge, env=environment, **how))
             _wait(lambda: Path("/run/munge/munge.socket.2").exists())
             started.append(subprocess.Popen(["slurmctld", "-D", "-f", str(conf)], env=environment, **how))
             for host in made:

@@ -102,6 +102,13 @@ def test_how_much_of_the_returns_the_values_explain():
         "critic/explained": 0.75, "critic/loss": 1.0, "critic/grad_norm": 3.0
     }  # fmt: skip
     assert math.isnan(critic_metrics([update | {"return_squared:sum": 8.0}])["critic/explained"])
+    empty = {
+        "tokens:sum": 0,
+        "loss:sum": 0.0,
+        "denominator": 4.0,
+        "grad_norm": 0.0,
+    }  # of filler alone, of which no loss is asked
+    assert math.isnan(critic_metrics([empty, later])["critic/explained"])
 
 
 def test_the_gap_is_that_of_the_first_update_and_all_else_of_all_of_them():
