@@ -10,7 +10,7 @@ def calculator() -> RunConfig:
     return RunConfig(
         model=TinyQwen3(alphabet=ALPHABET),
         env=Calculator(),
-        warmup=WarmupConfig(steps=500, batch_size=128, lr=3e-3),
+        warmup=WarmupConfig(steps=500, batch_size=128),
         trainer=TrainerConfig(lr=5e-4, betas=(0.9, 0.99)),
         generator=GeneratorConfig(kv_cache_gib=0.0625, block_size=128, max_num_seqs=512),
         steps=40,

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.envs.test_variables import VERIFIERS_0_4
+from tests.envs.verifiers_v1_cases import CASES
 
 pytestmark = pytest.mark.slow  # a Python of its own, which imports another version of verifiers
 
-CASES = Path(__file__).with_name("verifiers_v1_cases.py")
-NAMES = ["hangman", "calculator", "best of two", "tools"]
+FILE = Path(__file__).with_name("verifiers_v1_cases.py")
 
-
-OF_EACH = [f"{test}[{name}]" for test in ("test_scores", "test_any_words") for name in NAMES]
+OF_EACH = [f"{test}[{name}]" for test in ("test_scores", "test_any_words") for name in CASES]
 OTHERS = [
     "test_a_call_that_a_tools_server_refuses_is_told",
     "test_an_agent_that_is_not_trained_needs_a_client_of_its_own",
@@ -28,7 +27,7 @@ OTHERS = [
 def test_verifiers_v1(test):
     path = os.pathsep.join([str(VERIFIERS_0_4), os.getcwd()])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{CASES}::{test}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{FILE}::{test}"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -3,12 +3,12 @@
 # holds: exact
 
 import asyncio
-import json
 import os
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +19,10 @@ from rl.envs.adapters.verifiers_v1 import VerifiersV1
 from rl.envs.chat.template import ChatTemplate
 from tests.envs.chat.playing import play_here
 from tests.envs.chat.test_session import Writer
+from tests.envs.conversations import Policy, write_words
 from tests.envs.test_adapters import tokenizer  # noqa: F401  fixture
 from tests.envs.test_any_words import SETTINGS, play_any
-from tests.json_server import JSONHandler, completion, serving
+from tests.json_server import serving
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,8 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()
     conversations: Sequence[Sequence[str]] = ()
     """What the policy says in each turn."""
+    words: Sequence[str] = ()
+    """What a game draws its word from."""
 
 
 CALCULATOR = "rl.envs.adapters.calculator_v1"
@@ -93,9 +96,15 @@ CASES = {
             ["no brackets", "still none", "[letter]"],
             ["[other]", "a"],
         ],
+        ["letter"],
     ),
     # Its tasks are asked in the same words, and differ in their seeds.
-    "wordle": Case("textarena", (("taskset.game", "Wordle-v0"),), [["[crane]"], ["[crane]", "[slate]", "no"], [""]]),
+    "wordle": Case(
+        "textarena",
+        (("taskset.game", "Wordle-v0"),),
+        [["[crane]"], ["[slate]", "[crane]"], ["[slate]", "[slate]", "no"], ["[stone]"] * 6, ["crane", "[cranes]"], [""]],
+        ["crane"],
+    ),
     "calculator": Case(CALCULATOR, (("taskset.rows", 8),), SUMS),
     "best of two": Case(CALCULATOR, (("taskset.rows", 8), ("id", "best-of-n"), ("n", 2)), [["{answer}"], ["0"]]),
     "tools": Case(
@@ -108,19 +117,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
-    """The words of TextArena's games, and the packages of verifiers' harness, are here already."""
-    words = tmp_path / "nltk" / "corpora" / "words"
-    words.mkdir(parents=True)
-    for name in ("en", "en-basic"):
-        (words / name).write_text("letter\n")
-    (words / "README").write_text("")
+    """The packages of verifiers' harness are here already."""
     (tmp_path / "echoes.py").write_text(ECHOES)
     uv = tmp_path / "bin" / "uv"
     uv.parent.mkdir()
     uv.write_text(UV)
     uv.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
     monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -131,42 +134,9 @@ def offline(tmp_path, monkeypatch):
 
 
 def made(case: Case) -> VerifiersV1:
+    if case.words:
+        write_words(Path.home(), case.words)
     return VerifiersV1(environment=case.environment, options=case.options, runtime="subprocess", num_eval=2, max_tasks=8)  # fmt: skip
-
-
-class Policy(JSONHandler):
-    """Says in each turn what the server's `texts` have there, the last again and again. It streams one chunk."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        turn = sum(message["role"] == "assistant" for message in asked["messages"])
-        text = self.server.texts[min(turn, len(self.server.texts) - 1)]
-        head, *calls = text.split("<tool_call>")
-        message = {"role": "assistant", "content": head}
-        if calls:
-            message["tool_calls"] = [call_of(call, i) for i, call in enumerate(calls)]
-        whole = completion(message)
-        (choice,) = whole["choices"]
-        choice["finish_reason"] = "tool_calls" if calls else "stop"
-        if not asked.get("stream"):
-            return self.send("application/json", json.dumps(whole))
-        choice["delta"] = choice.pop("message")
-        chunks = [json.dumps(whole | {"object": "chat.completion.chunk"}), "[DONE]"]
-        self.send("text/event-stream", "".join(f"data: {chunk}\n\n" for chunk in chunks))
-
-    def send(self, kind, text):
-        data = text.encode()
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-def call_of(text: str, number: int) -> dict:
-    call = json.loads(text.removesuffix("</tool_call>"))
-    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-    return {"id": str(number), "index": number, "type": "function", "function": function}
 
 
 def by_itself(env: VerifiersV1, index: int, texts: Sequence[str]) -> float:
