@@ -17,9 +17,7 @@ from rl.envs.chat.tools import tool
 from rl.types import Problem
 from tests.envs.chat.playing import play_here
 from tests.envs.chat.templates import make_tokenizer
-from tests.envs.chat.words import ARGUMENTS, Writer, check, turns, words
-
-FORMATS = ("hermes", "llama3", "pythonic")
+from tests.envs.chat.words import ARGUMENTS, FORMATS, NO_JSON, Writer, check, turns, words
 
 
 @given(data=st.data(), written=st.sampled_from(FORMATS))
@@ -109,3 +107,14 @@ def test_whole_episodes_of_any_words(tokenizers, name, written, data):
     policy = Writer(tokenizer, chat_template(tokenizer, written).end_id, data.draw(turns(written)))
     (rollout,) = play_here(env, tokenizer, policy, Problem("1", "go on"))
     check(rollout)
+
+
+@pytest.mark.parametrize("written", FORMATS)
+def test_calls_with_what_json_has_not_are_told_or_scored(tokenizers, written):
+    end = chat_template(tokenizers["qwen2_5"], written).end_id
+    for text in NO_JSON[written]:
+        policy = Writer(tokenizers["qwen2_5"], end, [(text, False)] * 2)
+        (rollout,) = play_here(
+            Echo(call_format=written), tokenizers["qwen2_5"], policy, Problem("1", "go on")
+        )
+        check(rollout)

@@ -48,6 +48,35 @@ _PYTHONIC = st.builds(
     st.sampled_from(["echo", "add", "nothing"]),
     st.lists(st.tuples(st.sampled_from(["text", "a", "b"]), PYTHON_TEXTS), max_size=2),
 )
+_NAMED = '{{"name": {}, "{}": {}}}'.format
+NO_JSON = {
+    "hermes": [
+        f"<tool_call>{body}</tool_call>"
+        for body in (
+            _NAMED('"\\ud800"', "arguments", "{}"),
+            _NAMED('"echo"', "arguments", '{"text": "\\udfff"}'),
+            _NAMED('"echo"', "arguments", '{"text": NaN}'),
+            _NAMED('"echo"', "arguments", '{"text": 1e999}'),
+            _NAMED('["echo"]', "arguments", "{}"),
+            _NAMED('"echo"', "arguments", "[1]"),
+            "[1]",
+        )
+    ],
+    "llama3": [
+        _NAMED('"\\ud800"', "parameters", "{}"),
+        _NAMED('"echo"', "parameters", '{"text": "\\udfff"}'),
+        _NAMED('"echo"', "parameters", '{"text": -Infinity}'),
+        _NAMED("3", "parameters", "{}"),
+        _NAMED('"echo"', "parameters", "null"),
+    ],
+    "pythonic": [
+        f"[echo(text={value})]"
+        for value in ("{1}", "b'a'", "...", "1j", "{(1, 2): 3}", "{[1]: 2}", "{1: 2}", "'\\ud800'", "1e999")
+    ],
+}
+"""Calls, each with one thing in it that JSON has not, or that is no text."""
+FORMATS = tuple(NO_JSON)
+
 _NOISE = st.text(max_size=12) | st.binary(max_size=12).map(lambda data: data.decode(errors="replace"))
 _CALLS = {"hermes": _HERMES, "llama3": _LLAMA3, "pythonic": _PYTHONIC}
 _AROUND = st.just("") | _NOISE | st.sampled_from(["<think>", "hm</think>", "[echo("])
