@@ -1,6 +1,7 @@
 """Bad input: one clear line, exit code 2, and no process started."""
 
 import dataclasses
+import os
 import pickle
 import sys
 
@@ -331,5 +332,15 @@ def test_settings_without_effect_or_of_another_engine_are_named(capsys, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without a GPU")
+def test_shared_memory_that_may_not_be_written_to(one_line, monkeypatch):
+    """As root, whom no permissions keep out, a tmpfs is read-only."""
+    access = os.access
+    may = lambda path, mode, **more: str(path) != "/dev/shm" and access(path, mode, **more)  # noqa: E731
+    monkeypatch.setattr(os, "access", may)
+    assert "/dev/shm may not be written to, through which weights go; mount a tmpfs" in one_line(
+        "train", "quickstart"
+    )
+
+
 def test_compile_is_refused_without_a_gpu(one_line):
     assert "trainer.compile=True needs a GPU" in one_line("train", "quickstart", "--trainer.compile", "True")

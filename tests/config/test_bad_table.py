@@ -1011,6 +1011,20 @@ COMMANDS = [
     row("check of an unknown setting", "check quickstart --stepz 3", "unknown setting --stepz; did you mean --steps?"),
 ]
 
+_MODEL = lambda p: p.copy("model", "model")  # noqa: E731
+SERVE = [
+    row("no model", "serve", "name a model, as rl serve MODEL"),
+    row("a model that is not there", "serve nowhere", "nowhere has no config.json"),
+    command("an empty name", _MODEL, "serve model --names ''", "names=('',) has an empty name, or one twice; give each once"),
+    command("a blank name", _MODEL, "serve model --names a ' '", "has an empty name, or one twice"),
+    command("a name twice", _MODEL, "serve model --names a b a", "names=('a', 'b', 'a') has an empty name, or one twice"),
+    command("a name with a colon", _MODEL, "serve model --names a:b", "names='a:b': the SDK takes no name with a colon or two slashes"),
+    command("keys for nobody", _MODEL, "serve model --no_api_key True --api_key_file keys", "api_key_file has no effect with no_api_key=True; leave one of them out"),
+    command("a port that is none", _MODEL, "serve model --port 70000", "port=70000 must be at least 0 and at most 65535"),
+    command("a recipe", nothing, "serve quickstart", "model directory quickstart has no config.json", "rl fetch smollm2"),
+    command("an unknown setting", _MODEL, "serve model --nams a", "Unrecognized options: --nams, a; rl serve --help lists the settings"),
+]
+
 # fmt: on
 TABLE = {
     "flags": FLAGS,
@@ -1026,6 +1040,7 @@ TABLE = {
     "algorithms": ALGORITHMS,
     "layouts": LAYOUTS,
     "commands": COMMANDS,
+    "serve": SERVE,
 }
 
 
@@ -1103,12 +1118,14 @@ def without_network_or_new_files() -> Iterator[None]:
 
     import rl.controller.run
     import rl.fetch
+    import rl.tinker.serve
 
     with (
         mock.patch.object(hub, "HF_HUB_OFFLINE", True),
         mock.patch.object(sys, "dont_write_bytecode", True),
         mock.patch.object(rl.controller.run, "_main", _not_refused),
         mock.patch.object(rl.fetch, "_download", _not_refused),
+        mock.patch.object(rl.tinker.serve, "_main", _not_refused),
     ):
         yield
 

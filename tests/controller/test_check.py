@@ -1,6 +1,11 @@
 """`rl check`: each recipe of configs/, and broken ones, of which it says what is wrong and what to do."""
 
+import os
+import resource
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +91,7 @@ IN_PROCESSES = {
     "a reward that is a string": broken(f"{_GENERATE}\n    def reward(self, problem, response, stop): return 'good'\n", "the reward function returned 'good'; return a number"),
     "a reward that always raises": broken(f"{_GENERATE}\n    def reward(self, problem, response, stop): return {{}}['x']\n", "fails where the policy says '7': KeyError: 'x' (mine.py line"),
     "a reward that hangs": broken(f"{_GENERATE}\n    def reward(self, problem, response, stop): time.sleep(60)\n", "took over 0.1 s (reward.limit_seconds)", changes="reward=RewardConfig(limit_seconds=0.1)"),
+    "rewards of turns that nothing reads": broken(f"{_GENERATE}\n    def reward(self, problem, response, stop): return Rewards(turns=(1.0,))\n", "rewards each turn, or token, which advantages GroupMean does not read"),
     "rewards for too many turns": broken(f"{_GENERATE}\n    def reward(self, problem, response, stop): return Rewards(turns=(1.0, 2.0))\n", "gave 2 rewards for 1 turns"),
     "prepare that raises": broken(f"{_GENERATE}{_REWARD}\n    def prepare(self): raise OSError('no server')\n", "prepare() of the environment failed: OSError: no server"),
     "a step that returns a number": broken(f"{_SCORE_TWICE}\n    def step(self, episode): return 3\n", "step() returned 3; return a string, a list of messages, or None", base="ChatEnv"),
@@ -167,6 +173,11 @@ def test_a_run_is_checked_the_same_way(quiet, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+_GSM8K = "hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet could not be fetched"
+_MISSING = {
+    **dict.fromkeys(("llama_3_1_8b_lora", "qwen3_0_6b", "qwen3_1_7b", "qwen3_30b_a3b_lora"), _GSM8K),
+    "verifiers_v1": "verifiers 0.4 is missing; see docs/environments.md for how to install it",
+}
 _IN_A_MOMENT = ("quickstart", "calculator", "code", "distillation")
 """Of each kind of environment one; the others import a library, or have the same environment."""
 
@@ -176,10 +187,39 @@ _IN_A_MOMENT = ("quickstart", "calculator", "code", "distillation")
     [name if name in _IN_A_MOMENT else pytest.param(name, marks=pytest.mark.slow) for name in recipe_names()],
 )
 def test_each_recipe_is_sound(name, quiet):
-    """But for what this machine lacks: libraries of other environments, and data."""
+    """But for what no machine without a network has: GSM8K, and a second version of verifiers."""
     got = outcome(["check", name])
-    missing = ("needs", "could not be fetched", "install")
-    assert got.code == 0 or (got.code == 2 and any(word in got.lines[0] for word in missing)), got.lines
+    if name in _MISSING:
+        assert got.code == 2 and len(got.lines) == 1 and _MISSING[name] in got.lines[0], got
+    else:
+        assert got.code == 0 and f"\n{name} is sound" in got.out, got
+
+
+@pytest.mark.slow  # each in a process of its own
+@pytest.mark.parametrize("name", [*recipe_names(), *BEFORE_PROCESSES, *IN_PROCESSES])
+def test_a_check_takes_five_seconds(name, quiet, tmp_path):
+    """Of a processor, without a model. A library of the environment's is loaded in three processes beside."""
+    cases = BEFORE_PROCESSES | IN_PROCESSES
+    recipe = write(Place(tmp_path, tmp_path), cases[name]) if name in cases else name
+    limit = 5 + 3 * seconds_of(["-c", _LOADS[name]], tmp_path) if name in _LOADS else 5
+    seconds = seconds_of(["-m", "rl.cli", "check", recipe], tmp_path)
+    assert seconds < limit  # holds: clock, five were asked for
+
+
+_LOADS = {
+    "smollm2": "import reasoning_gym",
+    "verifiers_v0": "from rl.envs.adapters.calculator_v0 import load_environment as load; load()",
+}
+"""What of a recipe's environment is no code of this project."""
+
+
+def seconds_of(arguments: list[str], directory: Path) -> float:
+    """Of a processor, its own and of what it started."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
+    subprocess.run([sys.executable, *arguments], cwd=directory, env=paths, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def test_prompts_are_looked_at_also_where_this_machine_lacks_something(quiet):
