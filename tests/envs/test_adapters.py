@@ -263,6 +263,7 @@ class OpenEnvServer:
     """OpenEnv's protocol, as its 0.10.0 speaks it; tests/integration/test_adapters.py has the real one."""
 
     sessions, open = 8, 0
+    stop: ClassVar = None  # what ends it
 
     def answer(self, kind, data):
         if kind == "reset":
@@ -291,6 +292,8 @@ class OpenEnvServer:
                 return socket.send(json.dumps({"type": "error", "data": refusal}))
             while True:
                 asked = json.loads(socket.recv())
+                if "stop" in json.dumps(asked["data"]):
+                    return self.stop()
                 if "die" in json.dumps(asked["data"]):
                     return
                 try:
@@ -309,6 +312,7 @@ def openenv():
     """The server, and its URL."""
     made = OpenEnvServer()
     with serve(made, "127.0.0.1", 0) as server:
+        made.stop = lambda: server.socket.shutdown(socket.SHUT_RDWR)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield made, f"http://127.0.0.1:{server.socket.getsockname()[1]}"
@@ -354,14 +358,17 @@ def test_an_openenv_server_of_tools(tokenizer, openenv):
 @pytest.mark.parametrize(
     ("said", "cause", "words"),
     [
-        (["die"], "server", "is gone"),
-        (['<tool_call>{"name": "double", "arguments": {"number": "die"}}</tool_call>'], "server", "is gone"),
+        (["die"], "raised", "ended this episode's session"),
+        (["stop"], "server", "is gone"),
+        (['<tool_call>{"name": "double", "arguments": {"number": "stop"}}</tool_call>'], "server", "is gone"),
         (["bad"], "raised", "not that"),
         (["full"], "server", "max_concurrent_envs"),
         (["down"], "server", "does not answer"),
     ],
 )
-def test_an_openenv_server_that_fails_costs_the_sample(tokenizer, openenv, said, cause, words):
+def test_what_an_openenv_server_fails_at_is_scored_and_a_lost_one_costs_the_sample(
+    tokenizer, openenv, said, cause, words
+):
     server, url = openenv
     env = OpenEnv(url=url, action="" if "tool_call" in said[0] else "message", max_turns=3)
     if said == ["full"]:
@@ -557,7 +564,9 @@ class NeMoGymServer(BaseHTTPRequestHandler):
             return self.answer(200, {}, f"session={body['answer']}")
         if name == "double" and "number" not in body:
             return self.answer(422, {"detail": "number is missing"})
-        if name == "double" and body["number"] == 666:
+        if name == "double" and body["number"] == 667:
+            self.server.socket.close()  # nobody else is answered
+        if name == "double" and body["number"] in (666, 667):
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
         if name == "double":
@@ -573,6 +582,9 @@ class NeMoGymServer(BaseHTTPRequestHandler):
             masked = {"mask_sample": True, "failure_kind": "judge_failed", "failure_reason": "no judge"}
             return self.answer(200, {**body, "reward": 0.0, **masked})
         return self.answer(200, {**body, "reward": reward, "kinds": kinds})
+
+    def do_GET(self):
+        self.answer(404, {"detail": "Not Found"})
 
     def answer(self, status, body, cookie=""):
         data = json.dumps(body).encode()
@@ -728,8 +740,25 @@ def test_a_turn_is_to_nemo_gyms_verifier_what_its_own_model_server_makes_of_it(
     assert rollout.score.notes["verified"]["kinds"] == [*kinds, *calls]
 
 
+def test_a_session_that_the_policy_ended_is_told_and_scored(tokenizer, nemo_gym, openenv):
+    """Its samples would be dropped, and it could void its failures."""
+    call = '<tool_call>{"name": "double", "arguments": {"number": NUMBER}}</tool_call>'
+    said = [call.replace("NUMBER", "666"), "8"]
+    rollout = play(tokenizer, nemo_gym, nemo_gym.generate(4), said)
+    told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert "ended this episode's session" in told[0] and (rollout.score.reward, rollout.score.cause) == (
+        1.0,
+        "",
+    )
+    dies = [call.replace("NUMBER", '"die"'), call.replace("NUMBER", "3"), "6"]
+    rollout = play(tokenizer, OpenEnv(url=openenv[1], max_turns=3), Problem("7", "x"), dies)
+    told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert len(told) == 2 and all("ended this episode's session" in text for text in told)
+    assert (rollout.score.reward, rollout.score.cause) == (0.0, "")
+
+
 def test_a_nemo_gym_server_that_is_gone_costs_the_sample(tokenizer, nemo_gym, tmp_path):
-    said = ['<tool_call>{"name": "double", "arguments": {"number": 666}}</tool_call>', "8"]
+    said = ['<tool_call>{"name": "double", "arguments": {"number": 667}}</tool_call>', "8"]
     rollout = play(tokenizer, nemo_gym, nemo_gym.generate(4), said)
     assert rollout.score.cause == "server" and "is gone" in rollout.score.error
     (tmp_path / "rows.jsonl").rename(tmp_path / "other.jsonl")

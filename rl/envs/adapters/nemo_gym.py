@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from rl.bounds import FilePath, PositiveInt
+from rl.envs.adapters.sessions import broken_session
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.chat.tools import BadArguments, Tool
@@ -142,7 +143,7 @@ def _post(session: httpx.Client, path: str, body: Mapping[str, Any]) -> httpx.Re
     try:
         return session.post(f"/{path}", json=dict(body))
     except httpx.TransportError as error:
-        raise ServerLost(f"the NeMo Gym server {session.base_url} is gone ({one_line(error)})") from error
+        raise broken_session("NeMo Gym", str(session.base_url), error) from error
 
 
 def _response(episode: Episode, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
 from rl.bounds import PositiveInt
+from rl.envs.adapters.sessions import broken_session
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode, ServerLost
 from rl.envs.chat.tools import Tool
@@ -112,12 +113,14 @@ class _Session:
             raise ServerLost(f"the OpenEnv server {url} does not answer ({one_line(error)})") from error
 
     def ask(self, kind: str, data: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Raises RuntimeError with the server's words where it refuses, ServerLost where it is gone, or
-        silent for so long. None: an episode's own deadline ends the wait."""
+        """Raises RuntimeError with the server's words where it refuses, or where it ended this session alone,
+        ServerLost where it is gone, or silent for so long. None: an episode's own deadline ends the wait."""
         try:
             with suppress(ConnectionClosed):  # by a server that is full: it says so, and closes
                 self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(self._socket.recv(seconds))
+        except ConnectionClosed as error:
+            raise broken_session("OpenEnv", self._url, error) from error
         except (OSError, WebSocketException) as error:  # TimeoutError is one
             raise ServerLost(f"the OpenEnv server {self._url} is gone ({one_line(error)})") from error
         if answer["type"] != "error":
