@@ -1,7 +1,9 @@
 """The README's Python runs."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from rl.config import RunConfig
 from rl.envs.chat.testing import play
@@ -61,16 +63,22 @@ def docs_block(word: str) -> dict:
     return names
 
 
-def test_the_docs_agent_is_played(tmp_path):
+def test_the_docs_agent_is_played(tmp_path, monkeypatch, capsys):
     names = docs_block("class ShopAgent")
     assert isinstance(names["shop_agent"](), RunConfig) and len(names["ShopAgent"]().eval_problems()) == 64
     problem = names["Problem"]("1", "What do 3 pieces of pear cost?", "21", {"prices": {"pear": 7}})
     call = '<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>'
     wrong = call.replace("pear", "apple")
-    played = play(names["ShopAgent"](), make_tokenizer("qwen2_5", tmp_path), [call, wrong, "21"], problem)
+    tokenizer = make_tokenizer("qwen2_5", tmp_path)
+    played = play(names["ShopAgent"](), tokenizer, [call, wrong, "21"], problem)
     assert played.score.reward == 1
     results = [m["content"] for m in played.rollout.messages if m["role"] == "tool"]
     assert results == ["7", "Error: KeyError('apple')"]
+    monkeypatch.setitem(sys.modules, "shop_agent", SimpleNamespace(**names))
+    monkeypatch.setattr("rl.models.tokenizer.HFTokenizer", lambda path: tokenizer)
+    docs_block("play(ShopAgent()")
+    text, score = capsys.readouterr().out.split("Score(")
+    assert "What do 3 pieces of pear cost?" in text and "reward=1.0" in score
 
 
 def test_the_docs_tiny_task_is_checked():

@@ -8,6 +8,7 @@ from rl.models.known_shapes import KNOWN, known_config
 from rl.models.sources import ModelDir
 from rl.plan.model_shape import ModelShape
 from rl.plan.show import show
+from tests.config.test_bad_table import outcome
 from tests.plans import cluster
 
 PUBLISHED = {  # parameters in billions, as the models' own pages have them
@@ -47,8 +48,10 @@ def offline(monkeypatch, tmp_path):
 
 def test_a_plan_needs_no_network(offline):
     assert ModelDir("Qwen/Qwen3-0.6B").config()["hidden_size"] == 1024
-    recipe, config = load_recipe("qwen3_0_6b")
-    lines = show(recipe, settle(config, cluster=cluster("1xH100-80")))
+    told = outcome(["plan", "qwen3_0_6b", "--cluster", "1xH100-80"])
+    assert told.code in (None, 0) and not told.lines
+    lines = told.out.splitlines()
+    assert lines[0] == "qwen3_0_6b on 1 x H100 of 78.8 GiB, bfloat16, GiB of each process:"
     assert not any("nothing runs there" in line for line in lines)
 
 

@@ -1,4 +1,7 @@
-"""The table of causes: each failure of an episode or a reward, whose it is, and what comes of its sample."""
+"""The table of causes: each failure of an episode or a reward, whose it is, and what comes of its sample.
+
+Here a process that hangs, exits or is lost is one that says so; tests/envs/chat/test_episodes.py has real ones.
+"""
 
 # holds: exact
 

@@ -14,9 +14,11 @@ import pytest
 from rl.envs.adapters.mcp import MCPEnv
 from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.episode import EpisodeRunner
+from rl.envs.chat.testing import play
 from rl.envs.variables import clean_environment, clean_variables
 from rl.processes import LEASE
 from rl.types import Problem
+from tests.envs.chat.templates import make_tokenizer
 
 KEYS = {
     "WANDB_API_KEY": "k3y",
@@ -172,6 +174,39 @@ print(env.validate())
 score = play(tokenizer, env, env.generate(1), ["1"]).score
 print(score.reward, score.error)
 """
+
+
+ENVIRONMENT_V0 = """
+import json, os, subprocess, sys
+import verifiers as vf
+from datasets import Dataset
+
+def shows(completion):
+    shown = subprocess.run(["env"], capture_output=True, text=True).stdout
+    kept = sorted(name for name in KEYS if name in os.environ)
+    return 0.5 if "MY_PASSPHRASE" in shown or kept != json.loads(os.environ["LC_EXPECTED"]) else 1.0
+
+def load_environment():
+    rows = Dataset.from_list([{"question": f"Say {i}.", "answer": str(i)} for i in range(4)])
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[shows]))
+""".replace("KEYS", repr(sorted(KEYS)))
+
+
+@pytest.mark.slow  # it imports verifiers
+@pytest.mark.parametrize("named", [(), ("HF_TOKEN",)])
+def test_verifiers_v0_runs_what_it_runs_without_keys(named, tmp_path, monkeypatch):
+    pytest.importorskip("verifiers", reason="needs make environments")
+    from rl.envs.adapters.verifiers import Verifiers
+
+    name = f"showing_{len(named)}"
+    (tmp_path / f"{name}.py").write_text(ENVIRONMENT_V0)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LC_EXPECTED", json.dumps([*named]))
+    env = Verifiers(environment=name, num_eval=2, variables=named)
+    assert env.validate() == []
+    tokenizer = make_tokenizer("qwen2_5", tmp_path / "tokenizer")
+    score = play(env, tokenizer, ["1"], env.generate(1)).score
+    assert (score.reward, score.error) == (1.0, None)
 
 
 @pytest.mark.slow  # a Python of its own, which imports another version of verifiers

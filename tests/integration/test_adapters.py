@@ -86,12 +86,13 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.judge import Judge
 @dataclass(frozen=True)
 class Judged(ChatEnv):
-    judge: Judge = Judge(max_tokens=8)
+    judge: Judge = Judge()
     def generate(self, seed): return Problem(str(seed), f"Name {seed % 1000} colours.")
     def reward_episode(self, episode):
-        said = self.judge.complete([{"role": "user", "content": episode.response[:100]}])
-        episode.notes["judge"] = said
-        return float(len(said) % 2)
+        # SmolLM2 replies in this form, asked for 1 or 2, only where vLLM holds it to the schema.
+        preference = self.judge.prefers_first("Name colours.", episode.response[:100], "Red and blue.")
+        episode.notes["judge"] = preference
+        return preference
 def train():
     judge = JudgeConfig(model=SMOLLM2, max_tokens=512, kv_cache_gib=0.25)
     return replace(recipe(Judged(**SMALL)), judge=judge)
