@@ -37,13 +37,15 @@ _USAGE = """usage: rl COMMAND ...
 _STARTS_PROCESSES = ("train", "eval", "replay", "serve", "worker")
 _SHORT = ("worker", "doctor", "gpu-check", "fetch")  # whose usage above says all
 _STARTS_NONE = ("--launcher", "--dry_run")
+_TIDIES_UP = ("fetch",)  # at SIGTERM, as at Ctrl-C; those that start processes see to it themselves
 
 
 def main() -> None:
     open_standard_streams()
     sys.stderr = Output(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115  # None: it was closed before
     prepare_environment()
-    if os.getpid() == 1:  # a container's first process, which the kernel spares a signal that nobody handles
+    # A container's first process is spared, by the kernel, a signal that nobody handles.
+    if os.getpid() == 1 or {*sys.argv[1:2]} & {*_TIDIES_UP}:
         signal.signal(signal.SIGTERM, _end)
     from rl.command_flags import flag_name
     from rl.errors import TERMINATED, TOLD, ConfigError, RunError, exit_code

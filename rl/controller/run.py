@@ -1,7 +1,6 @@
 """One run from a checked config to its artefacts, and a clean end whatever happens."""
 
 import asyncio
-import errno
 import os
 import signal
 import sys
@@ -43,15 +42,10 @@ from rl.observability.silence import break_silence
 from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
-from rl.paths import lock_directory, run_directory
+from rl.paths import disk_failure, lock_directory, run_directory
 from rl.processes import on_interrupt
 from rl.waiting import beside, give_way_often
 
-_OF_DISKS = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is full; make room"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE), "fails; see to it"),
-    errno.EROFS: "may only be read; mount it anew",
-}
 _SAME_SIGNAL_SECONDS = 1.0
 
 
@@ -106,10 +100,9 @@ def run(
             raise
         raise RunError(f"{error}{_go_on(run_dir)}") from error
     except OSError as error:
-        if error.errno not in _OF_DISKS:
+        if not (failure := disk_failure(error, run_dir)):
             raise
-        of = error.filename or run_dir
-        raise RunError(f"the disk of {of} {_OF_DISKS[error.errno]}{_go_on(run_dir)}") from error
+        raise RunError(f"{failure}{_go_on(run_dir)}") from error
     finally:
         os.close(lock)
     return 0

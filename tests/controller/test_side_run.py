@@ -1,17 +1,22 @@
 """The directories of evaluations and replays: each its own, with the logs that messages name."""
 
+import errno
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from configs.quickstart import quickstart
 from rl.config.codec import read_config
+from rl.controller import evaluate
 from rl.controller import run as run_module
 from rl.controller.side_run import own_directory
 from rl.errors import ConfigError, RunError
+from rl.types import Group, Problem, Rollout, Score, StopReason, VersionRange
 
 AT_ONCE = 16
 
@@ -84,6 +89,56 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
         own_directory("replay", str(tmp_path / "file" / "mine")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "code, words", [(errno.ENOSPC, "is full; make room"), (errno.EIO, "fails; see to it")]
+)
+def test_a_disk_that_fails_is_named(one_second, code, words):
+    with pytest.raises(RunError) as failure, own_directory("eval"):
+        raise OSError(code, "x")
+    assert str(failure.value) == f"the disk of runs/eval-20260101-000000 {words}"
+    with pytest.raises(FileNotFoundError), own_directory("eval"):
+        Path("none").read_text()
+
+
+def answered(texts):
+    """The group of an evaluation in which these were answered, those that are "right" with reward 1."""
+    rollouts = tuple(
+        Rollout(Problem("1", "q", "a"), (), text, StopReason.STOP, VersionRange(0, 0)) for text in texts
+    )
+    return Group(0, rollouts, tuple(Score(float(text == "right")) for text in texts))
+
+
+def measure(monkeypatch, out, *groups):
+    async def answers(config, num_samples, out):
+        return [*groups], []
+
+    monkeypatch.setattr(evaluate, "_answers", answers)
+    evaluate._measure_all({"quickstart": quickstart()}, {"model": "m"}, 0, out)
+
+
+def test_an_evaluation_whose_disk_is_full_tells_its_table_first(tmp_path, monkeypatch, capsys):
+    (tmp_path / "eval.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        measure(monkeypatch, tmp_path, answered(["right"]), answered(["wrong"]))
+    assert "eval/accuracy                0.5000" in capsys.readouterr().out
+    answers = [json.loads(line)["response"] for line in (tmp_path / "rollouts.jsonl").open()]
+    assert answers == ["right", "wrong"]
+    (tmp_path / "eval.json").unlink()
+    (tmp_path / "rollouts.jsonl").unlink()
+    (tmp_path / "rollouts.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        measure(monkeypatch, tmp_path, answered(["right"]))
+    assert json.loads((tmp_path / "eval.json").read_text())["quickstart"]["eval/accuracy"] == 1
+
+
+def test_an_evaluation_of_which_every_reward_failed_keeps_what_was_answered(tmp_path, monkeypatch):
+    group = replace(answered(["a"]), scores=(Score(0.0, "it failed", cause="raised"),))
+    with pytest.raises(RunError, match="all 1 rewards failed"):
+        measure(monkeypatch, tmp_path, group)
+    (record,) = (tmp_path / "rollouts.jsonl").open()
+    assert json.loads(record)["error"] == "it failed" and not (tmp_path / "eval.json").exists()
 
 
 def test_a_failure_names_the_logs_and_they_are_there(one_second, capsys):
