@@ -15,7 +15,7 @@ from rl.config.recipe_modules import split_name
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.fields import short
-from rl.models.checkpoint_dir import ABANDONED, critic_path, newest_first, why_damaged
+from rl.models.checkpoint_dir import ABANDONED, ORIGIN, critic_path, is_complete, newest_first, why_damaged
 from rl.models.hf import WEIGHTS
 from rl.models.sources import MODEL, ModelDir, ModelSource
 
@@ -62,10 +62,17 @@ def with_newest_checkpoint(source: str, config: RunConfig) -> tuple[RunConfig, l
     return replace(config, resume=str(checkpoint)), []
 
 
-def origin_of(run_dir: Path) -> str:
+def began_from(run_dir: Path) -> str:
     """Another run's checkpoint, from which a run began; empty where there is none."""
     checkpoint = str(_written_in(run_dir)[1].get("resume", ""))
     return "" if is_own(checkpoint, run_dir) else checkpoint
+
+
+def origin_of(run_dir: Path) -> str:
+    """Where that checkpoint is: what the run keeps of it, as the other run may have removed it since."""
+    began = began_from(run_dir)
+    kept = run_dir / ORIGIN / "checkpoints" / Path(began).name
+    return str(kept) if began and is_complete(kept) else began
 
 
 def _is_same_recipe(one: str, other: str) -> bool:
@@ -151,7 +158,7 @@ def _written(leaves: Mapping[str, Any], name: str) -> str:
     return short(json.dumps(leaves[name], default=repr)) if name in leaves else "(its default)"
 
 
-_DRAWN = (MODEL, f"teacher/{MODEL}")
+DRAWN = (MODEL, f"teacher/{MODEL}")
 """Where a run keeps random weights: the policy's, a teacher's."""
 
 
@@ -160,7 +167,7 @@ def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
 
     Unchanged where a model is a directory already, and where the run is of a version that kept none.
     """
-    policy, teacher = (_home(run_dir) / path for path in _DRAWN)
+    policy, teacher = (_home(run_dir) / path for path in DRAWN)
     reference = config.reference
     if reference.model is not None:
         reference = replace(reference, model=_as_directory(reference.model, teacher))
@@ -169,7 +176,7 @@ def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
 
 def take_over_weights(config: RunConfig, run_dir: Path) -> None:
     """A run that goes on from another's checkpoint has the weights that the other drew, and draws none."""
-    for path in _DRAWN if config.resume else ():
+    for path in DRAWN if config.resume else ():
         source = home_of(config.resume) / path / WEIGHTS
         target = run_dir / path / WEIGHTS
         if source.is_file() and not target.exists():

@@ -36,7 +36,8 @@ async def train_and_export(
 
     Where one that nobody chose is damaged, which only loading it shows, the run goes on from one before it.
     """
-    origin = origin_of(recorder.run_dir) if is_own(checkpoint, recorder.run_dir) else checkpoint
+    own = is_own(checkpoint, recorder.run_dir)
+    origin = origin_of(recorder.run_dir) or ("" if own else checkpoint)
     needs_critic = learning.algorithm.needs_critic
     while True:
         try:

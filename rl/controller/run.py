@@ -17,11 +17,11 @@ from rl.config.recipe_modules import modules_of
 from rl.config.rehearsal import rehearse
 from rl.config.replay_rules import what_a_replay_needs
 from rl.config.resume import (
+    began_from,
     changed_settings,
     going_on,
     home_of,
     is_own,
-    origin_of,
     take_over_weights,
     whole,
     with_newest_checkpoint,
@@ -30,6 +30,7 @@ from rl.config.run import RunConfig
 from rl.config.settle import engines_without, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
+from rl.controller.origin import drop_origin, keep_origin
 from rl.controller.plan import settled_otherwise, write_plan
 from rl.controller.recovery import step_of, train_and_export
 from rl.envs.base import held_out
@@ -82,8 +83,11 @@ def run(
             print(line, flush=True)
         lasting = config if hosts_last else replace(config, hosts="")
         # Who starts again from these settings starts where this run began.
-        began = origin_of(run_dir) if in_place else config.resume and os.path.abspath(config.resume)
+        began = began_from(run_dir) if in_place else config.resume and os.path.abspath(config.resume)
         write_config(run_dir, source or recipe, replace(lasting, resume=began))
+        drop_origin(run_dir)
+        if began and not is_own(config.resume, run_dir):
+            keep_origin(began, run_dir)
     except OSError as error:
         raise ConfigError(
             f"the run's directory {config.run_dir or 'runs/'} cannot be made ({error}); give another run_dir"
@@ -91,6 +95,7 @@ def run(
     try:
         with modules_of(source):
             asyncio.run(_main(recipe, config, run_dir, in_place, is_named))
+        drop_origin(run_dir)
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise

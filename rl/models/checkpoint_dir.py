@@ -22,6 +22,8 @@ RECORD = "record.json"
 OF_THE_REST = "rest"
 ABANDONED = "abandoned"
 """In a run's directory: the branches that it has left, each laid out as a run's directory."""
+ORIGIN = "origin"
+"""In a run's directory: what it keeps of another run's checkpoint from which it began, laid out likewise."""
 REFERENCES = "reference"
 """In a run's directory: the weights that references had."""
 _log = logging.getLogger(__name__)
@@ -185,13 +187,13 @@ def is_complete(path: str | Path) -> bool:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The checkpoint with the highest number at the end of its name, of those that look good."""
+    """The checkpoint of the highest step, of those that look good."""
     return next((path for path in newest_first(Path(directory)) if not why_damaged(path)), None)
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Its complete checkpoints."""
-    complete = [path for path in directory.glob("*") if _number(path) >= 0 and is_complete(path)]
+    """A run's complete checkpoints. What has another name than step-N is somebody's own."""
+    complete = [path for path in directory.glob("step-*") if path.name[5:].isdecimal() and is_complete(path)]
     return sorted(complete, key=_number, reverse=True)
 
 

@@ -57,13 +57,15 @@ def test_a_run_that_lost_its_first_life_before_a_checkpoint_begins_where_it_bega
     assert started.pop() == ("other/checkpoints/step-50", False)
     monkeypatch.chdir(other)
     again = replace(config, run_dir=str(tmp_path / "run"), resume="latest")
+    kept = tmp_path / "run" / "origin" / "checkpoints" / "step-50"
     for _ in range(2):  # what a second life writes down names it, too
         running.run("quickstart", again)
-        assert started.pop() == (str(other), True)
+        assert started.pop() == (str(kept), True)
     own = complete(tmp_path / "run", 60)
     for _ in range(2):
         running.run("quickstart", again)
         assert started.pop() == (str(own), True)
+    assert not kept.exists()  # there is one of its own
     (own / ".metadata").write_bytes(b"")
     running.run("quickstart", again)
     assert started.pop() == (str(other), True)

@@ -1,9 +1,11 @@
 """Going on in place from an older step: the later ones are left behind, whole, and nothing takes them for newer."""
 
+import errno
 import json
 import os
 import pickle
 import random
+import shutil
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from configs.quickstart import quickstart
+from rl.actors.actors import Revival
+from rl.actors.remote import EngineDied
 from rl.config import WarmupConfig
 from rl.controller import abandoned
 from rl.controller import run as running
@@ -19,6 +23,7 @@ from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError, DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE
+from rl.loss.kl import KL
 from rl.models.checkpoint_dir import RECORD, latest, newest_first, prune, rename
 from tests.controller.fakes import FakeEngine, fake_actors
 
@@ -36,12 +41,13 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """A run in tmp_path/run with fakes for actors; `until`: the step in whose update it is killed."""
+    """A run in tmp_path/run with fakes for actors; `until`: the step in whose update it is killed; `dies`: its
+    trainer, in the update of this number, when the directory `other` goes."""
     monkeypatch.chdir(tmp_path)
     step_once, load = FakeEngine.optim_step, FakeEngine.load_checkpoint
 
-    def train(resume="", until=None, settings=None, **changes):
-        settings = settings or quickstart()
+    def train(resume="", until=None, settings=None, dies=None, **changes):
+        settings, deaths = settings or quickstart(), []
         config = replace(
             settings, env=SortLetters(num_eval=2), warmup=WarmupConfig(), prompts_per_step=2, group_size=2,
             save_every=2, eval_every=100, run_dir="run", resume=str(resume), **changes,
@@ -49,11 +55,20 @@ def train(tmp_path, monkeypatch):
 
         @asynccontextmanager
         async def launch(plan, models, run_dir, env, timeline, **_):
-            yield fake_actors(config, run_dir)[0]
+            actors, _ = fake_actors(config, run_dir)
+
+            async def start():
+                actors.trainer.updates = 0
+
+            yield replace(actors, revival=Revival(start, [actors.trainer], 3))
 
         async def optim_step(engine, params, adapter=None):
             if engine.name == "trainer" and engine.updates + 1 == until:
                 raise Interrupted
+            if engine.name == "trainer" and engine.updates + 1 == dies and not deaths:
+                deaths.append(dies)
+                shutil.rmtree("other")
+                raise EngineDied("the trainer died")
             return await step_once(engine, params, adapter)
 
         async def load_checkpoint(engine, path):
@@ -92,6 +107,81 @@ def test_who_goes_on_from_an_older_step_goes_on_from_there_the_next_time_too(tra
     assert steps() == [6, 8] and steps("run/abandoned/1") == [6]
     assert Path("run/abandoned/1/metrics.jsonl").read_text() == before
     assert not Path("run/abandoned/2").exists()
+
+
+@pytest.mark.parametrize("parts", [{}, {"advantages": GAE(), "kl": KL(coef=0.1)}], ids=["the policy", "all"])
+def test_what_a_run_began_from_stays_until_it_has_a_checkpoint_of_its_own(parts, train):
+    """Though the other run removes it, as it does once it has newer ones."""
+    train(steps=4, **parts)
+    put(Path("run/model/model.safetensors"))  # random weights are drawn by a real engine
+    Path("run").rename("other")
+    train("other/checkpoints/step-4", steps=8, **parts)
+    whole = recorded()
+    shutil.rmtree("run")
+    train("other/checkpoints/step-4", steps=8, until=5, **parts)
+    files = [path for path in Path("run/origin").rglob("*") if path.is_file()]
+    assert files and all(path.stat().st_nlink == 2 for path in files)  # no byte of it twice
+    kinds = {path.relative_to("run/origin").parts[0] for path in files}
+    assert kinds == {"checkpoints", "config.json", "plan.json", "model"} | (
+        {"critic_checkpoints"} if parts else set()
+    )
+    shutil.rmtree("other")
+    train("latest", steps=8, until=5, **parts)
+    train("latest", steps=8, until=7, **parts)  # saved as step-6
+    train("latest", steps=8, **parts)
+    assert recorded() == whole and not Path("run/origin").exists()
+
+
+def test_an_engine_that_dies_goes_on_from_the_origin_though_the_other_run_has_removed_it(train):
+    train(steps=4)
+    Path("run").rename("other")
+    train("other/checkpoints/step-4", steps=8)
+    whole = recorded()
+    shutil.rmtree("run")
+    assert train("other/checkpoints/step-4", steps=8, dies=5) == 0
+    assert recorded() == whole and not Path("other").exists()
+
+
+def test_an_origin_that_is_half_linked_is_linked_again(train, monkeypatch):
+    train(steps=4)
+    Path("run").rename("other")
+    link, left = os.link, [1]
+
+    def dying(*paths, **options):
+        if not left[0]:
+            raise Interrupted
+        left[0] -= 1
+        return link(*paths, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(os, "link", dying)
+        running.keep_origin("other/checkpoints/step-4", Path("run"))
+    assert not Path("run/origin").exists() and Path("run/origin.partial").exists()
+    running.keep_origin("other/checkpoints/step-4", Path("run"))
+    assert latest(Path("run/origin/checkpoints")) and not Path("run/origin.partial").exists()
+
+
+def test_an_origin_on_another_disk_is_not_kept(train, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    train(steps=4)
+    Path("run").rename("other")
+    monkeypatch.setattr(os, "link", refuse)
+    train("other/checkpoints/step-4", steps=8, until=5)
+    assert not Path("run/origin").exists() and not Path("run/origin.partial").exists()
+    assert train("latest", steps=8) == 0
+
+
+@pytest.mark.parametrize("name", ["best-99", "step-4-99", "99", "step-x9"])
+def test_a_copy_under_another_name_is_nobodys_newest_checkpoint(name, train):
+    """It was taken for the newest, of step 0: every other was moved to abandoned/."""
+    train(steps=4, keep_checkpoints=0)
+    shutil.copytree("run/checkpoints/step-2", f"run/checkpoints/{name}")
+    assert latest("run/checkpoints").name == "step-4"
+    train("latest", steps=6, keep_checkpoints=0)
+    assert all(Path(f"run/checkpoints/step-{step}").is_dir() for step in (2, 4, 6))
+    assert Path(f"run/checkpoints/{name}/record.json").is_file() and not Path("run/abandoned").exists()
 
 
 @pytest.mark.parametrize("name", ["step-4.partial", "step-4.old.partial"])
