@@ -158,7 +158,7 @@ def fake_actors(
         async def spawn() -> FakeGenerator:
             return FakeGenerator(seconds, rng, complete)
 
-        return GeneratorReplica(f"generator-{number}", spawn, 0, True, updates, changed)
+        return GeneratorReplica(f"generator-{number}", spawn, 0, "in_flight", updates, changed)
 
     async def spawn_reward() -> FakeReward:
         return reward or FakeReward(seconds)

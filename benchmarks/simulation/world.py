@@ -358,12 +358,11 @@ class _Run:
             replica = of_generators[number]
             spec = replica.spec
             assert isinstance(spec, GeneratorSpec)
-            in_flight = spec.updates == "in_flight"
             return GeneratorReplica(
                 replica.name,
                 lambda: self._generator(replica),
                 replica.max_restarts,
-                in_flight,
+                spec.updates,
                 updates,
                 notified,
             )

@@ -15,7 +15,7 @@ from rl.actors.replica import Replica, State
 from rl.actors.turns import Turns
 from rl.errors import WeightsUnreachable
 from rl.models.generator.wave import Wave
-from rl.types import Completion, PolicyVersion, SamplingParams
+from rl.types import Completion, PolicyVersion, SamplingParams, UpdateMode
 from rl.waiting import Signal
 from rl.weight_sync.manifest import MODEL, Manifest
 from rl.weight_sync.store import WeightStore
@@ -95,8 +95,7 @@ class GeneratorReplica(Replica[GeneratorMember]):
     """A generator that can be spawned again, and that follows the WeightStore.
 
     Invariants: it serves only once it has the weights of some version, with `version` their number; and it is
-    on its devices only while it may be. Where updates are not in flight, it finishes what it has before it
-    takes new weights.
+    on its devices only while it may be. Where it drains, it finishes what it has before it takes new weights.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class GeneratorReplica(Replica[GeneratorMember]):
         name: str,
         spawn: Callable[[], Awaitable[GeneratorMember]],
         max_restarts: int,
-        in_flight_updates: bool,
+        update_mode: UpdateMode,
         updates: Updates,
         changed: Signal,
         turns: Turns | None = None,
@@ -115,7 +114,7 @@ class GeneratorReplica(Replica[GeneratorMember]):
         self._spawn_now = spawn
         self._turns = turns
         self.version: PolicyVersion | None = None
-        self._in_flight_updates = in_flight_updates
+        self._update_mode = update_mode
         self._updates = updates
         self._wave_numbers = count()
         self._keys = count()
@@ -133,7 +132,7 @@ class GeneratorReplica(Replica[GeneratorMember]):
                 await self._leave(member)
                 epoch = self._updates.epoch
                 continue
-            if self.state == State.SERVING and not self._in_flight_updates:
+            if self.state == State.SERVING and self._update_mode == "drain":
                 await self._drain()
             if epoch != self._updates.epoch:
                 epoch = self._updates.epoch

@@ -253,10 +253,10 @@ class _Start:
         def make(number: int, updates: Updates, changed: Signal) -> GeneratorReplica:
             replica = replicas[number]
             spawn = self._spawner.generator(replica, transport)
-            in_flight = spec_of(replica, GeneratorSpec).updates == "in_flight"
+            mode = spec_of(replica, GeneratorSpec).updates
             restarts, turns = replica.max_restarts, self._turns
             host = self._launcher.visitor(replica.processes[0].host)
-            return GeneratorReplica(replica.name, spawn, restarts, in_flight, updates, changed, turns, host)
+            return GeneratorReplica(replica.name, spawn, restarts, mode, updates, changed, turns, host)
 
         return GeneratorPool("generator", make, len(replicas), policy, store)
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from rl.bounds import CacheGib, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, Threads
 from rl.models.layout import Layout
-from rl.types import EngineName, LoRA, TransportName
+from rl.types import EngineName, LoRA, TransportName, UpdateMode
 
 Hosts = tuple[NonNegativeInt, ...]
 
@@ -90,7 +90,7 @@ class GeneratorConfig:
     """Compile the model: faster tokens after a slow start (40 s on a CPU)."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Decode by CUDA graphs. auto: on a GPU."""
-    updates: Literal["in_flight", "drain"] = "in_flight"
+    updates: UpdateMode = "in_flight"
     """New weights while samples are under way. in_flight: these go on with the new weights, which compute
     their tokens so far again. drain: they finish first; faster where answers are short."""
     max_restarts: NonNegativeInt = 3

@@ -9,7 +9,7 @@ from rl.models.generator.vllm_config import VLLMConfig
 from rl.plan.cluster import Cluster
 from rl.plan.demand import RoleName
 from rl.plan.memory import Memory
-from rl.types import LoRA, TransportName
+from rl.types import LoRA, TransportName, UpdateMode
 from rl.waiting import Deadlines
 
 Phase = Literal["generate", "grade", "score", "train", "sync"]
@@ -49,7 +49,7 @@ class GeneratorSpec:
 
     model: str
     config: VLLMConfig
-    updates: Literal["in_flight", "drain"] = "in_flight"
+    updates: UpdateMode = "in_flight"
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def test_a_generator_that_never_takes_the_first_weights_ends_the_run():
         store = WeightStore(release)
         pool = GeneratorPool(
             "generator",
-            lambda number, *rest: GeneratorReplica("generator-0", spawn, 1000, True, *rest),
+            lambda number, *rest: GeneratorReplica("generator-0", spawn, 1000, "in_flight", *rest),
             1,
             MODEL,
             store,

@@ -61,7 +61,7 @@ class Processes:
 
 
 class World:
-    def __init__(self, num_replicas=1, in_flight=True, policy=None, may_load=True):
+    def __init__(self, num_replicas=1, update_mode="in_flight", policy=None, may_load=True):
         self.freed, self.processes = [], {}
         self.policy = policy
         self.store = WeightStore(self.release)
@@ -75,7 +75,7 @@ class World:
                 self.processes.setdefault(number, []).append(process)
                 return process
 
-            return GeneratorReplica(f"generator-{number}", spawn, 3, in_flight, updates, changed)
+            return GeneratorReplica(f"generator-{number}", spawn, 3, update_mode, updates, changed)
 
         self.pool = GeneratorPool("generator", make, num_replicas, name, self.store)
 
@@ -136,7 +136,7 @@ async def request_under_way(world):
 
 def test_in_flight_a_running_request_goes_on_with_the_new_weights():
     async def main():
-        async with running(World(in_flight=True)) as world:
+        async with running(World(update_mode="in_flight")) as world:
             request = await request_under_way(world)
             await world.pool.wait_served(1)
             world.process().release.set()
@@ -154,7 +154,7 @@ async def draining(world):
 
 def test_draining_a_running_request_finishes_first_and_no_other_begins():
     async def main():
-        async with running(World(in_flight=False)) as world:
+        async with running(World(update_mode="drain")) as world:
             under_way = await draining(world)
             later = asyncio.create_task(world.pool.sample([2], 1, PARAMS))
             await asyncio.sleep(0.01)
@@ -446,7 +446,7 @@ def test_what_is_forgotten_while_it_drains_is_not_loaded():
     """A trainer that dies as a generator finishes its requests: then there is no version to take."""
 
     async def main():
-        async with running(World(in_flight=False)) as world:
+        async with running(World(update_mode="drain")) as world:
             under_way = await draining(world)
             await world.pool.forget()
             world.process().release.set()

@@ -30,7 +30,7 @@ def test_generators_behind_http_follow_the_weights_and_are_replaced(tmp_path):
             members.append(await start(f"generator-{number}", str(tmp_path)))
             return members[-1]
 
-        return GeneratorReplica(f"generator-{number}", spawn, 2, True, updates, changed)
+        return GeneratorReplica(f"generator-{number}", spawn, 2, "in_flight", updates, changed)
 
     async def publish(version):
         full = torch.full((4, 3), float(-version))

@@ -45,7 +45,7 @@ class World:
                 await self.moment(ProcessDied, name)
                 return Generator(self, name)
 
-            return GeneratorReplica(name, spawn, 10**6, True, updates, changed, self.turns)
+            return GeneratorReplica(name, spawn, 10**6, "in_flight", updates, changed, self.turns)
 
         self.pool = GeneratorPool("generator", make, len(GENERATORS), MODEL, self.store)
 

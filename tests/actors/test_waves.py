@@ -84,7 +84,7 @@ def answers(turns, cancelled, decoder=None):
         store = WeightStore(release)
 
         def make(number, updates, changed):
-            return GeneratorReplica(f"generator-{number}", spawn, 3, True, updates, changed)
+            return GeneratorReplica(f"generator-{number}", spawn, 3, "in_flight", updates, changed)
 
         pool = GeneratorPool("generator", make, 1, MODEL, store)
         async with beside(pool.run()):

@@ -286,9 +286,9 @@ class World:
                 await member.ready()
                 return member
 
-            in_flight = config.generator.updates == "in_flight"
+            mode = config.generator.updates
             return GeneratorReplica(
-                f"generator-{number}", spawn, self.restarts, in_flight, updates, changed, turns
+                f"generator-{number}", spawn, self.restarts, mode, updates, changed, turns
             )
 
         async def spawn_reward():
