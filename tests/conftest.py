@@ -29,6 +29,14 @@ hypothesis.settings.load_profile("repeatable")
 SECONDS, PROCESSES_SECONDS, SLOW_SECONDS = 120, 300, 900  # of each test, its fixtures included
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """See tests/chaos/whole.py."""
+    from tests.chaos.whole import whole_run
+
+    return whole_run(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SideBySide:
     config.option.loadscopereorder = False  # the group of the tests with processes is among the first

@@ -51,15 +51,15 @@ class PartialCredit(SortLetters):
 
 @dataclass(frozen=True)
 class Misbehaving(SortLetters):
-    """Its reward raises for some problems, hangs for others, and once in a while ends its process."""
+    """Its reward raises for one problem of twelve steps, hangs for another, and ends its process for a third."""
 
     def reward(self, problem: Problem, response: str, stop: StopReason) -> float:
-        first = problem.question[0]
-        if first == "b":
-            raise ValueError("no reward for the letter b")
-        if first == "a":
+        first = problem.question[:2]
+        if first == "bs":
+            raise ValueError("no reward for bs")
+        if first == "ap":
             time.sleep(3600)
-        if first == "f":
+        if first == "ld":
             os._exit(7)
         return letters_in_place(problem, response)
 
@@ -94,19 +94,11 @@ def _small(**changes: object) -> RunConfig:
     return dataclasses.replace(config, **changes)
 
 
-def fsdp2_and_two_generators() -> RunConfig:
-    """4 processes: 2 trainer ranks and 2 generators; a reward that misbehaves."""
+def asynchronous() -> RunConfig:
+    """4 processes: a trainer, 2 generators and a reward that misbehaves, all at work at the same time."""
     return _small(
         env=Misbehaving(num_eval=32),
-        trainer=TrainerConfig(layout=Layout(shard=2), lr=2e-3, betas=(0.9, 0.99)),
-        generator=GeneratorConfig(num_replicas=2, kv_cache_gib=0.0625),
-        reward=RewardConfig(num_procs=1, limit_seconds=1.0),
-    )
-
-
-def asynchronous() -> RunConfig:
-    """4 processes: a trainer, 2 generators and a reward worker, all at work at the same time."""
-    return _small(
+        reward=RewardConfig(num_procs=1, limit_seconds=0.5),
         trainer=TrainerConfig(lr=2e-3, betas=(0.9, 0.99)),
         generator=GeneratorConfig(num_replicas=2, kv_cache_gib=0.0625),
         max_offpolicy_steps=1,
@@ -115,7 +107,7 @@ def asynchronous() -> RunConfig:
 
 
 def mortal() -> RunConfig:
-    """For tests/chaos: enough steps to die in."""
+    """Enough steps to die in. With chaos.TWO 4 processes: 2 trainer ranks and 2 generators."""
     return _small(
         trainer=TrainerConfig(lr=2e-3, betas=(0.9, 0.99), max_restarts=20),
         generator=GeneratorConfig(kv_cache_gib=0.0625, max_restarts=20),

@@ -1,6 +1,7 @@
 """Actors in real processes: parity after each weight sync, and a control with one update left out. Prints JSON."""
 
 import asyncio
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,16 +12,20 @@ from rl.batching import pack, to_sample
 from rl.cluster.launch import launch
 from rl.config.settle import model_dirs, settle
 from rl.envs.base import RolloutContext
+from rl.models.layout import Layout
 from rl.models.tokenizer import HFTokenizer
 from rl.owned_directory import temporary_directory
 from rl.types import OptimParams, SamplingParams
-from tests.recipes import fsdp2_and_two_generators
+from tests.recipes import mortal
 
 SEED = 11
 
 
 async def main(run_dir: Path) -> dict:
-    config = fsdp2_and_two_generators()
+    config = mortal()
+    trainer = dataclasses.replace(config.trainer, layout=Layout(shard=2))
+    generator = dataclasses.replace(config.generator, num_replicas=2)
+    config = dataclasses.replace(config, trainer=trainer, generator=generator)
     plan = settle(config)
     models = model_dirs(config, plan, run_dir)
     env, tokenizer = config.env, HFTokenizer(models["model"])

@@ -45,10 +45,24 @@ def test_an_asynchronous_run_keeps_its_bound_and_measures_one_version(tmp_path):
     prompts = [
         json.loads(line)["prompt"]
         for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
-        if json.loads(line)["split"] == "train"
+        if json.loads(line)["split"] == "train" and not json.loads(line)["error"]
     ]
     assert sum(metrics[step]["grad_norm"] > 0 for step in range(1, 13)) >= 6
     assert len(set(prompts)) == 12  # the first group of each step, and none twice
+    a_reward_that_raises_hangs_or_exits_costs_its_own_samples(tmp_path / "run", done.stdout)
+
+
+def a_reward_that_raises_hangs_or_exits_costs_its_own_samples(run_dir, output):
+    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line["error"]]
+    causes = {line["question"][:2]: line["error"] for line in failed}
+    assert "ValueError: no reward for bs" in causes["bs"]
+    assert "over 0.5 s" in causes["ap"]
+    assert "code 7" in causes["ld"]
+    assert set(causes) == {"bs", "ap", "ld"} and len(failed) == 12  # four samples of each
+    metrics = read_metrics(run_dir)
+    assert sum(m.get("reward/errors", 0) + m.get("eval/errors", 0) for m in metrics) == len(failed)
+    assert "rewards failed" in output
 
 
 @pytest.mark.slow

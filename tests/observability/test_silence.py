@@ -24,12 +24,16 @@ from rl.envs.base import Env
 from rl.models.sources import TinyQwen3
 from rl.types import Problem
 
+problems = []
+
 @dataclass(frozen=True)
 class Slow(Env):
     num_eval: int = 2
     max_new_tokens: int = 8
     def generate(self, seed):
-        time.sleep({generate})
+        if not problems:
+            time.sleep({generate})
+        problems.append(seed)
         return Problem(str(seed), str(seed), "7")
     def reward(self, problem, response, stop):
         time.sleep({reward})

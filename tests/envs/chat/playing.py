@@ -18,20 +18,30 @@ def play(
     env, tokenizer, policy, problem, n=1, max_tokens=20_000, through=lambda host: host, reward_seconds=10.0
 ):
     """through: what stands between the episodes and their host; it may note the host for the policy."""
+    (rollouts,) = play_each(env, tokenizer, [(policy, problem)], n, max_tokens, through, reward_seconds)
+    return rollouts
 
-    rollouts = []
+
+def play_each(
+    env, tokenizer, episodes, n=1, max_tokens=20_000, through=lambda host: host, reward_seconds=10.0
+):
+    """The rollouts of each, one after the other on one host. episodes: (policy, problem)."""
+
+    played = []
 
     async def walk():
         host, door = EpisodeHost(env, reward_seconds), AgentEndpoint(tokenizer)
-        context = RolloutContext(policy, tokenizer, SamplingParams(900), max_tokens, through(host), door)
         try:
-            rollouts.extend(await env.drive(env.encode(problem, tokenizer), n, context))
+            for policy, problem in episodes:
+                sampling = SamplingParams(900)
+                context = RolloutContext(policy, tokenizer, sampling, max_tokens, through(host), door)
+                played.append(await env.drive(env.encode(problem, tokenizer), n, context))
         finally:
             await door.close()
             host.close()
 
     asyncio.run(walk())  # what it returned would be written out: `signal` has the task in an error's text
-    return rollouts
+    return played
 
 
 def play_here(env, tokenizer, policy, problem, n=1, max_tokens=20_000):

@@ -167,9 +167,22 @@ TOLD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "told"), [row[1:] for row in TOLD], ids=[row[0] for row in TOLD])
-def test_the_policy_is_told_and_the_episode_goes_on(tokenizer, text, told):
-    (rollout,) = play(tokenizer, "fine", text, "I see.")
+@pytest.fixture(scope="module")
+def rollouts(tokenizer):
+    """Of each row of TOLD and FAILED, all of one host: none notices the one before."""
+    texts = {name: ("fine", text, "I see.") for name, text, _ in TOLD}
+    texts |= {name: (question, text) for name, question, text, *_ in FAILED}
+    episodes = [
+        (Says(tokenizer, said, StopReason.STOP), Problem("1", asked)) for asked, *said in texts.values()
+    ]
+    played = playing.play_each(Bad(), tokenizer, episodes, max_tokens=4000, reward_seconds=1.5)
+    assert len(texts) == len(TOLD) + len(FAILED)
+    return {name: rollout for name, (rollout,) in zip(texts, played, strict=True)}
+
+
+@pytest.mark.parametrize(("name", "told"), [(row[0], row[2]) for row in TOLD], ids=[row[0] for row in TOLD])
+def test_the_policy_is_told_and_the_episode_goes_on(rollouts, name, told):
+    rollout = rollouts[name]
     assert rollout.score.error is None and rollout.response == "I see."
     assert any(told in message["content"] for message in rollout.messages[2:])
     assert rollout.counts["turns"] == 2
@@ -194,10 +207,10 @@ FAILED = [
 
 
 @pytest.mark.parametrize(
-    ("question", "text", "cause", "why"), [row[1:] for row in FAILED], ids=[r[0] for r in FAILED]
+    ("name", "cause", "why"), [(row[0], *row[3:]) for row in FAILED], ids=[row[0] for row in FAILED]
 )
-def test_an_episode_fails_with_its_cause(tokenizer, question, text, cause, why):
-    (rollout,) = play(tokenizer, question, text)
+def test_an_episode_fails_with_its_cause(rollouts, name, cause, why):
+    rollout = rollouts[name]
     assert why in rollout.score.error and rollout.score.cause == cause
     assert rollout.score.reward == 0 and rollout.score.is_dropped == (cause == "start")
 
