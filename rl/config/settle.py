@@ -1,7 +1,8 @@
 """From a run's settings to its Plan: what each command asks for, and what is known of the models."""
 
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -64,10 +65,16 @@ def plan_or_problems(
     return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
 
 
-def engines_without(config: RunConfig, plan: Plan, lost: Collection[int]) -> tuple[Replica, ...] | str:
-    """Trainer, critic and reference as they are without these hosts; or why they cannot go on."""
+Fallback = Callable[[Collection[int]], tuple[Replica, ...] | str]
+
+
+def fallback_of(config: RunConfig, plan: Plan) -> Fallback:
+    """Lost hosts -> trainer, critic and reference as they are without these; or why they cannot go on.
+
+    Config and models' files are read now, not once a host is lost.
+    """
     demand = demand_of(config, "train")
-    return without(plan, demand, facts_of(config, demand), lost)
+    return partial(without, plan, demand, facts_of(config, demand))
 
 
 def cluster_of(config: RunConfig) -> Cluster:

@@ -27,7 +27,7 @@ from rl.config.resume import (
     with_newest_checkpoint,
 )
 from rl.config.run import RunConfig
-from rl.config.settle import engines_without, model_dirs, settle
+from rl.config.settle import fallback_of, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.origin import drop_origin, keep_origin
@@ -179,7 +179,7 @@ async def run_recipe(
     )
     title, checkpoint, trainer = _title(recipe, config), config.resume, config.trainer
     goes_on_without = trainer.min_hosts > 0 or bool(trainer.spare_hosts)
-    fallback = partial(engines_without, config, plan) if goes_on_without else None
+    fallback = fallback_of(config, plan) if goes_on_without else None
     del config  # what follows is in the Plan and in Learning
     async with recorder:
         if in_place:

@@ -7,7 +7,7 @@ import pytest
 from configs.gpu import qwen3_1_7b
 from configs.quickstart import quickstart
 from rl.config import GeneratorConfig, RewardConfig, TrainerConfig, WeightSyncConfig
-from rl.config.settle import engines_without, plan_or_problems
+from rl.config.settle import fallback_of, plan_or_problems
 from rl.models.layout import Layout
 from rl.plan.cluster import USABLE, Cluster, Host
 from rl.plan.show import show
@@ -34,7 +34,7 @@ def planned(settings, hosts=CPUS):
 
 def after(settings, *lost, hosts=CPUS):
     """(layout, host of each rank) of the trainer without these hosts; or why not."""
-    engines = engines_without(settings, planned(settings, hosts), lost)
+    engines = fallback_of(settings, planned(settings, hosts))(lost)
     if isinstance(engines, str):
         return engines
     (trainer,) = engines
@@ -165,7 +165,7 @@ def test_processes_take_turns_after_a_loss_where_they_did_before():
     small = replace(auto, model=quickstart().model)  # which would not take turns by itself
     assert not planned(small, gpus).takes_turns
     by_turns = planned(replace(small, placement="by_turns"), gpus)
-    (trainer,) = engines_without(small, by_turns, (1,))
+    (trainer,) = fallback_of(small, by_turns)((1,))
     assert trainer.spec.config.device_memory_gib > 0.9 * 139 * USABLE  # holds: meaning, nobody else is there
 
 
@@ -216,7 +216,7 @@ def test_processes_that_stay_and_engines_have_one_dtype_whatever_the_hosts_that_
             config(generators=(0,), **trainer), reward=RewardConfig(hosts=(0,)), dtype="fastest"
         )
         before = planned(settings, hosts).value_of("dtype")
-        engines = engines_without(settings, planned(settings, hosts), (1,))
+        engines = fallback_of(settings, planned(settings, hosts))((1,))
         assert not isinstance(engines, str), engines
         return before, engines[0].spec.config.dtype
 
