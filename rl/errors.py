@@ -9,6 +9,14 @@ class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
 
 
+def check_version(path: object, version: object, known: int) -> None:
+    """Raises ConfigError where a file of ours is of a version that this one does not know."""
+    if version != known:
+        raise ConfigError(
+            f"{path} has version {version}, and this rl reads {known}; use the rl that wrote it"
+        )
+
+
 TERMINATED = 128 + 15
 """The exit code where SIGTERM had a run save a checkpoint and end."""
 TOLD = "RL_TOLD"

@@ -14,18 +14,19 @@ from typing import Any
 from rl.cluster.jobs import FILES
 from rl.config.names import MOVED, with_new_names
 from rl.config.run import RunConfig
-from rl.errors import ConfigError, one_line
+from rl.errors import ConfigError, check_version, one_line
 from rl.fields import settable
 from rl.paths import LOCK, write_whole
 
 _NAME = "config.json"
+_VERSION = 1
 _TYPE_FIELD = ".type"  # the key of a field called type, where the key `type` is the class's
 _SETS: dict[str, type] = {"set": set, "frozenset": frozenset}
 
 
 def write_config(run_dir: Path, recipe: str, config: RunConfig) -> None:
     """recipe: what `load_recipe` was given."""
-    text = json.dumps({"recipe": recipe, **to_json(config)}, indent=1)
+    text = json.dumps({"recipe": recipe, "version": _VERSION, **to_json(config)}, indent=1)
     write_whole(run_dir / _NAME, text.encode())
 
 
@@ -68,11 +69,12 @@ def read_config(path: str) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError(
             f"{file} is not the config.json of a run ({error}); mend it, or give a recipe"
         ) from error
-    return data["recipe"], with_new_names({name: value for name, value in data.items() if name != "recipe"})
+    settings = {name: value for name, value in data.items() if name not in ("recipe", "version")}
+    return data["recipe"], with_new_names(settings)
 
 
 def _contents(file: Path) -> dict[str, Any]:
-    """Raises ValueError, which says what is wrong and in which line."""
+    """Raises ValueError, which says what is wrong and in which line; ConfigError of an unknown version."""
     try:
         data = json.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -86,6 +88,7 @@ def _contents(file: Path) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from error
     if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
         raise ValueError("it names no recipe")
+    check_version(file, data.get("version", _VERSION), _VERSION)  # the first ones had none
     return data
 
 

@@ -9,7 +9,7 @@ from rl.command_flags import flag_name, take_switch, take_value
 from rl.config.flags import override
 from rl.config.recipes import load_recipe
 from rl.config.settle import check_models_read, cluster_of, plan_or_problems
-from rl.errors import ConfigError
+from rl.errors import ConfigError, check_version
 from rl.paths import write_whole
 from rl.plan.cluster import parse_cluster
 from rl.plan.show import differences, plan_json, show
@@ -96,9 +96,5 @@ def _read(run: Path) -> dict:
     rows = data.get("settled") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= _ROW for row in rows):
         raise ConfigError(f"--diff {run}: its {PLAN} is not what a run wrote; name a run's directory")
-    if data.get("version") != VERSION:
-        raise ConfigError(
-            f"--diff {run}: its {PLAN} has version {data.get('version')}, and this rl reads {VERSION}; use "
-            f"the rl that wrote it"
-        )
+    check_version(f"--diff {run}: its {PLAN}", data.get("version"), VERSION)
     return data

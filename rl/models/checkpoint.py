@@ -25,6 +25,7 @@ from rl.models.agreement import agreed, fail_together
 from rl.models.checkpoint_dir import (
     OF_THE_REST,
     RECORD,
+    VERSION,
     check_content,
     checksum_files,
     prune,
@@ -86,7 +87,7 @@ class Checkpoints:
         self._directory = path.parent
         checksums = checksum_files(dist.get_world_size())
         learns = {"adapters": self._adapters.record(), "frozen": self._adapters.frozen}
-        record = {"state": state, "checksums": checksums, **learns}
+        record = {"version": VERSION, "state": state, "checksums": checksums, **learns}
         partial = path.with_name(path.name + ".partial")
         with agreed(self._reason, self._group):
             if dist.get_rank() == 0:

@@ -12,13 +12,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.errors import DamagedCheckpoint, RunError
+from rl.errors import DamagedCheckpoint, RunError, check_version
 from rl.paths import sync, write_whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 RECORD = "record.json"
+VERSION = 1
+"""Of a record, and of what it stands for."""
 OF_THE_REST = "rest"
 ABANDONED = "abandoned"
 """In a run's directory: the branches that it has left, each laid out as a run's directory."""
@@ -30,7 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint. Raises RunError where there is none that is complete."""
+    """The plain data of a checkpoint. Raises RunError where there is none that is complete.
+
+    As all that reads a record, ConfigError where it is of an unknown version: it is not damaged, and what is
+    older must not be taken in its place.
+    """
     if not is_complete(path):
         raise RunError(f"{path} is not a complete checkpoint; give another, as runs/.../checkpoints/step-N")
     return _record(path)
@@ -54,6 +60,7 @@ def _record(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path / RECORD} is broken ({error}); give another checkpoint") from error
     if not isinstance(record, dict):
         raise DamagedCheckpoint(f"{path / RECORD} is broken: it is no object; give another checkpoint")
+    check_version(path / RECORD, record.get("version", VERSION), VERSION)  # the first ones had none
     return record
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import pickle
 import subprocess
@@ -13,12 +14,14 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from configs.quickstart import quickstart
-from rl.config.codec import write_config
-from rl.config.resume import is_own, with_newest_checkpoint
+from rl.config.codec import read_config, write_config
+from rl.config.recipes import load_recipe
+from rl.config.resume import going_on, is_own, with_newest_checkpoint
 from rl.config.validate import validate
 from rl.controller import run as running
 from rl.errors import ConfigError, RunError
 from rl.loss.advantages.gae import GAE
+from rl.models.checkpoint_dir import latest
 from rl.paths import lock_directory
 
 
@@ -70,6 +73,30 @@ def test_a_run_that_lost_its_first_life_before_a_checkpoint_begins_where_it_bega
     running.run("quickstart", again)
     assert started.pop() == (str(other), True)
     assert not own.exists() and (tmp_path / "run" / "abandoned" / "1" / "checkpoints" / "step-60").is_dir()
+
+
+def test_what_a_newer_version_wrote_is_refused_and_nothing_older_taken_in_its_place(tmp_path):
+    config = replace(quickstart(), run_dir=str(tmp_path), resume="latest", steps=100)
+    complete(tmp_path, 20)
+    newest = complete(tmp_path, 40)
+    (newest / "record.json").write_text('{"version": 2, "state": {}}')
+    refused = f"{newest}/record.json has version 2, and this rl reads 1; use the rl that wrote it"
+    for refuse in (with_newest_checkpoint, going_on):
+        with pytest.raises(ConfigError, match=f"^{refused}$"):
+            refuse("quickstart", config)
+    with pytest.raises(ConfigError, match=f"^{refused}$"):
+        latest(tmp_path / "checkpoints")
+    write_config(tmp_path, "quickstart", config)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["version"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"version": 2}))
+    refused = f"{tmp_path}/config.json has version 2, and this rl reads 1; use the rl that wrote it"
+    for read in (read_config, load_recipe):
+        with pytest.raises(ConfigError, match=f"^{refused}$"):
+            read(str(tmp_path))
+    del settings["version"]  # as the first ones
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert load_recipe(str(tmp_path))[1].steps == 100
 
 
 def test_a_run_without_a_critic_is_not_passed_over_where_one_is_needed_now(tmp_path):

@@ -5,7 +5,10 @@
 import json
 from types import SimpleNamespace
 
-from rl.controller.plan import settled_otherwise
+import pytest
+
+from rl.controller.plan import plan, settled_otherwise
+from rl.errors import ConfigError
 from rl.plan.show import differences
 from rl.plan.types import VERSION, Settled
 
@@ -59,3 +62,11 @@ def test_a_run_that_goes_on_is_told_what_the_same_request_has_become(tmp_path):
     ]
     (tmp_path / "plan.json").write_text("{")
     assert settled_otherwise(tmp_path, plan) == settled_otherwise(tmp_path / "none", plan) == []
+
+
+def test_a_plan_of_another_version_is_refused(tmp_path):
+    content = {"version": VERSION + 1, "settled": []}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    words = f"its plan.json has version {VERSION + 1}, and this rl reads {VERSION}; use the rl that wrote it"
+    with pytest.raises(ConfigError, match=words):
+        plan(["quickstart", "--cluster", "cpu", "--diff", str(tmp_path)])
