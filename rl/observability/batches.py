@@ -22,6 +22,14 @@ def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_
             path.unlink(missing_ok=True)
 
 
+def forget_batches(run_dir: Path, step: int) -> None:
+    """Of steps after `step`, which happen again: `rl replay` would compare them with another life's metrics."""
+    for path in (run_dir / "batches").glob("step-*.pkl"):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+
+
 def has_batch(run_dir: Path, step: int) -> bool:
     return _path(run_dir, step).is_file()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.errors import RunError
+from rl.observability.batches import forget_batches
 from rl.observability.json_lines import JsonLines, read_records
 from rl.observability.rollout_log import RolloutLog, Row, Trained, choose
 from rl.observability.trace import TraceFile
@@ -83,6 +84,7 @@ class Files:
             self._metrics.rewind(step)
             left = read_records(self._run_dir / "metrics.jsonl")
             self._rollouts.rewind(step, {line["step"] for line in left if "eval/accuracy" in line})
+            forget_batches(self._run_dir, step)
             return left
 
         return await self.run(forget)

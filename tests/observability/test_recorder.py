@@ -47,6 +47,9 @@ def test_what_comes_after_the_step_is_forgotten_with_a_line_that_was_cut_short(t
     asyncio.run(first())
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "reward/me')
+    (tmp_path / "batches").mkdir()
+    for name in ("step-2", "step-3", "step-4", "step-5", "mine", "step-x"):
+        (tmp_path / "batches" / f"{name}.pkl").touch()
 
     async def again():
         async with Recorder(tmp_path, 9, Timeline(), Sinks({})) as recorder:
@@ -56,6 +59,8 @@ def test_what_comes_after_the_step_is_forgotten_with_a_line_that_was_cut_short(t
             await recorder.flush()
             *kept, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
             assert kept == lines[:6] and json.loads(last)["eval/accuracy"] == 0.25
+            left = {path.name for path in (tmp_path / "batches").iterdir()}
+            assert left == {"step-2.pkl", "step-3.pkl", "mine.pkl", "step-x.pkl"}
             await recorder.rewind(-1)
         assert (tmp_path / "metrics.jsonl").read_text() == ""
 
