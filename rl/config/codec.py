@@ -136,7 +136,7 @@ def from_json(data: Any, where: str = "config.json", fallback: Any = None) -> An
         return _from_dict(data, where, fallback)
     except ConfigError:
         is_of_python = bool(data.keys() & {"python", "method", "repr"})
-        if is_of_python and _without_addresses(data) == _without_addresses(to_json(fallback)):
+        if is_of_python and without_addresses(data) == without_addresses(to_json(fallback)):
             return fallback
         raise
 
@@ -147,8 +147,16 @@ def _items(data: list[Any], where: str, fallback: Any) -> list[Any]:
     return [from_json(item, where, other) for item, other in zip(data, fallback, strict=True)]
 
 
-def _without_addresses(data: Any) -> str:
-    return re.sub(r"0x[0-9a-f]+", "", json.dumps(data))
+def without_addresses(data: Any) -> Any:
+    """What to_json returned, as another process would have it: an object of which it knows only the repr is
+    elsewhere there."""
+    if isinstance(data, list):
+        return [without_addresses(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if data.keys() == {"repr"}:
+        return {"repr": re.sub(r"0x[0-9a-f]+", "", data["repr"])}
+    return {name: without_addresses(item) for name, item in data.items()}
 
 
 def _from_dict(data: dict[str, Any], where: str, fallback: Any) -> Any:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rl.config.codec import read_config, to_json
+from rl.config.codec import read_config, to_json, without_addresses
 from rl.config.recipe_modules import split_name
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
@@ -123,7 +123,7 @@ def changed_settings(config: RunConfig) -> list[str]:
         _, before = read_config(str(path))
     except ConfigError as error:
         return [f"what has changed since the checkpoint's run is not known: {error}"]
-    old, new = _leaves(before), _leaves(to_json(config))
+    old, new = (_leaves(without_addresses(settings)) for settings in (before, to_json(config)))
     names = [name for name in dict.fromkeys([*old, *new]) if name not in ("resume", "run_dir", "hosts")]
     return [
         f"changed since the checkpoint's run: {name} {_written(old, name)} -> {_written(new, name)}"

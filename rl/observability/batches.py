@@ -23,7 +23,7 @@ def write_batch(run_dir: Path, step: int, batch: Any, entropy_coef: float, keep_
 
 
 def forget_batches(run_dir: Path, step: int) -> None:
-    """Of steps after `step`, which happen again: `rl replay` would compare them with another life's metrics."""
+    """Of later steps, which happen again: `rl replay` would compare them with another life's metrics."""
     for path in (run_dir / "batches").glob("step-*.pkl"):
         number = path.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > step:

@@ -1,6 +1,7 @@
 """Short runs, warm-ups of pretrained weights, and settings that change on a resume."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -87,3 +88,21 @@ def test_a_run_with_one_evaluation_has_a_summary(tmp_path):
         "held-out accuracy at step 8: 0.500 +- 0.100",
         "held-out accuracy after 8 steps: 0.500 +- 0.100  (25 problems, greedy; +- standard error)",
     ]
+
+
+def test_a_part_that_only_its_repr_tells_has_not_changed_by_being_elsewhere(tmp_path):
+    """As in each process that starts the run again; its arguments and texts of any other setting count."""
+
+    def weighted(of, weight, groups):
+        return groups
+
+    one, same, other = (partial(weighted, object(), weight) for weight in (0.5, 0.5, 0.25))
+    config = replace(quickstart(), advantages=one)
+    write_config(tmp_path, "quickstart", config)
+    resumed = replace(config, resume=str(tmp_path / "checkpoints" / "step-2"))
+    assert changed_settings(replace(resumed, advantages=same)) == []
+    (line,) = changed_settings(replace(resumed, advantages=other))
+    assert line.startswith("changed since the checkpoint's run: advantages ")
+    named = replace(quickstart(), model=ModelDir("0x1"))
+    write_config(tmp_path, "quickstart", named)
+    assert changed_settings(replace(named, resume=resumed.resume, model=ModelDir("0x2")))
