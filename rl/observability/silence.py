@@ -16,9 +16,10 @@ _SECONDS = 10.0
 def break_silence(activity: str) -> Iterator[None]:
     """A line every ten seconds, with what is under way, until the body ends.
 
-    On standard output as it is now: the body may redirect it. The thread that writes ends with the body.
+    On standard error as it is now: the body may redirect it, and standard output may be what a program reads,
+    as that of `rl plan --json`. The thread that writes ends with the body.
     """
-    out, ended = _copy(sys.stdout), threading.Event()
+    out, ended = _copy(sys.stderr), threading.Event()
 
     def tell() -> None:
         began = time.monotonic()
@@ -33,7 +34,7 @@ def break_silence(activity: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        if out is not sys.stdout:
+        if out is not sys.stderr:
             with suppress(OSError):
                 out.close()
 

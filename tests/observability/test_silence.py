@@ -2,6 +2,7 @@
 
 # holds: exact
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from rl.controller.check import check
+from rl.controller.plan import plan
 from rl.observability import silence
 from rl.observability.silence import break_silence
 
@@ -65,14 +67,14 @@ def test_rl_check_says_what_takes_long(slow, words, tmp_path, monkeypatch, capsy
     before = set(threading.enumerate())
     assert check(["mine.py"]) == 0
     assert set(threading.enumerate()) <= before
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert any(line.endswith(f" s: {words}") for line in lines), lines
 
 
 def test_what_ends_in_time_says_nothing(capsys):
     with break_silence("a moment"):
         pass
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_thread_ends_with_a_body_that_raises(capsys):
@@ -81,23 +83,23 @@ def test_the_thread_ends_with_a_body_that_raises(capsys):
         time.sleep(0.5)
         raise KeyError
     assert threading.active_count() == before
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     time.sleep(0.5)
-    assert "s: an error\n" in told and capsys.readouterr().out == ""
+    assert "s: an error\n" in told and capsys.readouterr() == ("", "")
 
 
-def test_lines_reach_a_standard_output_that_the_body_redirects(capfd):
+def test_lines_reach_a_standard_error_that_the_body_redirects(capfd):
     with break_silence("a redirect"):
-        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
         time.sleep(0.5)
-        os.dup2(kept, 1)
+        os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-    assert "s: a redirect\n" in capfd.readouterr().out
+    assert "s: a redirect\n" in capfd.readouterr().err
 
 
-def test_a_closed_standard_output_is_no_error():
+def test_a_closed_standard_error_is_no_error():
     program = (
         "import time\n"
         "from rl.observability import silence\n"
@@ -107,6 +109,13 @@ def test_a_closed_standard_output_is_no_error():
     )
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=write, text=True)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_plan_as_json_is_json_however_long_its_recipe_loads(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(RECIPE.format(load=0.5, generate=0, reward=0))
+    assert plan([f"{tmp_path}/mine.py", "--json", "--cluster", "1xH100-80"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["command"] == "train" and "loading the recipe mine.py" in told.err
