@@ -84,7 +84,8 @@ class Started(Exception):
 
 @pytest.fixture
 def a_run(tmp_path, monkeypatch):
-    """A run with an adapter on random weights, and a random teacher."""
+    """A run with an adapter on random weights, and a random teacher; what else is made is below it, too."""
+    monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "run"
     base = replace(
         QUICKSTART, seed=5, steps=2, save_every=1, record_batches=2, trainer=TrainerConfig(lora=LoRA(4)), kl=KL(coef=0.1),
@@ -125,9 +126,8 @@ def started(command, *arguments):
     }
 
 
-def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_path, monkeypatch):
+def test_a_run_is_evaluated_and_replayed_on_the_weights_that_it_drew(a_run, tmp_path):
     """Whatever seed the recipe and the command line have: the adapter was learned on these."""
-    monkeypatch.chdir(tmp_path)
     run_dir, _ = a_run
     roles = started(evaluate, run_dir, "quickstart", "--run_dir", tmp_path / "1")
     assert roles["trainer"][1] == 5  # of a version that kept none
