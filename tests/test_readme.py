@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from rl.config import RunConfig
 from rl.envs.chat.testing import play
-from rl.types import StopReason
+from rl.types import Problem, StopReason
 from tests.envs.chat.templates import make_tokenizer
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -38,6 +38,13 @@ def test_the_shop_and_the_docs_game_are_played(tmp_path):
     call = f'<tool_call>{{"name": "price", "arguments": {{"fruit": "{fruit}"}}}}</tool_call>'
     played = play(env, tokenizer, [call, problem.answer], problem)
     assert played.score.reward == 1 and "The price of one fruit." in played.text
+    demonstrated = docs_block("prices = problem.metadata")["chat_demonstration"]
+    for problem in map(env.generate, range(9)):  # what is taught is right
+        call, result, answer = demonstrated(env, problem, 0)
+        (function,) = (call["function"] for call in call["tool_calls"])
+        fruit = function["arguments"]["fruit"]
+        assert fruit in problem.question and result["content"] == str(problem.metadata["prices"][fruit])
+        assert answer["content"] == problem.answer
     docs = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
     exec(
         next(
@@ -58,7 +65,7 @@ DOCS = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
 
 def docs_block(word: str) -> dict:
     block = next(b for b in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL) if word in b)
-    names: dict = {"__name__": "docs"}
+    names: dict = {"__name__": "docs", "Problem": Problem}
     exec(block, names)
     return names
 

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from types import ModuleType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from rl.config.codec import config_file, from_json, read_config
-from rl.config.names import MOVED, SPLIT
+from rl.config.names import FOREIGN_NAMES, MOVED, SPLIT
 from rl.config.recipe_modules import call_in_recipe, import_recipe, split_name
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, one_line
@@ -203,4 +204,7 @@ def _run_user_code(path: str, code: Callable[[], Any]) -> Any:
         for old, new in SPLIT.items():
             if isinstance(error, TypeError) and f"keyword argument '{old.rpartition('.')[2]}'" in cause:
                 cause += f" ({old} is {' and '.join(new)} now)"
+        unknown = re.search(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'", cause)
+        if isinstance(error, TypeError) and unknown and unknown[1] in FOREIGN_NAMES:
+            cause += f" (it is {FOREIGN_NAMES[unknown[1]]} here)"
         raise ConfigError(f"{path} line {line}: {cause}; fix the recipe") from error

@@ -174,8 +174,11 @@ class Judge:
                 failure = f"{type(error).__name__} {error}"
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
         is_late = time.monotonic() >= deadline
-        end = f"did not answer within {self.seconds:g} s" if is_late else "gave no reply"
-        raise JudgeUnreachable(f"the judge at {url} {end} (tries: {tries}, the last: {failure})")
+        end, remedy = "gave no reply", ""
+        if is_late:
+            end = f"did not answer within {self.seconds:g} s"
+            remedy = "; where it is slow, raise its seconds, and reward.limit_seconds above them"
+        raise JudgeUnreachable(f"the judge at {url} {end} (tries: {tries}, the last: {failure}){remedy}")
 
 
 def _post(

@@ -215,9 +215,11 @@ class Recorder:
         of_each = ", ".join(
             f"{name.removeprefix('eval/accuracy/')} {value:.3f}" for name, value in tasks.items()
         )
+        reward = metrics.get("eval/reward", metrics["eval/accuracy"])
         self._line(
             f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f} on {len(groups)} problems"
-            + f" ({of_each})" * bool(tasks),
+            + f" ({of_each})" * bool(tasks)
+            + f", reward {reward:.3f}" * (reward != metrics["eval/accuracy"]),
             keep=True,
         )
         if waited_since is not None:

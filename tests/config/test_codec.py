@@ -336,6 +336,13 @@ def test_a_length_of_an_earlier_version_is_the_sequences_and_the_micro_batchs(tm
         ConfigError, match="line 3: .*max_tokens is max_seq_len and trainer.micro_batch_tokens now"
     ):
         load_recipe(str(file))
+    file.write_text(
+        "from rl.config import TrainerConfig\ndef mine():\n    return TrainerConfig(learning_rate=9)\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 3: .*'learning_rate' \(it is trainer.lr here\); fix the recipe"
+    ):
+        load_recipe(str(file))
     file.write_text("from rl.controller.config import RunConfig\ndef mine():\n    return 1\n")
     with pytest.raises(ConfigError, match="line 1: the module rl.controller.config is rl.config now; fix"):
         load_recipe(str(file))

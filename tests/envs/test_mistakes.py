@@ -203,3 +203,13 @@ def test_what_lies_in_a_tuple_is_checked_and_its_paths_are_expanded():
     assert expanded.tasks[0][1].path == os.path.expanduser("~/a.jsonl") and expanded.tasks[1] == tasks[1]
     _, (line,) = check_fields(Mixture(tasks=tasks, weights=(-1.0, 2.0)))
     assert "weights[0]=-1.0 must be at least 0" in line
+
+
+def test_what_teaches_a_conversation_is_named_as_the_docs_have_it():
+    class Silent(ChatEnv):
+        pass
+
+    with pytest.raises(
+        ConfigError, match=r"Silent has no demonstrations, .*; implement chat_demonstration\(\)$"
+    ):
+        Silent().chat_demonstration(Problem("1", "?"), 0)

@@ -95,6 +95,20 @@ def test_a_line_says_the_newest_held_out_accuracy_and_of_which_step(tmp_path):
     assert rewards == {1: 0.1, 2: 0.2, 3: 0.5}  # what the curve is drawn of
 
 
+def test_an_evaluation_says_its_reward_where_that_is_no_accuracy(tmp_path):
+    """As a judge's, which is seldom as high as 1."""
+
+    def body(recorder):
+        recorder.evaluation(0, {**EVALUATION, "eval/accuracy": 0.25, "eval/reward": 0.25}, [])
+        recorder.evaluation(1, {**EVALUATION, "eval/accuracy": 0.0, "eval/reward": 0.4816}, [])
+
+    lines, _, _ = shown(tmp_path, body)
+    assert [line for line in lines if "accuracy" in line] == [
+        "step 0: held-out accuracy 0.250 on 0 problems",
+        "step 1: held-out accuracy 0.000 on 0 problems, reward 0.482",
+    ]
+
+
 def test_that_nothing_was_learned_is_said_once(tmp_path):
     def body(recorder):
         for number in range(1, 5):

@@ -11,6 +11,7 @@ from rl.envs.base import Env, RolloutContext
 from rl.envs.chat.episode import Episode
 from rl.envs.chat.loop import play_group
 from rl.envs.chat.tools import Tool, tools_of
+from rl.errors import ConfigError
 from rl.interfaces import Tokenizer
 from rl.types import Message, Problem, Prompt, Rewards, Rollout, Verdict
 
@@ -93,6 +94,13 @@ class ChatEnv(Env):
     def chat_demonstration(self, problem: Problem, seed: int) -> Sequence[Message]:
         """The messages that supervised learning teaches after the opening; it learns the assistant's."""
         return [{"role": "assistant", "content": self.demonstration(problem, seed)}]
+
+    def demonstration(self, problem: Problem, seed: int) -> str:
+        """Of one turn."""
+        raise ConfigError(
+            f"{type(self).__name__} has no demonstrations, from which warmup.steps and data=demonstrations "
+            f"learn; implement chat_demonstration()"
+        )
 
     def most_sampled(self, longest: int) -> int:
         return min(self.max_new_tokens * self.max_turns, longest)
