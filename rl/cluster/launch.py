@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from rl.observability.timeline import Timeline
 from rl.owned_directory import SHARED_MEMORY, owned_directory, temporary_files
 from rl.plan.fit import host_name
 from rl.plan.roles import ENGINE_ROLES
-from rl.plan.types import EngineSpec, GeneratorSpec, Plan
+from rl.plan.types import EngineSpec, Fallback, GeneratorSpec, Plan
 from rl.plan.types import Replica as ReplicaPlan
 from rl.processes import adopt_orphans, allow_many_files, freeze_heap, reap_orphans
 from rl.types import POLICY, REFERENCE
@@ -56,7 +56,7 @@ async def launch(
     env: Env | None = None,
     timeline: Timeline | None = None,
     launcher: Launcher | None = None,
-    engines_without: Callable[[Collection[int]], tuple[ReplicaPlan, ...] | str] | None = None,
+    engines_without: Fallback | None = None,
 ) -> AsyncIterator[Actors]:
     """The running actors. Whatever happens within, no process and no shared memory is left behind.
 
@@ -122,7 +122,7 @@ class _Start:
         env: Env | None,
         timeline: Timeline,
         launcher: Launcher,
-        engines_without: Callable[[Collection[int]], tuple[ReplicaPlan, ...] | str] | None = None,
+        engines_without: Fallback | None = None,
     ):
         # What is to be ended. Generators and reward workers are ended by their replicas.
         self.meshes: list[Any] = []

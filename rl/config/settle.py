@@ -1,7 +1,7 @@
 """From a run's settings to its Plan: what each command asks for, and what is known of the models."""
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,7 +15,7 @@ from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName
 from rl.plan.fallback import resolve_with_fallbacks, without
 from rl.plan.resolve import resolve
-from rl.plan.types import Plan, Replica
+from rl.plan.types import Fallback, Plan
 
 Command = Literal["train", "eval", "replay"]
 NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
@@ -65,14 +65,8 @@ def plan_or_problems(
     return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
 
 
-Fallback = Callable[[Collection[int]], tuple[Replica, ...] | str]
-
-
 def fallback_of(config: RunConfig, plan: Plan) -> Fallback:
-    """Lost hosts -> trainer, critic and reference as they are without these; or why they cannot go on.
-
-    Config and models' files are read now, not once a host is lost.
-    """
+    """Config and models' files are read now, not once a host is lost."""
     demand = demand_of(config, "train")
     return partial(without, plan, demand, facts_of(config, demand))
 

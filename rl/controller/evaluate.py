@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rl.cluster.launch import launch
 from rl.command_flags import take_value, without_effect
@@ -106,11 +106,15 @@ def _measure_all(
                 print("\n".join(["", name, *table]), flush=True)
                 (out / "eval.json").write_text(json.dumps({**about, **metrics}, indent=1))
             finally:
-                for split, groups in (("greedy", greedy), ("sampled", sampled)):
-                    for group in groups:
-                        for rollout, score in zip(group.rollouts, group.scores, strict=True):
-                            record = rollout_record(group.index, rollout, score)
-                            print(json.dumps({"recipe": name, "split": split} | record), file=file)
+                _write_answers(file, name, {"greedy": greedy, "sampled": sampled})
+
+
+def _write_answers(file: TextIO, recipe: str, splits: Mapping[str, Sequence[Group]]) -> None:
+    for split, groups in splits.items():
+        for group in groups:
+            for rollout, score in zip(group.rollouts, group.scores, strict=True):
+                record = rollout_record(group.index, rollout, score)
+                print(json.dumps({"recipe": recipe, "split": split} | record), file=file)
 
 
 def measures(greedy: Sequence[Group], sampled: Sequence[Group]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Plan: what runs where, when, how, and with which memory. Settled: nothing in it is left for later."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -86,6 +86,10 @@ class Replica:
     max_restarts: int
     processes: tuple[Process, ...]
     spec: EngineSpec | GeneratorSpec | WorkerSpec
+
+
+Fallback = Callable[[Collection[int]], tuple[Replica, ...] | str]
+"""Lost hosts -> trainer, critic and reference as they are without these; or why they cannot go on."""
 
 
 @dataclass(frozen=True)
