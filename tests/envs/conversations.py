@@ -1,10 +1,16 @@
 """What a policy says in each turn, as an OpenAI endpoint, and the data that word games read."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.json_server import JSONHandler, completion
+
+with contextlib.suppress(
+    ImportError
+):  # it keeps the sys.stderr of its import: a test's own is closed after it
+    import nltk.downloader  # noqa: F401
 
 
 class Policy(JSONHandler):
