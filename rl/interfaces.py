@@ -28,6 +28,9 @@ class Loss(Protocol):
     - `drops_zero_advantages = True` says that a sequence of advantages 0 has no gradient, and need not be
       computed.
     - `needs_rewards = False` says that advantages are not read.
+    - `learns_from = "rollouts"`, "demonstrations" or "preferences" says what it is made for, and refuses
+      other data. One of preferences gets pairs: sequences 2i and 2i + 1, in one micro-batch.
+    - `needs_teacher = True` asks for `reference.model`: another model than the policy was.
     """
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs, /) -> LossOutput: ...

@@ -25,6 +25,8 @@ PolicyVersion = int
 
 EngineName = Literal["titan", "hf"]
 TransportName = Literal["shared_memory", "torchstore"]
+DataKind = Literal["rollouts", "demonstrations", "preferences"]
+"""What is learned from: the policy's own samples, or an environment's answers, or pairs of them."""
 UpdateMode = Literal["in_flight", "drain"]
 """Of a generator that gets new weights: its requests go on with them, or end with the old ones first."""
 

@@ -1,7 +1,7 @@
 """Algorithm: the parts of a run's algorithm, and what they need: the one place that asks them."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rl.interfaces import AdvantageEstimator, Loss
 from rl.loss.aggregate import LossAgg
@@ -10,6 +10,7 @@ from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
 from rl.loss.objective import Objective
 from rl.loss.shaping import Shaping
+from rl.types import DataKind
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Algorithm:
     max_new_tokens: that a rollout may sample in all.
     """
 
-    data: Literal["rollouts", "demonstrations", "preferences"]
+    data: DataKind
     loss: Loss
     advantages: AdvantageEstimator
     loss_agg: LossAgg
@@ -41,6 +42,11 @@ class Algorithm:
         return self.data == "rollouts"
 
     @property
+    def learns_from(self) -> DataKind:
+        """What the loss is made for; of one that does not say, whatever is chosen."""
+        return getattr(self.loss, "learns_from", self.data)
+
+    @property
     def reads_rewards(self) -> bool:
         """Whether the loss reads advantages."""
         return getattr(self.loss, "needs_rewards", True)
@@ -48,6 +54,11 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0 or getattr(self.loss, "needs_reference", False)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the reference has to be another model than the policy was."""
+        return getattr(self.loss, "needs_teacher", False)
 
     @property
     def needs_critic(self) -> bool:

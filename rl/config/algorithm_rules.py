@@ -11,9 +11,6 @@ import cloudpickle
 
 from rl.config.run import RunConfig
 from rl.fields import conflicts, shown, unread
-from rl.loss.cross_entropy import CrossEntropy
-from rl.loss.distillation import Distillation
-from rl.loss.dpo import DPO
 from rl.models.sources import ModelSource
 from rl.models.tokenizer import HFTokenizer
 
@@ -40,12 +37,7 @@ def check_algorithm(config: RunConfig) -> list[str]:
             f"minibatches={config.minibatches} does not divide prompts_per_step={config.prompts_per_step}; "
             f"use a divisor"
         )
-    wanted = {CrossEntropy: "demonstrations", DPO: "preferences"}.get(type(config.loss), "rollouts")
-    if (
-        dataclasses.is_dataclass(config.loss)
-        and type(config.loss).__module__.startswith("rl.loss.")
-        and wanted != config.data
-    ):
+    if (wanted := config.algorithm.learns_from) != config.data:
         problems.append(
             f"loss {type(config.loss).__name__} learns from {wanted}, not from data={config.data}; "
             f"change one of them"
@@ -82,9 +74,9 @@ def check_algorithm(config: RunConfig) -> list[str]:
             "reference.refresh_every would replace the teacher of reference.model by the policy; "
             "set one of them"
         )
-    if config.data == "rollouts" and isinstance(config.loss, Distillation) and config.reference.model is None:
+    if config.algorithm.needs_teacher and config.reference.model is None:
         problems.append(
-            "loss Distillation needs a teacher; set reference.model, as "
+            f"loss {type(config.loss).__name__} needs a teacher; set reference.model, as "
             "reference=ReferenceConfig(model=ModelDir(path))"
         )
     if config.reference.model is not None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rl.config.algorithm import Algorithm
 from rl.config.checkpoint_rules import checkpoint_notes
+from rl.config.defaults import max_logprob_diff, warmup_lr
 from rl.config.run import ReferenceKind, RunConfig
 from rl.config.scoring import fingerprint
 from rl.config.settle import longest_sequence
@@ -95,7 +96,7 @@ class Learning:
     warmup: Warmup
     reference_kind: ReferenceKind
     max_logprob_diff: float
-    """Nats; 0: the default of the trainer's dtype."""
+    """Nats a token; inf: no limit."""
     checkpoint_notes: Mapping[str, Any]
     """What each checkpoint says of its run."""
     scored_by: str
@@ -106,10 +107,10 @@ class Learning:
         return self.pace.groups_per_step // self.groups_per_part
 
 
-def learning_of(config: RunConfig, dtype: str = "") -> Learning:
+def learning_of(config: RunConfig, dtype: str = "float32") -> Learning:
     """Of a config that has no problems. Before anything is scored: the env's code is read as it is now.
 
-    dtype: what the Plan settled config.dtype to; empty: config.dtype.
+    dtype: what the Plan settled config.dtype to.
     """
     trainer, steps = config.trainer, config.steps
     optim = OptimParams(
@@ -152,18 +153,9 @@ def learning_of(config: RunConfig, dtype: str = "") -> Learning:
         ),
         critic_optim=replace(optim, lr=config.critic.lr, max_grad_norm=config.critic.max_grad_norm),
         value_clip=config.critic.value_clip,
-        warmup=Warmup(config.warmup.steps, config.warmup.batch_size, warmup_lr(config)),
+        warmup=Warmup(config.warmup.steps, config.warmup.batch_size, warmup_lr(config)[0]),
         reference_kind=config.reference_kind,
-        max_logprob_diff=config.max_logprob_diff,
+        max_logprob_diff=max_logprob_diff(config, dtype)[0],
         checkpoint_notes=checkpoint_notes(config),
         scored_by=fingerprint(config, dtype),
     )
-
-
-def warmup_lr(config: RunConfig) -> float:
-    """The learning rate of a run's warm-up. 3e-3, right for random weights, destroys pretrained ones."""
-    if config.warmup.lr:
-        return config.warmup.lr
-    if config.model.random_weights:
-        return 3e-3
-    return 5e-4 if config.trainer.lora.rank else 1e-4

@@ -22,6 +22,7 @@ from rl.plan.sections import Hosts
 from rl.plan.sections import RewardConfig as RewardConfig
 from rl.plan.sections import TrainerConfig as TrainerConfig
 from rl.plan.sections import WeightSyncConfig as WeightSyncConfig
+from rl.types import DataKind
 from rl.waiting import Deadlines
 
 ReferenceKind = Literal["none", "teacher", "adapter", "policy"]
@@ -98,7 +99,7 @@ class RunConfig:
     generator: GeneratorConfig = GeneratorConfig()
     reward: RewardConfig = RewardConfig()
     judge: JudgeConfig = JudgeConfig()
-    data: Literal["rollouts", "demonstrations", "preferences"] = "rollouts"
+    data: DataKind = "rollouts"
     """rollouts: RL on the policy's own samples. demonstrations, preferences: supervised, on what
     env.demonstration and env.preference give for prompts_per_step problems."""
     loss: Any = Clip()  # an interfaces.Loss: one of rl/loss, or a function

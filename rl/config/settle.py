@@ -2,11 +2,13 @@
 
 import importlib.util
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from rl.cluster.hosts import cluster_at
+from rl.config.defaults import settled_of_learning
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.models.hf import max_positions
@@ -62,7 +64,10 @@ def plan_or_problems(
     joining = config.joining_hosts if demand.generator is not None else 0
     hosts = (cluster or cluster_of(config)).with_joining(joining)
     plan = (resolve_with_fallbacks if command == "train" else resolve)(demand, facts, hosts)
-    return plan if isinstance(plan, Plan) else [problem.text for problem in plan]
+    if not isinstance(plan, Plan):
+        return [problem.text for problem in plan]
+    of_learning = settled_of_learning(config, plan.value_of("dtype")) if command == "train" else ()
+    return replace(plan, settled=(*plan.settled, *of_learning))
 
 
 def fallback_of(config: RunConfig, plan: Plan) -> Fallback:

@@ -6,19 +6,18 @@ from typing import Any
 
 from rl.config.algorithm import Algorithm
 from rl.config.learning import Learning
-from rl.controller.parity import Parity, default_limit
+from rl.controller.parity import Parity
 from rl.loss.entropy import EntropyControl
-from rl.models.engine_config import EngineConfig
 
 
 class Controls:
     """entropy: the coefficient of its bonus. parity: for how long generator and trainer have differed."""
 
-    def __init__(self, learning: Learning, trainer: EngineConfig, state: Mapping[str, Any]):
+    def __init__(self, learning: Learning, state: Mapping[str, Any]):
         """state: empty, or what an earlier part of the run had."""
         self._algorithm = learning.algorithm
         self.entropy = EntropyControl(learning.algorithm.entropy, state.get("entropy"))
-        self.parity = Parity(learning.max_logprob_diff or default_limit(trainer), state.get("parity"))
+        self.parity = Parity(learning.max_logprob_diff, state.get("parity"))
 
     @property
     def state(self) -> dict[str, Any]:

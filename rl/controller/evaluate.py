@@ -36,6 +36,7 @@ from rl.models.tokenizer import HFTokenizer
 from rl.observability.metrics import eval_metrics, group_metrics
 from rl.observability.rollout_log import rollout_record
 from rl.owned_directory import temporary_directory
+from rl.plan.show import PLAN, settled_line, write_plan
 from rl.types import Group
 
 _USAGE = "usage: rl eval MODEL RECIPE [RECIPE ...] [--samples N] [--section.field value ...]"
@@ -95,10 +96,11 @@ def _measure_all(
     """
     metrics: dict[str, dict[str, float]] = {}
     with (out / "rollouts.jsonl").open("w") as file:
-        for name, config in configs.items():
+        for number, (name, config) in enumerate(configs.items(), 1):
+            plan_file = out / (PLAN if len(configs) == 1 else f"plan-{number}.json")
             with modules_of(source_of(name)):
                 print(f"{name}: {len(held_out(config.env))} problems ...", flush=True)
-                greedy, sampled = asyncio.run(_answers(config, num_samples, out))
+                greedy, sampled = asyncio.run(_answers(config, num_samples, plan_file))
             try:
                 check_rewards([*greedy, *sampled])
                 metrics[name] = measures(greedy, sampled)
@@ -203,11 +205,15 @@ def _of_a_run(path: Path) -> tuple[Path | None, Path | None]:
     return None, None
 
 
-async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list[Group], list[Group]]:
+async def _answers(config: RunConfig, num_samples: int, plan_file: Path) -> tuple[list[Group], list[Group]]:
+    """plan_file: in the evaluation's directory."""
+    out = plan_file.parent
     place = out if config.hosts else temporary_directory()  # where all hosts see it
     with tempfile.TemporaryDirectory(prefix="eval-", dir=place) as scratch:
         directory = Path(scratch)
         plan = settle(config, "eval")
+        write_plan(plan_file, plan)
+        print(settled_line(plan, plan_file), flush=True)
         models = model_dirs(config, plan, directory)
         async with launch(plan, models, out, config.env) as actors:
             await actors.enter("sync")
@@ -217,7 +223,8 @@ async def _answers(config: RunConfig, num_samples: int, out: Path) -> tuple[list
             await actors.enter("generate")
             generators = actors.generators
             await generators.wait_served(0)
-            rollout_maker = rollouts(learning_of(config), HFTokenizer(models["model"]), actors)
+            learning = learning_of(config, plan.value_of("dtype"))
+            rollout_maker = rollouts(learning, HFTokenizer(models["model"]), actors)
             try:
                 greedy = await rollout_maker.evaluate(generators)
                 sampled = await rollout_maker.evaluate(generators, num_samples, 1.0) if num_samples else []

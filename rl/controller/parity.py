@@ -8,12 +8,7 @@ import numpy as np
 
 from rl.actors.engine import EngineHandle
 from rl.errors import RunError
-from rl.models.engine_config import EngineConfig
 from rl.types import Group, PolicyVersion, Sample
-
-LIMITS = {"float32": 3e-3, "bfloat16": 0.1}
-"""Nats. In float32 recipes differ by 1e-7 to 1e-5. In bfloat16 rounding alone makes 0.01 to 0.03, as much as
-a missed weight sync: there the limit finds a model that is computed wrongly, not one that is a step old."""
 
 STEPS = 10
 """In a row over the limit, after which a run ends."""
@@ -28,11 +23,6 @@ class PolicyMismatch(RunError):
 
     Raised before the policy's first update of a step. A critic may have learned beside.
     """
-
-
-def default_limit(config: EngineConfig) -> float:
-    """config: the trainer's. What it computes otherwise than a generator on purpose has no limit."""
-    return math.inf if config.float8 or config.dropout else LIMITS[config.dtype]
 
 
 def are_of_version(groups: Sequence[Group], version: PolicyVersion) -> bool:

@@ -10,13 +10,10 @@ from rl.config.flags import override
 from rl.config.recipes import load_recipe
 from rl.config.settle import check_models_read, cluster_of, plan_or_problems
 from rl.errors import ConfigError, check_version
-from rl.paths import write_whole
 from rl.plan.cluster import parse_cluster
-from rl.plan.show import differences, plan_json, show
+from rl.plan.show import PLAN, differences, plan_json, show
 from rl.plan.types import VERSION, Plan
 
-PLAN = "plan.json"
-"""What a run settled, in its directory."""
 _ROW = {"setting", "value", "why"}
 _USAGE = (
     "usage: rl plan RECIPE [--cluster 8xH100-80 | '2 x 8xH100-80' | cpu] [--json] [--diff RUN] "
@@ -61,10 +58,6 @@ def plan(arguments: Sequence[str]) -> int:
 
 def describe(recipe: str, plan: Plan) -> list[str]:
     return [*show(recipe, plan), "it fits"]
-
-
-def write_plan(run_dir: Path, plan: Plan) -> None:
-    write_whole(run_dir / PLAN, json.dumps(plan_json(plan), indent=1).encode())
 
 
 def settled_otherwise(run: Path, plan: Plan) -> list[str]:

@@ -33,6 +33,7 @@ from rl.models.checkpoint_dir import is_complete
 from rl.observability.batches import has_batch, read_batch
 from rl.observability.json_lines import read_records
 from rl.owned_directory import temporary_directory
+from rl.plan.show import PLAN, settled_line, write_plan
 
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
 
@@ -121,10 +122,12 @@ async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -
     with tempfile.TemporaryDirectory(prefix="replay-", dir=temporary_directory()) as scratch:
         directory = Path(scratch)
         plan = settle(config, "replay")
+        write_plan(out / PLAN, plan)
+        print(settled_line(plan, out / PLAN), flush=True)
         async with launch(plan, model_dirs(config, plan, directory), out) as actors:
             await actors.enter("train")
             await load_checkpoint(actors, config.resume)
-            learning = learning_of(config)
+            learning = learning_of(config, plan.value_of("dtype"))
             policy, critic = updaters(learning, actors)
             learned: dict[str, float] = {}
             for number in range(step_of(config.resume) + 1, step + 1):

@@ -31,7 +31,7 @@ from rl.config.settle import fallback_of, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.origin import drop_origin, keep_origin
-from rl.controller.plan import settled_otherwise, write_plan
+from rl.controller.plan import settled_otherwise
 from rl.controller.recovery import step_of, train_and_export
 from rl.envs.base import held_out
 from rl.errors import TOLD, ConfigError, RunError
@@ -44,6 +44,7 @@ from rl.observability.sinks import open_sinks
 from rl.observability.timeline import Timeline
 from rl.observability.watches import LossWatch, SharingWatch, Watch
 from rl.paths import disk_failure, lock_directory, run_directory
+from rl.plan.show import PLAN, settled_line, write_plan
 from rl.processes import on_interrupt
 from rl.waiting import beside, give_way_often
 
@@ -156,13 +157,14 @@ async def run_recipe(
     learning = learning_of(config, plan.value_of("dtype"))
     for line in settled_otherwise(home_of(config.resume), plan) if config.resume else []:
         print(line, flush=True)
-    write_plan(run_dir, plan)
+    write_plan(run_dir / PLAN, plan)
     with break_silence("preparing the model's files"):
         take_over_weights(config, run_dir)
         models = model_dirs(config, plan, run_dir)
         tokenizer = HFTokenizer(models["model"])
     started = ", ".join(f"{count} {role}" for role, count in plan.roles.items())
-    print(f"run directory: {run_dir}\nstarting processes: {started} ...", flush=True)
+    print(f"run directory: {run_dir}\n{settled_line(plan, run_dir / PLAN)}")
+    print(f"starting processes: {started} ...", flush=True)
     timeline = Timeline(config.trace, hosts=plan.hosts)
     sinks = open_sinks(config.tracking, run_dir, to_json(config))
     watches: list[Callable[[], Watch]] = [SharingWatch] if config.trainer.share_prefixes else []

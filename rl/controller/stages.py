@@ -110,7 +110,7 @@ class RunStages:
             yield self.buffer.follow(self._served, self._actors.generators.changed)
 
     def _controls_with(self, state: Mapping[str, Any]) -> Controls:
-        return Controls(self._learning, self._actors.trainer.config, state)
+        return Controls(self._learning, state)
 
     @property
     def _policy(self) -> Updater:

@@ -10,11 +10,12 @@ from rl.command_flags import flag_name, is_flag, take_switch, take_value
 from rl.config.flags import override, settings_of
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.settle import plan_or_problems
-from rl.controller.plan import describe, write_plan
+from rl.controller.plan import describe
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.paths import dated, new_directory
 from rl.plan.cluster import Cluster, parse_cluster
+from rl.plan.show import PLAN, write_plan
 
 _OF_JOBS = tuple(f"--{name}." for name in LAUNCHERS)
 _NOT_OF_JOBS = {
@@ -77,7 +78,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
         place.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         if result is not None:
-            write_plan(place, result)
+            write_plan(place / PLAN, result)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}); give another --run_dir") from error
     if result is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from rl.bounds import NonNegativeFloat, Share
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+from rl.types import DataKind
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ class CISPO:
     high: NonNegativeFloat = 4.0
     """Upper clip: weights are at most 1 + high."""
 
+    learns_from: ClassVar[DataKind] = "rollouts"
     drops_zero_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from rl.bounds import NonNegativeFloat, Share, ZeroOrOverOne
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+from rl.types import DataKind
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Clip:
     """Dual clip (arXiv 1912.09729): where the advantage is negative, the term is at least dual * A_t; 0 is
     off."""
 
+    learns_from: ClassVar[DataKind] = "rollouts"
     drops_zero_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rl.loss.base import LossOutput, TokenInputs, log_ratio
+from rl.types import DataKind
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,9 @@ class Distillation:
     loss = -sum_t w_t * exp(logp_t - old_t) * A_t
     """
 
+    learns_from: ClassVar[DataKind] = "rollouts"
     needs_reference: ClassVar[bool] = True
+    needs_teacher: ClassVar[bool] = True
     needs_rewards: ClassVar[bool] = False
 
     def __call__(self, logprobs: torch.Tensor, inputs: TokenInputs) -> LossOutput:

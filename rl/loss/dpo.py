@@ -9,6 +9,7 @@ from rl.bounds import HalfShare, NonNegativeFloat
 from rl.errors import RunError
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, per_sequence, sequence_sums
+from rl.types import DataKind
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,7 @@ class DPO:
     """Adds so much of the chosen's negative logprob, averaged over its tokens (arXiv 2404.19733, equation 1):
     it keeps the chosen from becoming less likely together with the rejected."""
 
+    learns_from: ClassVar[DataKind] = "preferences"
     needs_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rl.bounds import NonNegativeFloat
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs
+from rl.types import DataKind
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ class DRO:
 
     beta: NonNegativeFloat = 0.05
     """Strength of the pull towards the policy that sampled."""
+
+    learns_from: ClassVar[DataKind] = "rollouts"
 
     def __post_init__(self) -> None:
         refuse(self)

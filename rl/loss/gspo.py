@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from rl.bounds import NonNegativeFloat, Share
 from rl.fields import refuse
 from rl.loss.base import LossOutput, TokenInputs, log_ratio, sequence_means
+from rl.types import DataKind
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ class GSPO:
     """Whose gradient: the sequence's ratio, or each token's (they differ where advantages or weights differ
     within a sequence). Each branch of a rollout that forks is a sequence."""
 
+    learns_from: ClassVar[DataKind] = "rollouts"
     drops_zero_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

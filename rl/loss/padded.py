@@ -14,7 +14,6 @@ from rl.interfaces import AdvantageEstimator, Loss
 from rl.loss.advantages.base import Trajectory, estimate
 from rl.loss.aggregate import LossAgg, denominator, token_divisor
 from rl.loss.base import TokenInputs
-from rl.loss.dpo import DPO
 from rl.loss.objective import Objective
 
 if TYPE_CHECKING:
@@ -60,15 +59,17 @@ def padded_loss(
     """
     import torch
 
-    of_pairs = isinstance(getattr(loss, "loss", loss), DPO)
+    own = loss.loss if isinstance(loss, Objective) else loss
+    of_pairs = getattr(own, "learns_from", "") == "preferences"
     if of_pairs and loss_agg != "token_mean":
-        raise RunError(f"loss_agg={loss_agg!r} has no effect on DPO, the mean over pairs; leave it out")
+        name = getattr(own, "__name__", type(own).__name__)
+        raise RunError(f"loss_agg={loss_agg!r} has no effect on {name}, the mean over pairs; leave it out")
     if loss_agg == "constant" and max_new_tokens < 1:
         raise RunError("loss_agg='constant' divides by max_new_tokens; give it")
     if loss_agg not in get_args(LossAgg):
         raise RunError(f"loss_agg={loss_agg!r}; use one of {', '.join(get_args(LossAgg))}")
     unknown = sorted(loss_inputs.keys() - {*_LOSS_INPUTS})
-    if unknown and type(getattr(loss, "loss", loss)).__module__.startswith("rl.loss."):
+    if unknown and type(own).__module__.startswith("rl.loss."):
         raise RunError(f"no loss of rl.loss reads {', '.join(unknown)}; use {', '.join(_LOSS_INPUTS)}")
     if why := _why_unread(loss, sampling_logprobs is not None and "old_logprobs" in loss_inputs):
         raise RunError(why)

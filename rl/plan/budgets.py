@@ -19,6 +19,7 @@ from rl.types import LoRA
 MARGIN = 1.1
 """For engines beside a cache that was worked out: what arithmetic does not see."""
 _CPU_CACHE_GIB = 0.25
+_ON_A_CPU = "on a CPU, unless one sequence takes more"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def generators_cache(
     least = taken.least_cache["generator"]
     if not cluster.gpus:
         cache: float | Fill = max(_CPU_CACHE_GIB, least)
-        value, why = f"{cache:.4g}", "a CPU's default" if cache == _CPU_CACHE_GIB else "one sequence"
+        value, why = f"{cache:.4g}", _ON_A_CPU if cache == _CPU_CACHE_GIB else "one sequence"
     elif places.beside("generator"):
         cache = max(_left(demand, taken, present, places, cluster), least)
         value, why = f"{cache:.4g}", "what the other roles leave of the fullest GPU"
@@ -160,7 +161,7 @@ def caches_of_unknown(
                 )
     if demand.generator is not None and "generator" not in caches:
         caches["generator"] = Fill(0.0) if cluster.gpus else _CPU_CACHE_GIB
-        why = "a GPU of its own: what vLLM finds free" if cluster.gpus else "a CPU's default"
+        why = "a GPU of its own: what vLLM finds free" if cluster.gpus else _ON_A_CPU
         value = "what is free" if cluster.gpus else _CPU_CACHE_GIB
         notes.settle(setting, 0, value, f"{why}; the model's sizes are not known")
     return caches

@@ -36,6 +36,8 @@ def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cl
     if asked == "on" and has_none and demand.command == "train":  # others take a run's setting as it is
         notes.problem("links", f"weight_sync.delta=on has no effect: {has_none}; leave it out")
     if has_none:
+        if demand.generator is not None:
+            notes.settle("weight_sync.delta", asked, "off", has_none)
         return False
     if asked != "auto":
         notes.settle("weight_sync.delta", asked, asked, "asked for")

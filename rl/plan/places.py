@@ -84,14 +84,16 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     _check_number(roles, cluster, notes)
     if cluster.gpus:
         _check_one_role(on_devices, allowed, demand, cluster, notes)
-    elif demand.sharing == "side_by_side":
-        notes.problem("places", "placement=side_by_side has no effect without GPUs; leave it out")
+    elif demand.sharing in ("alone", "side_by_side"):
+        notes.problem("places", f"placement={demand.sharing} has no effect without GPUs; leave it out")
     if len(notes.problems) > before:
         return None
     started = _members(roles)
     if not cluster.gpus:
         if demand.sharing == "by_turns":
-            notes.settle(demand.name("placement"), demand.sharing, demand.sharing, "asked for")
+            notes.settle(demand.name("placement"), "by_turns", "by_turns", "asked for")
+        else:
+            notes.settle(demand.name("placement"), "auto", "side_by_side", "all processes share the CPU")
         return _checked(Places(started, on_cpus(started, allowed), False), demand, cluster, notes)
     named, alone = {role for role in allowed if demand.hosts.get(role)}, None
     if demand.sharing in ("auto", "alone"):
@@ -202,9 +204,8 @@ def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> No
 def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> dict[str, tuple[int, ...]]:
     """Member -> threads of each of its processes."""
     asked: dict[RoleName, int] = {"trainer": demand.trainer.num_threads}
-    fixed = {name: 1 for name, role in ROLES.items() if role.kind == "worker"}
-    if cluster.gpus:
-        fixed |= {"generator": 1, "judge": 1}
+    of_one_thread = ("worker", "generator") if cluster.gpus else ("worker",)  # kinds
+    fixed = {name: 1 for name, role in ROLES.items() if role.kind in of_one_thread}
     if demand.generator is not None:
         asked["generator"] = demand.generator.num_threads
     counts = Counter(

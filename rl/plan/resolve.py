@@ -97,11 +97,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         check_shared_memory(demand, published, cluster, notes)
     if notes.problems:
         return None, tuple(notes.problems)
-    longest = longest_sequence(demand, facts)
-    why_so_long = "the model's positions" if longest < demand.max_seq_len else "asked for"
-    notes.settle(demand.name("max_seq_len"), demand.max_seq_len, longest, why_so_long)
-    tokens = demand.trainer.micro_batch_tokens
-    notes.settle(demand.name("trainer.micro_batch_tokens"), tokens, tokens, "asked for")
+    _settle_tokens(demand, facts, notes)
     replicas = []
     for member in places.started:
         processes = tuple(
@@ -116,13 +112,23 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         replicas=tuple(replicas),
         links=ways,
         stays=stays(places.started, present),
-        max_seq_len=longest,
+        max_seq_len=longest_sequence(demand, facts),
         deadlines=demand.deadlines,
         settled=tuple(notes.settled),
         transport=demand.transport,
         delta=delta,
     )
     return plan, ()
+
+
+def _settle_tokens(demand: Demand, facts: Facts, notes: Notes) -> None:
+    longest, asked = longest_sequence(demand, facts), demand.max_seq_len
+    within = "" if longest < asked else "within "
+    positions = facts.models["trainer"].positions
+    notes.settle(demand.name("max_seq_len"), asked, longest, f"{within}the model's {positions} positions")
+    setting, tokens = demand.name("trainer.micro_batch_tokens"), demand.trainer.micro_batch_tokens
+    if setting != demand.name("max_seq_len"):
+        notes.settle(setting, tokens, tokens, "as it is set")
 
 
 def _whole(

@@ -1,16 +1,21 @@
 """A Plan for people, and as JSON."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl.models.generator.vllm_config import Fill
+from rl.paths import write_whole
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.fit import at_a_time, host_name
 from rl.plan.memory import GIB, Memory
 from rl.plan.roles import ROLES
 from rl.plan.types import PHASES, VERSION, GeneratorSpec, Phase, Plan, Process, Replica
 
+PLAN = "plan.json"
+"""What a command settled, in its directory."""
 _PARTS = (
     "weights", "gradients", "optimizer", "gathered", "activations", "head", "checkpoint", "loading",
     "adapters", "cache", "overhead",
@@ -127,6 +132,16 @@ def _by_phase(members: Sequence[tuple[Replica, int]]) -> str:
     if len({f"{gib:.1f}" for gib in taken.values()}) == 1:
         return f"{max(taken.values()):.1f}"
     return ", ".join(f"{phase} {gib:.1f}" for phase, gib in taken.items())
+
+
+def write_plan(file: Path, plan: Plan) -> None:
+    write_whole(file, json.dumps(plan_json(plan), indent=1).encode())
+
+
+def settled_line(plan: Plan, file: Path) -> str:
+    """What is not as it was asked for, on one line. file: of the Plan, which says why."""
+    values = [f"{one.setting}={one.value}" for one in plan.settled if one.value != one.asked]
+    return f"settled: {', '.join(values)} (why: {file})"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, DType, Facts, ModelFacts
 from rl.plan.resolve import resolve
 from rl.plan.sections import GeneratorConfig, Hosts, TrainerConfig
+from rl.plan.show import PLAN, settled_line, write_plan
 from rl.plan.types import GeneratorSpec, Plan
 from rl.processes import on_interrupt
 from rl.tinker.actors_backend import ActorsBackend
@@ -183,6 +184,8 @@ async def _main(config: ServeConfig, model_dir: Path, directory: Path) -> None:
     tokenizer, timeline = HFTokenizer(model_dir), Timeline()
     with contextlib.closing(database), listener:
         check_base_model(database, model_dir)
+        write_plan(directory / PLAN, plan)
+        print(settled_line(plan, directory / PLAN))
         print("starting the training engine and the generators ...", flush=True)
         async with launch(plan, {"model": model_dir}, directory, timeline=timeline) as actors:
             await actors.publish(0)  # the base model, which stays
@@ -231,17 +234,17 @@ async def _listen(app: FastAPI, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def demand_of(config: ServeConfig, context_length: int) -> Demand:
-    """What a server asks for. context_length: tokens of a sequence."""
+def demand_of(config: ServeConfig, positions: int) -> Demand:
+    """What a server asks for. positions: the model's."""
     return Demand(
         command="serve",
         trainer=TrainerConfig(
             engine=config.engine,
             layout=config.layout,
-            micro_batch_tokens=context_length,
+            micro_batch_tokens=min(config.context_length, positions),
             max_restarts=_MANY_RESTARTS,
         ),
-        max_seq_len=context_length,
+        max_seq_len=config.context_length,
         generator=GeneratorConfig(
             num_replicas=config.num_generators,
             kv_cache_gib=config.kv_cache_gib,
@@ -264,7 +267,7 @@ def settle(config: ServeConfig, hf_config: Mapping[str, Any], cluster: Cluster) 
     """hf_config: the contents of config.json. Raises ConfigError with every problem, one a line."""
     positions = max_positions({**hf_config})
     facts = ModelFacts.of(hf_config, positions)
-    demand = demand_of(config, min(config.context_length, positions))
+    demand = demand_of(config, positions)
     plan = resolve(demand, Facts({"trainer": facts, "generator": facts}), cluster)
     if not isinstance(plan, Plan):
         raise ConfigError("\n".join(problem.text for problem in plan))

@@ -271,6 +271,26 @@ ELSEWHERE = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnPairs:
+    """A user's loss of pairs, which is no DPO."""
+
+    learns_from = "preferences"
+
+    def __call__(self, logprobs, inputs):
+        raise NotImplementedError
+
+
+class CloserPairs(DPO):
+    """A user's DPO."""
+
+
+class OwnTeaching(Clip):
+    """A user's loss of rollouts, with a teacher."""
+
+    needs_reference = needs_teacher = True
+
+
 class NoReturns:
     needs_critic = True
 
@@ -463,6 +483,13 @@ def test_a_teacher_is_another_model(tmp_path):
             "stream_groups=2 has no effect with data=demonstrations",
         ),
         ({"loss": DPO()}, "loss DPO learns from preferences, not from data=rollouts"),
+        ({"loss": OwnPairs()}, "loss OwnPairs learns from preferences, not from data=rollouts"),
+        ({"loss": CloserPairs()}, "loss CloserPairs learns from preferences, not from data=rollouts"),
+        (
+            {"data": "preferences", "loss": OwnTeaching()},
+            "loss OwnTeaching learns from rollouts, not from data=preferences",
+        ),
+        ({"loss": OwnTeaching()}, "loss OwnTeaching needs a teacher; set reference.model"),
         ({"loss": CrossEntropy()}, "loss CrossEntropy learns from demonstrations"),
         ({"data": "demonstrations"}, "loss Clip learns from rollouts, not from data=demonstrations"),
         (
@@ -526,6 +553,16 @@ def test_a_teacher_is_another_model(tmp_path):
 )
 def test_settings_that_do_not_go_together_are_named(changes, words):
     assert any(words in line for line in validate(small(**changes))), validate(small(**changes))
+
+
+@pytest.mark.parametrize("data", ["rollouts", "demonstrations", "preferences"])
+def test_a_loss_that_says_nothing_of_its_data_may_have_any(data):
+    of_loss = [
+        line for line in validate(small(data=data, loss=lambda logprobs, inputs: None)) if "learns" in line
+    ]
+    assert not of_loss
+    if data == "preferences":
+        assert not any("learns from" in line for line in validate(small(data=data, loss=OwnPairs())))
 
 
 @pytest.mark.parametrize(

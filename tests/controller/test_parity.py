@@ -10,13 +10,12 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.batching import segments_sample
-from rl.config import WarmupConfig
+from rl.config import TrainerConfig, WarmupConfig
 from rl.config.learning import learning_of
 from rl.config.validate import validate
-from rl.controller.parity import LIMITS, STEPS, Parity, PolicyMismatch, are_of_version, default_limit, explain
+from rl.controller.parity import STEPS, Parity, PolicyMismatch, are_of_version, explain
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
-from rl.models.engine_config import EngineConfig
 from rl.observability.watches import ParityWatch
 from rl.types import Group, Problem, Rollout, Score, Segment, StopReason, VersionRange
 from tests.controller import fakes
@@ -140,9 +139,13 @@ def test_groups_of_one_version():
 
 
 def test_limits_by_dtype_and_what_has_none():
-    assert default_limit(EngineConfig()) == LIMITS["float32"] == 3e-3
-    assert default_limit(EngineConfig(dtype="bfloat16")) == 0.1
-    assert default_limit(EngineConfig(float8=True)) == default_limit(EngineConfig(dropout=True)) == math.inf
+    def limit(dtype="float32", asked=0.0, **trainer):
+        settings = config(trainer=TrainerConfig(**trainer), max_logprob_diff=asked)
+        return learning_of(settings, dtype).max_logprob_diff
+
+    assert limit() == 3e-3 and limit("bfloat16") == 0.1
+    assert limit(float8=True) == limit(dropout=True, engine="hf") == math.inf
+    assert limit(float8=True, asked=0.5) == 0.5
 
 
 def test_a_limit_without_rollouts_has_no_effect(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 from configs.quickstart import quickstart
 from rl.config import WarmupConfig
 from rl.config.codec import write_config
-from rl.config.learning import LRSchedule, warmup_lr
+from rl.config.defaults import warmup_lr
+from rl.config.learning import LRSchedule
 from rl.config.recipes import load_recipe, recipe_names
 from rl.config.resume import changed_settings
 from rl.controller import run as running
@@ -40,16 +41,16 @@ def test_a_schedule_acts_in_every_run(kind, warmup_steps, num_steps):
 def test_a_warm_ups_rate_suits_the_weights(model, rank, expected):
     trainer = replace(quickstart().trainer, lora=LoRA(rank=rank))
     config = replace(quickstart(), model=model, trainer=trainer, warmup=WarmupConfig(steps=3))
-    assert warmup_lr(config) == expected
-    assert warmup_lr(replace(config, warmup=WarmupConfig(steps=3, lr=2e-3))) == 2e-3
+    assert warmup_lr(config)[0] == expected
+    assert warmup_lr(replace(config, warmup=WarmupConfig(steps=3, lr=2e-3))) == (2e-3, "asked for")
 
 
 def test_pretrained_weights_put_into_a_recipe_are_warmed_up_at_a_rate_of_theirs():
     """Who takes over a recipe with a model of theirs, as the README does: 3e-3 would destroy it."""
     configs = [load_recipe(name)[1] for name in recipe_names()]
     warmed = [config for config in configs if config.model.random_weights and config.warmup.steps]
-    assert len(warmed) > 3 and {warmup_lr(config) for config in warmed} == {3e-3}
-    assert {warmup_lr(replace(config, model=ModelDir("theirs"))) for config in warmed} == {1e-4}
+    assert len(warmed) > 3 and {warmup_lr(config)[0] for config in warmed} == {3e-3}
+    assert {warmup_lr(replace(config, model=ModelDir("theirs")))[0] for config in warmed} == {1e-4}
 
 
 def said(losses):

@@ -242,6 +242,20 @@ def test_dpo_is_the_mean_over_pairs(objective):
         padded_loss(objective, logprobs, mask, torch.zeros(6), ref_logprobs=reference, loss_agg="seq_mean")
 
 
+def test_an_own_loss_of_pairs_is_the_mean_over_pairs_too():
+    def own(logprobs, inputs):
+        return DPO(beta=0.3)(logprobs, inputs)
+
+    (logprobs, _, reference), mask = rows(0, [5, 1, 3, 4, 6, 2], 6)
+    of_tokens, no_advantages = own, torch.zeros(6, dtype=torch.float64)
+    without = padded_loss(of_tokens, logprobs, mask, no_advantages, ref_logprobs=reference).loss
+    own.learns_from = "preferences"
+    expected = padded_loss(DPO(beta=0.3), logprobs, mask, no_advantages, ref_logprobs=reference).loss
+    assert padded_loss(own, logprobs, mask, no_advantages, ref_logprobs=reference).loss == expected != without
+    with pytest.raises(RunError, match="loss_agg='seq_mean' has no effect on own, the mean over pairs"):
+        padded_loss(own, logprobs, mask, no_advantages, ref_logprobs=reference, loss_agg="seq_mean")
+
+
 def test_a_reward_where_nothing_was_sampled_goes_to_the_token_before():
     """As at the end of a tool's answer. One before all tokens goes to the first."""
     mask = torch.tensor([[0, 1, 1, 0, 1, 0]] * 2)

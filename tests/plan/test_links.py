@@ -74,7 +74,7 @@ NONE = {
 def test_where_none_can_go_it_is_off_and_cannot_be_asked_for(case):
     settings, why = NONE[case]
     hosts = linked(None, SLOW)
-    assert settled(plan_or_problems(settings, "train", hosts)) == (False, [])
+    assert settled(plan_or_problems(settings, "train", hosts)) == (False, [("auto", "off", why)])
     asked = replace(settings, weight_sync=replace(settings.weight_sync, delta="on"))
     assert plan_or_problems(asked, "train", hosts) == [
         f"weight_sync.delta=on has no effect: {why}; leave it out"
@@ -83,8 +83,9 @@ def test_where_none_can_go_it_is_off_and_cannot_be_asked_for(case):
 
 def test_what_else_takes_a_runs_setting_is_not_refused():
     """An evaluation on fewer hosts, a replay, which has no generator, and engines that lost a host."""
-    for command in ("eval", "replay"):
-        assert settled(plan_or_problems(config("on", on=(0,)), command, linked(None, SLOW))) == (False, [])
+    why = "no generator reads weights of another host"
+    for command, rows in {"eval": [("on", "off", why)], "replay": []}.items():
+        assert settled(plan_or_problems(config("on", on=(0,)), command, linked(None, SLOW))) == (False, rows)
     both = config("on", on=(1,), shard=2, trainer_on=(0, 1))
     both = replace(both, trainer=replace(both.trainer, min_hosts=1))
     assert settled(plan_or_problems(both, "train", linked(None, SLOW)))[0]

@@ -508,11 +508,13 @@ def test_budgets_are_of_what_is_started_where_it_is_started(model, num_gpus, com
 
 
 @pytest.mark.parametrize("command", ["eval", "replay"])
-def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command):
+def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, capsys, command):
     host = Host(16, 128.0, cluster("1xH200-141").gpus)
     module, started = {"eval": (evaluate, evaluate._answers), "replay": (replay, replay._learn_again)}[
         command
     ]
+    out = tmp_path / "out"
+    out.mkdir()
     launched = []
 
     def launch(made, models, run_dir, env=None):
@@ -525,8 +527,7 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
     )  # else a janitor stays in this process
     monkeypatch.setattr("rl.cluster.hosts.look_at_host", lambda: host)
     config = qwen(model, placement="auto", kl=KL(coef=0.1), advantages=GAE())
-    out = tmp_path / "out"
-    arguments = (config, 0, out) if command == "eval" else (config, tmp_path, 3, out)
+    arguments = (config, 0, out / "plan.json") if command == "eval" else (config, tmp_path, 3, out)
     with pytest.raises(RunError, match="enough"):
         asyncio.run(started(*arguments))
     ((made, models, run_dir),) = launched
@@ -534,6 +535,10 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, command)
     assert made == settle(config, command, Cluster((host,))) and made.command == command
     assert models["model"] == tmp_path / "qwen3-0.6b"
     assert bool(made.of("critic")) == (command == "replay") and not made.of("reference")
+    assert json.loads((out / "plan.json").read_text())["command"] == command
+    values = [f"{row.setting}={row.value}" for row in made.settled if row.value != row.asked]
+    assert "dtype=bfloat16" in values and "placement=side_by_side" in values
+    assert f"settled: {', '.join(values)} (why: {out / 'plan.json'})" in capsys.readouterr().out.splitlines()
     assert made.of("trainer")[0].spec.config.device_memory_gib is not None
 
 
@@ -544,9 +549,10 @@ def test_the_same_demand_settles_the_same_whatever_the_command(model):
     evaluation = settle(config, "eval", hosts)
     other = resolve(dataclasses.replace(demand, command="train"), facts_of(config, demand), hosts)
     assert dataclasses.replace(other, command="eval") == evaluation
-    assert {line.setting: line.value for line in evaluation.settled}.keys() == {
+    of_learning = {"warmup.lr", "max_logprob_diff"}
+    assert {line.setting for line in evaluation.settled} == {
         line.setting for line in settle(config, "train", hosts).settled
-    }
+    } - of_learning
 
 
 def test_an_evaluation_needs_no_room_for_what_only_learning_takes(model):

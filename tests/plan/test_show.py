@@ -3,14 +3,21 @@
 # holds: exact
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from configs.quickstart import quickstart
+from rl.cli import _dispatch
+from rl.config.names import MOVED, RENAMED, SPLIT
+from rl.config.settle import settle
 from rl.controller.plan import plan, settled_otherwise
 from rl.errors import ConfigError
-from rl.plan.show import differences
+from rl.plan.show import differences, plan_json, write_plan
 from rl.plan.types import VERSION, Settled
+from tests.plans import cluster
 
 
 def settled(**values):
@@ -70,3 +77,57 @@ def test_a_plan_of_another_version_is_refused(tmp_path):
     words = f"its plan.json has version {VERSION + 1}, and this rl reads {VERSION}; use the rl that wrote it"
     with pytest.raises(ConfigError, match=words):
         plan(["quickstart", "--cluster", "cpu", "--diff", str(tmp_path)])
+
+
+def words(capsys, *arguments) -> list[str]:
+    """What the command prints, once it has ended well."""
+    assert _dispatch([*arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_dry_run_is_the_plan(capsys):
+    flags = ("--cluster", "4xH100-80", "--generator.num_replicas", "2")
+    lines = words(capsys, "plan", "quickstart", *flags)
+    assert lines[-1] == "it fits" and sum("generator" in line for line in lines) > 2
+    assert words(capsys, "train", "quickstart", "--dry_run", *flags) == lines
+
+
+def test_as_json_it_is_what_a_run_writes(capsys, tmp_path):
+    made = settle(quickstart(), cluster=cluster("1xH100-80"))
+    lines = words(capsys, "plan", "quickstart", "--cluster", "1xH100-80", "--json")
+    write_plan(tmp_path / "plan.json", made)
+    assert json.loads("\n".join(lines)) == json.loads((tmp_path / "plan.json").read_text())
+    assert json.loads("\n".join(lines))["replicas"][0]["name"] == "trainer" == made.replicas[0].name
+    assert plan_json(made)["version"] == VERSION
+
+
+def test_what_does_not_fit_is_json_too(capsys):
+    assert _dispatch(["plan", "quickstart", "--cluster", "1xH100-80", "--placement", "alone", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith("2 processes (trainer 1 + generator 1) need a GPU each")
+
+
+def test_a_run_and_what_it_would_be_elsewhere(capsys, tmp_path):
+    run = str(tmp_path)
+    write_plan(tmp_path / "plan.json", settle(quickstart(), cluster=cluster("1xH100-80")))
+    assert words(capsys, "plan", "quickstart", "--cluster", "1xH100-80", "--diff", run) == [
+        f"settled as in {run}"
+    ]
+    lines = words(capsys, "plan", "quickstart", "--cluster", "2xH100-80", "--diff", run)
+    assert (
+        f"placement: side_by_side in {run} (2 processes for 1 GPU), alone now (2 processes for 2 GPUs)"
+        in lines
+    )
+
+
+def test_the_page_of_old_names_has_each():
+    page = (Path(__file__).parents[2] / "docs/renamed.md").read_text()
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", page, re.M)[1:]
+    assert len(rows) > 4
+    for (setting, before), now in RENAMED.items():
+        assert (f"`--{setting} {before}`", f"`--{setting} {now}`") in rows
+    for before, now in SPLIT.items():
+        (words,) = [after for old, after in rows if f"`--{before} N`" in old]
+        assert all(f"`--{name} N`" in words for name in now)
+    for before, now in MOVED.items():
+        assert any(before in old and now in new for old, new in rows)
