@@ -38,6 +38,9 @@ from rl.plan.cluster import Host
 from rl.processes import kill_tree
 from rl.types import LoRA
 
+_LINES = 12
+"""Of stderr that a row shows whose check failed: the end of a log may be among them."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -133,7 +136,9 @@ def gpu_check(arguments: Sequence[str]) -> int:
             wrong, figures = _run(check, model or Path(scratch))
             seconds = f"{time.monotonic() - began:.0f} s"
             print(f"{'FAIL' if wrong else 'ok':5} {check.name:17} {check.question}: ", end="")
-            print(f"{wrong or _words(figures)} ({seconds})", flush=True)
+            reason, *rest = wrong.splitlines() or [""]
+            print(f"{reason or _words(figures)} ({seconds})")
+            print("".join(f"        {line}\n" for line in rest), end="", flush=True)
             failed += [check.name] * bool(wrong)
     print(f"\n{'failed: ' + ', '.join(failed) if failed else 'all that could run passed'}")
     if machine.gpus:
@@ -153,7 +158,7 @@ def _why_not(check: Check, machine: Host, own: Path | None) -> str:
 
 
 def _run(check: Check, model: Path) -> tuple[str, dict[str, Any]]:
-    """What went wrong, if anything, and the figures."""
+    """What went wrong, if anything, with the lines that came before on stderr; and the figures."""
     command = [sys.executable, "-m", "rl.cli", "gpu-check", "--worker", check.name, str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -164,8 +169,9 @@ def _run(check: Check, model: Path) -> tuple[str, dict[str, Any]]:
                 return f"took longer than {SECONDS:.0f} s", {}
             raise
     if process.returncode:
-        lines = [line for line in errors.splitlines() if line.strip()]
-        return (lines[-1] if lines else f"ended with code {process.returncode}")[:300], {}
+        lines = [line[:300] for line in errors.splitlines() if line.strip()][-_LINES:]
+        *before, reason = lines or [f"ended with code {process.returncode}"]
+        return "\n".join([reason, *before]), {}
     return "", json.loads(output.splitlines()[-1])
 
 

@@ -5,6 +5,7 @@ Imports are inside, as in gpu_checks.py.
 
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rl.envs.base import RolloutContext
+from rl.errors import RunError
 from rl.gpu_checks import hold, with_weights
+from rl.observability.log_tail import log_tail
 
 _NUM_PROMPTS = 64
 _SMALL_MOE = {
@@ -38,7 +41,11 @@ def stack(
 
     def run(model: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="rl-gpu-check-") as run_dir:
-            return asyncio.run(_parity(model, Path(run_dir), limit, **settings))
+            try:
+                return asyncio.run(_parity(model, Path(run_dir), limit, **settings))
+            except RunError as error:  # the log that it names goes with the directory
+                print(log_tail(Path(run_dir), str(error)), file=sys.stderr, end="")
+                raise
 
     return run
 

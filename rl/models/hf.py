@@ -166,7 +166,7 @@ def _all_files(model_dir: str | Path) -> list[Path]:
 
 
 class HFWeights:
-    """Reads single tensors of a directory by Hugging Face name, without loading the rest; notes which."""
+    """Reads tensors of a directory, or parts of them, by Hugging Face name; notes which it was asked for."""
 
     def __init__(self, model_dir: str | Path):
         self._model_dir = model_dir
@@ -176,11 +176,13 @@ class HFWeights:
             self._files |= dict.fromkeys(file.keys(), file)
         self._read: set[str] = set()
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def __call__(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """part: a slice of each dimension; empty: all of it."""
         self._read.add(name)
-        return self._file(name).get_tensor(name)
+        return self._file(name).get_slice(name)[part] if part else self._file(name).get_tensor(name)
 
     def shape(self, name: str) -> list[int]:
+        self._read.add(name)
         return self._file(name).get_slice(name).get_shape()
 
     def _file(self, name: str) -> Any:

@@ -1,14 +1,17 @@
-"""Weights, into an engine: full tensors by their names on disk, of which each rank keeps its shard."""
+"""Weights, into an engine: tensors by their names on disk, of which each rank reads its shard."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl.models.export import Split, named_state
+from rl.models.export import Split, named_state, placed
 from rl.models.hf import HFWeights, other_shape
+from rl.models.learner import local
+
+Read = Callable[[str, tuple[slice, ...]], torch.Tensor]
+"""(name on disk, a slice of each dimension) -> that part of the tensor."""
 
 VALUE_HEAD = "value_head.weight"
 """The name of a value head's weight, which no directory has: it starts at 0."""
@@ -40,20 +43,27 @@ def load_directory(
 
 def load_tensors(
     model: nn.Module,
-    read: Callable[[str], torch.Tensor],
+    read: Read,
     name_of: Callable[[str], str],
     split: Split,
     device: torch.device,
 ) -> None:
-    """read: a name -> the full tensor. name_of: a parameter's name -> its name in checkpoints."""
+    """Each rank reads what it keeps. name_of: a parameter's name -> its name in checkpoints."""
     for parameter, param in named_state(model):
         name = name_of(parameter)
         if name == VALUE_HEAD:
             param.data.zero_()
             continue
+        shape, offsets = placed(param)
+        own = local(param.detach())
+        if not own.numel():
+            continue
+        part = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
         names = split(name, param.shape[0]) if param.ndim else None
-        full = read(name) if names is None else torch.stack([read(n) for n in names])
-        full = full.to(device, param.dtype)
-        if isinstance(param, DTensor):
-            full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-        param.data.copy_(full)
+        targets = (
+            [(name, part, own)]
+            if names is None
+            else [(names[i], part[1:], tensor) for i, tensor in enumerate(own, offsets[0])]
+        )
+        for each, of_each, target in targets:  # cast on the device: there it takes no time
+            target.copy_(read(each, of_each).to(device))

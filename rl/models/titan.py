@@ -93,7 +93,7 @@ class TitanEngine(Engine):
         _share_rope_tables(model)
         if config.seed is not None:
             drawn = self.draw(self._model_dir, config.seed)
-            load_tensors(model, drawn.__getitem__, self._name, self._split, self.device)
+            load_tensors(model, lambda name, part: drawn[name][part], self._name, self._split, self.device)
             return model
         read = load_directory(model, self._model_dir, self._name, self._split, self.device)
         read.check_all_read(without_head=config.head == "value")

@@ -24,6 +24,8 @@ KINDS = {
     "optim_step": "train",
     "publish_weights": "sync",
     "load_weights": "sync",
+    "suspend": "switch",
+    "resume": "switch",
     "save_checkpoint": "checkpoint",
     "finish_checkpoint": "checkpoint",
 }

@@ -667,7 +667,7 @@ def test_no_worker_answers_at_an_address_without_one():
 
 
 def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsys, monkeypatch):
-    monkeypatch.setattr(host_agent, "machine_name", map(str, itertools.count()).__next__)
+    monkeypatch.setattr("rl.cluster.machine.machine_name", map(str, itertools.count()).__next__)
     from rl.cluster.hosts import look_at_hosts
     from rl.doctor import doctor_of_hosts
 

@@ -9,7 +9,7 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.cluster import hosts as module
-from rl.cluster import launchers
+from rl.cluster import launchers, machine
 from rl.cluster.hosts import check_as_planned, look_at_hosts
 from rl.cluster.machine import PACKAGES, versions
 from rl.config.settle import cluster_of, settle
@@ -68,6 +68,29 @@ def test_the_version_of_each_package_that_hosts_have_to_share_is_known():
     assert versions().keys() == {"python", *PACKAGES}
 
 
+def test_hosts_with_other_code_of_rl_have_another_version_of_it(monkeypatch, tmp_path):
+    """As where one clone was pulled; and where a worker's was pulled while it ran, whose processes would mix both."""
+    code = tmp_path / "rl"
+    (code / "loss").mkdir(parents=True)
+    (code / "loss/clip.py").write_text("low = 0.2")
+    monkeypatch.setattr(machine, "_CODE", code)
+    machine.code_at_start.cache_clear()
+    try:
+        before = versions()["rl"]
+        assert versions()["rl"] == before
+        (code / "loss/clip.py").rename(code / "clip.py")
+        moved = versions()["rl"]
+        (code / "clip.py").rename(code / "loss/clip.py")
+        (code / "loss/clip.py").write_text("low = 0.3")
+        changed = versions()["rl"]
+        machine.code_at_start.cache_clear()
+        pulled = versions()["rl"]
+    finally:
+        machine.code_at_start.cache_clear()
+    assert before != moved != changed and "while a process of it ran" in moved + changed
+    assert pulled == changed.split(",")[0] != before
+
+
 def test_one_machine_is_not_counted_twice(answers):
     """As where two workers listen on it, or two names are addresses of it."""
     answers |= {A: {"machine": "one"}, B: {"machine": "one"}}
@@ -115,7 +138,7 @@ WRONG = {
     "port closed": (HostUnreachable(f"host {B} does not answer (refused); start there: rl worker --listen {B}"), "does not answer .*; start there: rl worker --listen"),
     "another rl": ({"shared_gib": None}, "answers as another rl does .*shared_gib.*; install the same on all hosts"),
     "key": (HostRefuses(f"host {B} refused the key; set RL_WORKER_KEY to the same on all hosts"), "refused the key; set RL_WORKER_KEY to the same on all hosts"),
-    **{f"other {package}": (other(package, "9.9"), f"has {package} 9.9, and this one {re.escape(versions().get(package, 'none'))}; install the same on all hosts") for package in PACKAGES},
+    **{f"other {package}": (other(package, "9.9"), f"has {package} 9.9, and this one {re.escape(versions().get(package, 'none'))}; install the same on all hosts" + ", and start rl worker again" * (package == "rl")) for package in PACKAGES},
     "other python": (other("python", "3.99"), "has python 3.99, and this one 3.1.; install the same on all hosts"),
     "package missing": ({"versions": {k: v for k, v in versions().items() if k != "torch"}}, "has torch none, and this one .*; install the same on all hosts"),
     "clock ahead": ({"time": time.time() + 5000}, r"clock is \d+ s ahead of this one's; set it \(ntp\)"),

@@ -36,7 +36,7 @@ def quickly(monkeypatch):
     monkeypatch.setattr(host_agent, "_JOIN_SECONDS", 0.2)
     monkeypatch.setattr("rl.cluster.joining._LOOK_SECONDS", 0.05)
     number = itertools.count()  # all of the tests' hosts are this machine
-    monkeypatch.setattr("rl.cluster.host_agent.machine_name", lambda: f"machine {next(number)}")
+    monkeypatch.setattr("rl.cluster.machine.machine_name", lambda: f"machine {next(number)}")
 
 
 @contextlib.asynccontextmanager
@@ -128,7 +128,7 @@ def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_p
             slots[1].needed_gib = needed
             async with joins(first) as agent:
                 await until(lambda: caplog.messages)
-                monkeypatch.setattr("rl.cluster.host_agent.free_memory", lambda: 3 * 2**30)
+                monkeypatch.setattr("rl.cluster.machine.free_memory", lambda: 3 * 2**30)
                 await asyncio.sleep(0.5)
                 assert not slots[1].visit
                 return agent.address
@@ -144,7 +144,7 @@ def test_a_second_worker_of_a_machine_that_is_there_is_refused_by_name(where, tm
     async def main():
         async with a_run(tmp_path, PLANNED, PLANNED) as (first, slots):
             name = {"first": "machine 0", "joined": "another"}[where]
-            monkeypatch.setattr("rl.cluster.host_agent.machine_name", lambda: name)
+            monkeypatch.setattr("rl.cluster.machine.machine_name", lambda: name)
             async with joins(first), joins(first):
                 await until(lambda: "are one machine" in caplog.text)
                 await asyncio.sleep(0.5)

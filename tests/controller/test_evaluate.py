@@ -20,6 +20,7 @@ from rl.config.codec import write_config
 from rl.config.flags import setting_names
 from rl.config.recipes import load_recipe
 from rl.config.resume import take_over_weights
+from rl.config.settle import settle
 from rl.controller import evaluate as evaluation
 from rl.controller import replay as replaying
 from rl.controller.evaluate import evaluate, measures, pass_at_k
@@ -29,6 +30,7 @@ from rl.loss.correction import Correction
 from rl.loss.kl import KL
 from rl.models.random_weights import draw_once
 from rl.owned_directory import temporary_directory
+from rl.plan.cluster import Cluster, Host
 from rl.types import LoRA, Score
 from tests.controller.fakes import run_fakes
 from tests.controller.test_training_batch import group
@@ -275,12 +277,13 @@ def test_temporary_files_lie_where_they_go_with_the_process_however_it_ends(kind
     def made(config, plan, directory):
         raise Materialized(directory)
 
+    plan = settle(quickstart(), cluster=Cluster((Host(2, 20.0),)))
     for module in (evaluation, replaying):
-        monkeypatch.setattr(module, "settle", lambda config, command: None)
+        monkeypatch.setattr(module, "settle", lambda config, command: plan)
         monkeypatch.setattr(module, "model_dirs", made)
     config = SimpleNamespace(hosts="")
     run = {
-        "eval": lambda: evaluation._answers(config, 0, tmp_path),
+        "eval": lambda: evaluation._answers(config, 0, tmp_path / "plan.json"),
         "replay": lambda: replaying._learn_again(config, tmp_path, 1, tmp_path),
     }
     with pytest.raises(Materialized) as error:

@@ -110,7 +110,6 @@ OTHER_SCORES = {
     "judge.max_tokens": 99,
     "group_size": 3,
     "seed": 7,
-    "dtype": "bfloat16",
     "max_seq_len": 99,
 }
 SAME_SCORES = {

@@ -184,7 +184,48 @@ def _compute(engine: Any, adapter: str | None, case: Case, directory: Path) -> d
     for part in _everyone(engine.forward(batch, adapter)):
         logprobs |= part
     result["logprobs"] = logprobs
+    if case.engine == "titan" and not (adapter or case.in_float64):
+        result["loaded"] = _load_others(engine, case, directory)
     return result
+
+
+def _load_others(engine: Any, case: Case, directory: Path) -> dict[str, Any]:
+    """The engine takes over other weights from a directory.
+
+    wrong: the tensors that it then publishes otherwise than the files have them. read, kept, file: elements that each
+    rank read and has of them, and that the files hold.
+    """
+    import torch.distributed as dist
+
+    from rl.models.export import named_state
+    from rl.models.hf import HFWeights, tensor_names
+    from rl.models.learner import local
+    from rl.models.random_weights import draw_once
+
+    path = model_directory(directory, case.model, "-with-weights")
+    if dist.get_rank() == 0:
+        draw_once("titan", path, 8)
+    dist.barrier()
+    read, whole = [], HFWeights.__call__
+
+    def counting(weights: Any, name: str, part: Any = ()) -> Any:
+        tensor = whole(weights, name, part)
+        read.append(tensor.numel())
+        return tensor
+
+    HFWeights.__call__ = counting  # type: ignore[method-assign]
+    try:
+        engine.load_weights(path)
+    finally:
+        HFWeights.__call__ = whole  # type: ignore[method-assign]
+    published, files = _published(engine, None), HFWeights(path)
+    expected = {name: files(name).float() for name in tensor_names(path)}
+    return {
+        "wrong": sorted(n for n in published if not expected[n].equal(published[n])),
+        "read": _everyone(sum(read)),
+        "kept": _everyone(sum(local(tensor.detach()).numel() for _, tensor in named_state(engine._model))),
+        "file": sum(tensor.numel() for tensor in expected.values()),
+    }
 
 
 def _samples(rng: np.random.Generator) -> list[Any]:
@@ -200,9 +241,9 @@ def _samples(rng: np.random.Generator) -> list[Any]:
     return samples
 
 
-def model_directory(directory: Path, model: str) -> Path:
+def model_directory(directory: Path, model: str, suffix: str = "") -> Path:
     """Made whole or not there: ranks of two jobs ask for it at the same time."""
-    path = directory / model
+    path = directory / f"{model}{suffix}"
     if not path.exists():
         made = Path(tempfile.mkdtemp(dir=directory))
         if model in SMALL:

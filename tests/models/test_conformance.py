@@ -48,6 +48,17 @@ def test_layout_equals_one_process(results, case):
     assert allowed["gradients"] < 0.9  # holds: meaning, a tensor whose gradient is left out is 1 off
 
 
+@pytest.mark.parametrize("case", [p for p in PARAMETERS if p.values[0].engine == "titan"])
+def test_weights_of_a_directory_are_what_the_files_have_and_each_rank_reads_its_own(results, case):
+    if case.settings.get("adapters"):
+        assert "loaded" not in results[case.name]
+        return
+    loaded = results[case.name]["loaded"]
+    assert not loaded["wrong"] and loaded["read"] == loaded["kept"]
+    if case.layout.startswith("FSDP2 x 2"):  # and nothing else: no element is read twice
+        assert sum(loaded["read"]) == loaded["file"] > max(loaded["read"])
+
+
 def test_the_comparison_notices_gradients_that_are_off(results):
     one, exact = (results[case.name] for case in (CASES[0].one_process, CASES[0].exact))
     allowed = limits(CASES[0], results)["gradients"]

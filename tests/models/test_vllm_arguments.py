@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.config import GeneratorConfig, JudgeConfig
+from rl.config import GeneratorConfig, JudgeConfig, TrainerConfig
 from rl.config.settle import settle
 from rl.models.generator.environment import generator_environment
 from rl.models.generator.vllm_arguments import engine_args
 from rl.models.generator.vllm_config import LORA_RANKS, served_rank
+from rl.types import LoRA
 from tests.config.test_settings_effect import small
 from tests.envs.chat.templates import make_tokenizer
 from tests.plans import AMPLE, cluster
@@ -42,6 +43,13 @@ ROWS = [
 def test_a_generators_setting_reaches_vllm(generator, expected):
     arguments = given_to_vllm(generator=generator)
     assert {name: arguments[name] for name in expected} == expected
+
+
+def test_adapters_are_of_the_layers_that_the_setting_names():
+    """Else vLLM makes room for those of all layers, experts too."""
+    arguments = given_to_vllm(trainer=TrainerConfig(lora=LoRA(rank=4, targets=("q_proj", "down_proj"))))
+    assert arguments["lora_target_modules"] == ["q_proj", "down_proj"] and arguments["max_lora_rank"] == 8
+    assert "lora_target_modules" not in given_to_vllm()
 
 
 def test_sequences_and_the_dtype_are_the_trainers():

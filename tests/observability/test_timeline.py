@@ -64,6 +64,20 @@ def test_a_window_says_who_worked_who_was_idle_and_what_is_left_to_the_controlle
     assert timeline.overhead_seconds == pytest.approx(2.5) and timeline.total_seconds == pytest.approx(12.0)
 
 
+def test_what_a_switch_takes_by_turns_has_a_name_of_its_own():
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    for name, verb, seconds in (
+        ("generator-0", "suspend", 1.0),
+        ("trainer", "resume", 2.0),
+        ("trainer", "forward", 4.0),
+    ):
+        with timeline.span(name, verb):
+            clock.now += seconds
+    window = timeline.window()
+    assert window["time/switch"] == 3.0 and window["time/forward"] == 4.0 and "time/other" not in window
+
+
 def test_a_pause_leaves_out_itself_and_nothing_before_it():
     """As an evaluation, before which a checkpoint was saved."""
     clock = Clock()

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from rl.models.generator.vllm_config import Fill, VLLMConfig
+from rl.models.generator.vllm_config import Fill, VLLMConfig, served_rank
 from rl.owned_directory import note_beside
 
 
 def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
-    """Of EngineArgs, but for weight transfer and adapters."""
+    """Of EngineArgs, but for weight transfer."""
     return {
         "model": config.model_dir,
         "skip_tokenizer_init": not config.stop_texts,
@@ -33,7 +33,16 @@ def engine_args(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
         "enable_sleep_mode": config.sleeps and not on_cpu,
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "external_launcher" if config.tensor_parallel > 1 else None,
+        **_lora_args(config),
     }
+
+
+def _lora_args(config: VLLMConfig) -> dict[str, Any]:
+    if not config.max_lora_rank:
+        return {}
+    held = {"max_loras": config.max_adapters, "max_cpu_loras": config.max_adapters}
+    targets = {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
+    return {"enable_lora": True, "max_lora_rank": served_rank(config.max_lora_rank), **held, **targets}
 
 
 def graph_args(config: VLLMConfig) -> dict[str, Any]:

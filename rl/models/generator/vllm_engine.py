@@ -25,7 +25,7 @@ from rl.models.generator import cpu_lora, sleep
 from rl.models.generator.adapter_slots import AdapterSlots
 from rl.models.generator.commands import Abort, Admit, Command, Load, Suspend, Tick
 from rl.models.generator.vllm_arguments import engine_args, name_shared_memory, take_own_device
-from rl.models.generator.vllm_config import VLLMConfig, served_rank
+from rl.models.generator.vllm_config import VLLMConfig
 from rl.models.generator.weights import BACKEND, fetch_on_all_ranks, register_backend
 from rl.models.hf import max_positions, read_config
 from rl.models.lora import write_adapter
@@ -266,16 +266,7 @@ def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
     return EngineArgs(
         **engine_args(config, on_cpu),
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        **_lora_args(config),
     )
-
-
-def _lora_args(config: VLLMConfig) -> dict[str, Any]:
-    if not config.max_lora_rank:
-        return {}
-    held = {"max_loras": config.max_adapters, "max_cpu_loras": config.max_adapters}
-    targets = {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
-    return {"enable_lora": True, "max_lora_rank": served_rank(config.max_lora_rank), **held, **targets}
 
 
 def _vllm_params(params: SamplingParams) -> VLLMSamplingParams:
