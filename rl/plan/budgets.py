@@ -9,7 +9,7 @@ from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
 from rl.plan.model_shape import BYTES
-from rl.plan.phases import Presences, remaining
+from rl.plan.phases import TAKE_TURNS, Presences, remaining
 from rl.plan.places import Places
 from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.specs import Spec
@@ -108,13 +108,20 @@ def generators_cache(
         value, why = f"{cache:.4g}", _ON_A_CPU if cache == _CPU_CACHE_GIB else "one sequence"
     elif places.beside("generator"):
         cache = max(_left(demand, taken, present, places, cluster), least)
-        value, why = f"{cache:.4g}", "what the other roles leave of the fullest GPU"
+        value, why = f"{cache:.4g}", f"what the other roles leave of the fullest GPU: {_words(cache / least)}"
+        if demand.sharing == "auto" and demand.command in TAKE_TURNS and not demand.overlap:
+            why += "; more with placement=by_turns"
     else:
         room = min(cluster.hosts[host].gpus[gpu].gib for host, gpu in places.devices_of("generator")) * USABLE
         cache = Fill(max(room - taken.memory["generator"].total / GIB, least))
         value, why = f"about {cache.expected_gib:.1f}", "a GPU of its own: what vLLM finds free"
     notes.settle(demand.name("generator.kv_cache_gib"), 0, value, why)
     return cache
+
+
+def _words(num: float) -> str:
+    """num: sequences that a cache holds."""
+    return f"{num:.0f} sequence{'s' * (round(num) != 1)} of full length"
 
 
 def _left(demand: Demand, taken: Taken, present: Presences, places: Places, cluster: Cluster) -> float:

@@ -8,10 +8,10 @@ from rl.models.generator.vllm_config import Fill
 from rl.plan.budgets import MARGIN, Taken, with_cache
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, RoleName
-from rl.plan.memory import GIB, Memory
+from rl.plan.memory import GIB, GIB_OF_PROCESS, Memory
 from rl.plan.phases import Presences, by_phase
 from rl.plan.places import Places
-from rl.plan.roles import ENGINE_ROLES
+from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.types import PHASES, Notes, Phase
 
 _KEPT_ON_HOST = ("weights", "optimizer")
@@ -92,26 +92,32 @@ def _check_host_of_gpus(
     cluster: Cluster,
     notes: Notes,
 ) -> None:
-    """A host holds published weights, and what a checkpoint is written from. By turns it also holds, while
-    generators work, what its engines have: weights and moments, and no gradient."""
+    """A host holds its processes, published weights, and what a checkpoint is written from. By turns it also
+    holds, while generators work, what its engines have: weights and moments, and no gradient."""
     engines = [(place.host, role) for role in ENGINE_ROLES for place in places.of(role)]
     leaves = _KEPT_ON_HOST if by_turns else ()
     gib = {
         role: (memory[role].staged + sum(memory[role].parts.get(part, 0.0) for part in leaves)) / GIB
         for _, role in engines
     }
-    what = "weights and checkpoints on their way"
+    what = "processes, weights and checkpoints on their way"
     if by_turns:
-        what = f"what leaves its GPUs, and for {what}"
+        what = f"what leaves its GPUs, {what}"
+    of_processes = Counter[int]()
+    for member in places.started:
+        for place in places.by_name[member.name]:
+            of_processes[place.host] += round(GIB_OF_PROCESS[ROLES[member.role].kind] * GIB)
     for number, host in enumerate(cluster.hosts):
         roles = [role for on, role in engines if on == number]
         needed = sum(gib[role] for role in roles)
         needed -= _never_together({role: memory[role].staged for role in roles}, roles) / GIB
         weights = published.get(number, 0.0) / GIB
-        needed += weights
+        processes = of_processes[number] / GIB
+        needed += weights + processes
         if needed > host.free_gib:
             figures = [_figures(roles, gib)] if roles else []
             figures += [f"published weights {weights:.1f}"] if weights else []
+            figures += [f"processes {processes:.1f}"]
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
             notes.problem(
                 "fit",

@@ -1,5 +1,6 @@
-"""Pass: what goes from role to role, and whether whole or as what changed."""
+"""Passes: what goes from role to role, whether it comes in time, and whether whole or as what changed."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from rl.plan.cluster import Cluster
@@ -27,6 +28,31 @@ def links(demand: Demand, facts: Facts, numerics: Numerics) -> tuple[Link, ...]:
     if demand.judge is not None:
         ways.append(Link("reward", "judge", "questions", "http", 0))
     return tuple(ways)
+
+
+def check_loads(demand: Demand, ways: Iterable[Link], places: Places, cluster: Cluster, notes: Notes) -> None:
+    """Whether a whole version, as the first one is, reaches the generators' hosts in time. All fetch it at
+    once, from each host of the trainer its part."""
+    sources, targets = ({place.host for place in places.of(role)} for role in _ROLES)
+    away = sorted(targets - sources)
+    rates = [rate for host in away if (rate := cluster.hosts[host].gb_per_s) is not None]
+    size = sum(way.bytes for way in ways if way.target == "generator")
+    if demand.transport != "shared_memory" or not rates:
+        return
+    seconds = size / 1e9 * len(away) / (len(sources) * min(rates))
+    if seconds > demand.deadlines.load:
+        to = f"host {away[0]}" if len(away) == 1 else f"{len(away)} hosts at once"
+        notes.problem(
+            "links",
+            f"weights of {size / 2**30:.1f} GiB take about {seconds:.0f} s to {to}, over links of "
+            f"{min(rates):.2g} GB/s, and deadlines.load is {demand.deadlines.load:g} s; set --deadlines.load "
+            f"{_rounded(2 * seconds)}, or put fewer generators on other hosts",
+        )
+
+
+def _rounded(seconds: float) -> int:
+    """Up, to whole minutes."""
+    return 60 * -(-int(seconds) // 60)
 
 
 def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cluster, notes: Notes) -> bool:

@@ -20,6 +20,9 @@ OVERHEAD_GPU = 1.5 * GIB
 """Of a process on a GPU: CUDA's context, NCCL's buffers, and what the allocator cannot use. An estimate."""
 OVERHEAD_CPU = {"engine": 0.65 * GIB, "generator": 0.80 * GIB}
 """Of a process on a CPU: torch, and torchtitan or vLLM, before there is a model. The quickstart's peaks."""
+GIB_OF_PROCESS = {"engine": 0.8, "generator": 1.0, "worker": 0.25}
+"""Of its host's memory, before it loads a model, by the kind of its role: as on a CPU, rounded up. With CUDA
+it is more, by what was not measured."""
 _OF_A_STEP = ("gradients", "gathered", "activations", "head")
 """Parts of an engine's memory that are free between steps."""
 _GRAPHS = 0.5 * GIB  # CUDA graphs of a generator; an estimate

@@ -8,12 +8,11 @@ from rl.plan.cluster import Cluster
 from rl.plan.dealing import Member, Place, on_cpus, on_gpus
 from rl.plan.demand import Demand, RoleName
 from rl.plan.hosts import allowed_hosts, check_hosts, spread
+from rl.plan.memory import GIB_OF_PROCESS
 from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
-_GIB_OF_PROCESS = {"engine": 0.8, "generator": 1.0, "worker": 0.25}
-"""What a process takes on a CPU before it loads a model, by the kind of its role; rounded up."""
 _PROCESSES_PER_CORE = 4
 _PROCESSES_PER_GPU = 32
 
@@ -192,7 +191,7 @@ def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> No
         )
         return
     free = sum(host.free_gib for host in cluster.hosts)
-    needed = sum(_GIB_OF_PROCESS[ROLES[of.role].kind] * of.num_procs for of in roles)
+    needed = sum(GIB_OF_PROCESS[ROLES[of.role].kind] * of.num_procs for of in roles)
     if not cluster.gpus and needed > free:
         notes.problem(
             "places",

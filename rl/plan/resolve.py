@@ -20,7 +20,7 @@ from rl.plan.budgets import (
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.fit import check_fit
-from rl.plan.links import links, settle_delta
+from rl.plan.links import check_loads, links, settle_delta
 from rl.plan.memory import Memory
 from rl.plan.numerics import settle_numerics
 from rl.plan.phases import TAKE_TURNS, by_phase, presences, stays
@@ -92,6 +92,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
         check_fit(demand, taken, caches, present, places, published, cluster, notes)
     role_specs = _with(role_specs, "kv_cache_gib", caches)
     ways = links(demand, facts, numerics)
+    check_loads(demand, ways, places, cluster, notes)
     delta = settle_delta(demand, numerics, places, cluster, notes)
     if not any(problem.made_by == "fit" for problem in notes.problems):  # of weights that fit elsewhere
         check_shared_memory(demand, published, cluster, notes)

@@ -86,7 +86,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.envs.judge import Judge
 @dataclass(frozen=True)
 class Judged(ChatEnv):
-    judge: Judge = Judge()
+    judge: Judge = Judge(seconds=200.0)  # its vLLM has the cores of two workers' tests beside it
     def generate(self, seed): return Problem(str(seed), f"Name {seed % 1000} colours.")
     def reward_episode(self, episode):
         # SmolLM2 replies in this form, asked for 1 or 2, only where vLLM holds it to the schema.
@@ -95,7 +95,7 @@ class Judged(ChatEnv):
         return preference
 def train():
     judge = JudgeConfig(model=SMOLLM2, max_tokens=512, kv_cache_gib=0.25)
-    return replace(recipe(Judged(**SMALL)), judge=judge)
+    return replace(recipe(Judged(**SMALL)), judge=judge, reward=RewardConfig(limit_seconds=240.0))
 """,
     "verifiers v0": """
 from rl.envs.adapters.verifiers import Verifiers

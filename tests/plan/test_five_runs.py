@@ -141,7 +141,12 @@ def test_one_gpu_by_turns():
     ), line
     # Side by side, as `auto` would have it, the cache is smaller.
     beside = dataclasses.replace(qwen3_0_6b(), placement="auto", generator=GeneratorConfig())
-    assert cache(settle(beside, cluster=cluster("1xH100-80"))) == near(40.6)
+    plan = settle(beside, cluster=cluster("1xH100-80"))
+    assert cache(plan) == near(40.6)
+    # 28 layers x 8 heads x 128 x keys and values x 2 bytes: 0.109 MiB a token, of which a sequence has 8192.
+    words = "what the other roles leave of the fullest GPU: 46 sequences of full length"
+    assert settled(plan)["generator.kv_cache_gib"][1] == f"{words}; more with placement=by_turns"
+    assert "by_turns" not in settled(by_turns())["generator.kv_cache_gib"][1]
 
 
 def test_two_hosts():

@@ -1,5 +1,6 @@
 """When what changed goes from host to host in the place of whole weights."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,13 @@ import pytest
 from configs.quickstart import quickstart
 from rl.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from rl.config.settle import plan_or_problems
+from rl.models.known_shapes import known_config
 from rl.models.layout import Layout
+from rl.models.sources import ModelDir
 from rl.plan.cluster import Cluster, Host
 from rl.plan.types import Plan
 from rl.types import LoRA
+from rl.waiting import Deadlines
 
 ADDRESSES = [f"10.0.0.{i}:7000" for i in range(3)]
 
@@ -89,3 +93,36 @@ def test_what_else_takes_a_runs_setting_is_not_refused():
     both = config("on", on=(1,), shard=2, trainer_on=(0, 1))
     both = replace(both, trainer=replace(both.trainer, min_hosts=1))
     assert settled(plan_or_problems(both, "train", linked(None, SLOW)))[0]
+
+
+def big(tmp_path, on=(1, 2), seconds=600.0, **changes):
+    """8 billion parameters in bfloat16: 16 GB."""
+    (tmp_path / "config.json").write_text(json.dumps(known_config("Qwen/Qwen3-8B")))
+    made = replace(config(on=on, **changes), model=ModelDir(str(tmp_path)), deadlines=Deadlines(load=seconds))
+    return replace(made, generator=replace(made.generator, kv_cache_gib=4.0), max_seq_len=2048)
+
+
+def wide(*rates):
+    """Hosts with much memory."""
+    return Cluster(tuple(replace(host, num_cores=64, free_gib=900.0) for host in linked(*rates).hosts))
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_weights_that_do_not_come_in_time_are_found_before_a_run_starts(command, tmp_path):
+    """16.4 GB to two hosts at 0.05 GB/s: 655 s. It was killed at the deadline, again and again."""
+    (line,) = plan_or_problems(big(tmp_path), command, wide(None, 0.05, 9.0))
+    assert line == (
+        "weights of 15.3 GiB take about 655 s to 2 hosts at once, over links of 0.05 GB/s, and deadlines.load is 600 s; "
+        "set --deadlines.load 1320, or put fewer generators on other hosts"
+    )
+    (line,) = plan_or_problems(big(tmp_path, on=(1,)), command, wide(None, 0.02, 9.0))
+    assert "about 819 s to host 1, over links of 0.02 GB/s" in line
+    for settings, hosts in (
+        (big(tmp_path, seconds=1320.0), wide(None, 0.05, 9.0)),
+        (big(tmp_path, on=(1,)), wide(None, 0.05, 9.0)),  # one copy enters a host
+        (big(tmp_path, shard=2, trainer_on=(0, 2), on=(1,)), wide(None, 0.02, 9.0)),  # half from each
+        (big(tmp_path, on=(0,)), wide(None, 0.01, 9.0)),
+        (big(tmp_path, transport="torchstore"), wide(None, 0.05, 9.0)),
+        (big(tmp_path), wide(None, None, None)),
+    ):
+        assert isinstance(plan_or_problems(settings, command, hosts), Plan)
