@@ -17,6 +17,7 @@ from rl.controller.update import denominator
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
 from rl.errors import RunError
+from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.shaping import Shaping
 from rl.observability.metrics import eval_metrics, group_metrics
@@ -101,6 +102,19 @@ def test_what_shaping_adds_is_in_the_metrics_and_in_the_advantages():
     plain = built(groups, env=env)
     shaped = built(groups, env=env, shaping=Shaping(overlong_tokens=2))
     assert "reward/shaping" not in plain.means and shaped.means["reward/shaping"] == (-1.0, 2)
+
+
+def test_a_truncated_rollout_that_is_dropped_learns_nothing_and_counts_in_its_groups_mean():
+    """Of rewards 1, 1 and 0 the mean is 2/3, whichever is left out."""
+    made = group(1, 1, 0)
+    first, *others = made.rollouts
+    cut = replace(made, rollouts=(replace(first, stop=StopReason.LENGTH), *others))
+    batch = built([cut], shaping=Shaping(drop_truncated=True), advantages=GroupMean(adv_norm="none"))
+    (trained,) = batch.groups
+    assert [float(s.advantages[-1]) for s in trained.samples] == pytest.approx([1 / 3, -2 / 3])
+    assert trained.num_sequences == 2 and trained.num_tokens == 6
+    kept = built([cut], advantages=GroupMean(adv_norm="none")).groups[0]
+    assert len(kept.samples) == kept.num_sequences == 3
 
 
 @dataclass(frozen=True)
