@@ -6,6 +6,7 @@ Bad input is one line on standard error, and exit code 2.
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from rl.cluster.environment import prepare_environment
@@ -107,13 +108,13 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "eval":
         from rl.controller.evaluate import evaluate
 
-        return evaluate(rest)
+        return _once(evaluate, rest)
     if command == "replay":
         from rl.controller.replay import replay
 
-        return replay(rest)
+        return _once(replay, rest)
     if command == "serve":
-        return _serve(rest)
+        return _once(_serve, rest)
     if command == "worker":
         from rl.cluster.host_agent import worker
 
@@ -148,6 +149,18 @@ def _dispatch(arguments: list[str]) -> int:
         f"unknown command {command!r}; use train, check, eval, replay, serve, worker, plan, doctor, "
         f"gpu-check or fetch, as rl train quickstart (rl --help)"
     )
+
+
+def _once(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """By the first of the processes that torchrun, srun or another started on each host, with all as its
+    --hosts."""
+    from rl.cluster.group import group_of
+    from rl.cluster.rendezvous import run_as_group
+
+    group = group_of(os.environ)
+    if group is None or not arguments or {"-h", "--help"} & {*arguments}:
+        return command(arguments)
+    return run_as_group(group, lambda hosts: command([*arguments, "--hosts", hosts]))
 
 
 def _train(arguments: list[str]) -> int:

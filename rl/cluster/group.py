@@ -34,7 +34,7 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
     if _number(environment, "WORLD_SIZE", 1) > 1:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
             raise ConfigError(
-                "rl train is one process on each host, and starts the others itself; write torchrun "
+                "rl is one process on each host, and starts the others itself; write torchrun "
                 "--nproc-per-node 1"
             )
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,7 +53,7 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
     if num_tasks > 1 and "SLURM_STEP_ID" in environment and not is_shell:
         if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", str(num_tasks)):
             raise ConfigError(
-                "rl train is one process on each host, and starts the others itself; write srun --ntasks "
+                "rl is one process on each host, and starts the others itself; write srun --ntasks "
                 "N --ntasks-per-node 1 for N hosts"
             )
         address = environment.get("MASTER_ADDR") or _first_node(environment)

@@ -1,7 +1,7 @@
 """One `rl train` on each host, by torchrun, srun or a Kubernetes Job: the first is the controller.
 
-Each starts an `rl worker` of its own and tells its address in a store; the first trains with all of them as
---hosts, the others wait until it has ended.
+Each starts an `rl worker` of its own and tells its address in a store; the first trains, evaluates, replays
+or serves with all of them as --hosts, the others wait until it has ended.
 """
 
 import errno
@@ -32,8 +32,8 @@ _OVER, _FIRST = "over", "first"
 _MOST_NAMED = 8
 
 
-def run_as_group(group: Group, train: Callable[[str], int]) -> int:
-    """The exit code, the same on all. train: with what to put into --hosts; called on the first host alone.
+def run_as_group(group: Group, command: Callable[[str], int]) -> int:
+    """The exit code, the same on all. command: with what to put into --hosts; called on the first host alone.
 
     Raises RunError where hosts do not come together, or the first is gone.
     """
@@ -43,7 +43,7 @@ def run_as_group(group: Group, train: Callable[[str], int]) -> int:
         if group.rank:
             return _wait_for_end(store, group)
         try:
-            code = train(",".join(_addresses(store, group)))
+            code = command(",".join(_addresses(store, group)))
         except BaseException as error:
             _end_of_all(store, group, exit_code(error))
             raise

@@ -18,10 +18,12 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from rl import cli
 from rl.cluster import group as groups
 from rl.cluster import rendezvous
 from rl.cluster.group import Group, group_of
 from rl.cluster.rendezvous import run_as_group
+from rl.controller import evaluate, replay
 from rl.errors import ConfigError, RunError
 from rl.host_protocol import ask
 from tests.ports import free_port
@@ -219,6 +221,28 @@ def test_the_first_trains_on_all_hosts_and_all_end_as_it_does(code):
 def test_where_the_first_fails_all_do_with_its_code(error, code):
     """Slurm's script queues a job again that ends with 143: on every host, or one of them hides it."""
     assert together(error) == {0: [HOSTS, str(error)], 1: [code], 2: [code]}
+
+
+COMMANDS = {
+    "eval": (evaluate, "evaluate", ["model", "quickstart"]),
+    "replay": (replay, "replay", ["runs/one", "--step", "3"]),
+    "serve": (cli, "_serve", ["model"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_other_commands_run_once_too_on_all_hosts(name, monkeypatch):
+    """Each process did all of it: two evaluations beside each other in one directory."""
+    module, function, words = COMMANDS[name]
+    called, groups = [], []
+    monkeypatch.setattr(module, function, lambda arguments: called.append(arguments) or 0)
+    monkeypatch.setattr(rendezvous, "run_as_group", lambda group, run: groups.append(group) or run(HOSTS))
+    assert cli._dispatch([name, *words]) == 0 and called == [words] and not groups
+    for variable, value in TORCHRUN.items():
+        monkeypatch.setenv(variable, value)
+    assert cli._dispatch([name, *words]) == 0 and called[1:] == [[*words, "--hosts", HOSTS]]
+    assert groups == [group_of(TORCHRUN)]
+    assert cli._dispatch([name, "--help"]) == 0 and called[2:] == [["--help"]] and len(groups) == 1
 
 
 def test_a_first_host_whose_name_is_its_own_loopback_learns_its_address_from_others(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from tinker import types
 
 from configs.quickstart import quickstart
+from tests.hosts.namespaces import hosts
 from tests.hosts.runs import (
     MORTAL,
     RL,
@@ -36,7 +38,7 @@ def model(directory):
     return path
 
 
-def test_an_evaluation_over_two_hosts_is_that_of_one(directory, model):
+def test_an_evaluation_over_two_hosts_is_that_of_one_also_by_torchrun(directory, model):
     words = [
         "eval",
         str(model),
@@ -52,13 +54,23 @@ def test_an_evaluation_over_two_hosts_is_that_of_one(directory, model):
         [*RL, *words, "--run_dir", str(directory / "one")], check=True, capture_output=True, timeout=240
     )
     with two_hosts(directory) as made:
-        places = ["--generator.hosts", "1", "--reward.hosts", "1", "--hosts", addresses(made)]
-        process = made[0].start(*RL, *words, *places, "--run_dir", str(directory / "two"), **PIPES)
+        places = ["--generator.hosts", "1", "--reward.hosts", "1"]
+        hosts_words = ["--hosts", addresses(made), "--run_dir", str(directory / "two")]
+        process = made[0].start(*RL, *words, *places, *hosts_words, **PIPES)
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output[-4000:]
         assert [left_on(host) for host in made] == [[], []]
-    one, two = (json.loads((directory / name / "eval.json").read_text()) for name in ("one", "two"))
-    assert one == two
+    torchrun = [str(Path(RL[0]).parent / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
+    with hosts(2) as made:
+        torchrun += ["--master-addr", made[0].address, "--master-port", "29501"]
+        command = ["-m", "rl", *words, *places, "--run_dir", str(directory / "three")]
+        started = [
+            host.start(*torchrun, "--node-rank", str(i), *command, **PIPES) for i, host in enumerate(made)
+        ]
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], outputs
+    one, *others = (json.loads((directory / n / "eval.json").read_text()) for n in ("one", "two", "three"))
+    assert others == [one, one] and "pass@4" in outputs[0] and "pass@4" not in outputs[1]
     assert not [path.name for path in (directory / "two").iterdir() if path.name.startswith("eval-")]
 
 
