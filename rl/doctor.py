@@ -13,6 +13,7 @@ from typing import Any
 
 from rl.cluster.machine import free_memory, has_bfloat16, num_cores, total_memory
 from rl.errors import one_line
+from rl.plan.cluster import Host
 
 _REQUIRED = (
     "torch",
@@ -58,23 +59,31 @@ def doctor(run_dirs: Sequence[str] = ()) -> int:
 
 
 def doctor_of_hosts(text: str) -> int:
-    """Print a table of hosts, and how fast each sends to each. Returns 0 where a run can use all of them.
+    """Print what hosts have, and how fast each sends to each. Returns 0 where a run can use all of them.
+
+    Another version, or a clock that is off, is a problem of the host's.
 
     text: as the setting `hosts`. Raises ConfigError where it cannot be read.
     """
-    from rl.cluster.hosts import bandwidth, host_addresses, look_at
+    from rl.cluster.hosts import bandwidth, check_machine, host_addresses, look_at
+    from rl.cluster.machine import versions
     from rl.errors import ConfigError
 
-    reachable, problems = list[str](), list[str]()
-    for address in host_addresses(text):
+    addresses = host_addresses(text)
+    print(f"versions here: {', '.join(' '.join(of) for of in versions().items())}")
+    hosts, problems = list[Host](), list[str]()
+    for address in addresses:
         try:
             host = look_at(address)
+            check_machine(host, hosts)
             memory = f"{host.free_gib:.1f} GiB free, {host.shared_gib:.1f} of shared memory"
-            print(f"{address:24} {host.num_cores} cores, {memory}, {len(host.gpus)} GPUs")
-            reachable.append(address)
+            slow = " (no instructions for bfloat16)" if host.bfloat16 is False else ""
+            gpus = f"{host}" if host.gpus else "no GPU"
+            print(f"{address:24} {host.num_cores} cores{slow}, {memory}, {gpus}")
+            hosts.append(host)
         except ConfigError as error:
             problems += str(error).splitlines()
-    for source, target in itertools.permutations(reachable, 2):
+    for source, target in itertools.permutations((host.address for host in hosts), 2):
         rate = bandwidth(source, target)
         if isinstance(rate, float):
             print(f"{source} to {target}: {rate:.2f} GB/s over one connection")

@@ -688,6 +688,13 @@ def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsy
     assert code == 1 and lines[-1] == "a run cannot use all of them"
     problems = [line for line in lines if line.startswith("problem: ")]
     assert sum("host 127.0.0.1:1 does not answer" in line for line in problems) == len(problems) == 1
+    (here,) = [line for line in lines if line.startswith("versions here: python 3.")]
+    assert ", torchmonarch 0." in here
+    assert sum(line.startswith(one) and line.endswith("shared memory, no GPU") for line in lines) == 1
+    monkeypatch.setattr("rl.cluster.machine.machine_name", lambda: "one")
+    code, one, other = asyncio.run(main())
+    problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert code == 1 and [f"hosts {one} and {other} are one machine" in line for line in problems] == [True]
     look_at_hosts.cache_clear()
 
 
