@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class Revival:
     """Trainer, critic and reference live and die together: what one has lost, the others must unlearn.
 
-    Each restart counts; the budget is for the whole run.
+    Restarts are counted anew with each checkpoint: what ends a run is that it gets no further.
     """
 
     def __init__(
@@ -36,6 +36,8 @@ class Revival:
     ):
         """start: starts all engines, as they were at first."""
         self.num_restarts = 0
+        self._num_in_place = 0  # of them, since the run has got as far as this step
+        self._step = 0
         self._start = start
         self._engines = engines
         self._max_restarts = max_restarts
@@ -48,18 +50,21 @@ class Revival:
         except EngineDied as death:
             await self._restart(death, EarlyDeaths())
 
-    async def restart(self, death: EngineDied) -> None:
-        """After a death, from the beginning. Raises RunError once the budget is used up."""
+    async def restart(self, death: EngineDied, step: int = 0) -> None:
+        """step: of the newest checkpoint. Raises RunError once no restart is left from there."""
+        if step > self._step:
+            self._step, self._num_in_place = step, 0
         await self._restart(death)
 
     async def _restart(self, death: EngineDied, early: EarlyDeaths | None = None) -> None:
         while True:
             if early is not None:
                 early.count(death)
-            if self.num_restarts == self._max_restarts:
+            if self._num_in_place == self._max_restarts:
                 raise RunError(f"{death}; no restart is left of trainer.max_restarts={self._max_restarts}")
+            self._num_in_place += 1
             self.num_restarts += 1
-            _log.warning("%s; started again (%d of %d)", death, self.num_restarts, self._max_restarts)
+            _log.warning("%s; started again (%d of %d)", death, self._num_in_place, self._max_restarts)
             await asyncio.gather(*(engine.kill() for engine in self._engines))
             try:
                 return await self._start()
@@ -103,16 +108,16 @@ class Actors:
             except EngineDied as death:
                 await self.restart_engines(death)
 
-    async def restart_engines(self, death: EngineDied) -> None:
+    async def restart_engines(self, death: EngineDied, step: int = 0) -> None:
         """Start trainer, critic and reference again, as they were at first; generators wait for new weights.
 
-        Raises RunError once they have died more often than allowed.
+        step: of the newest checkpoint. Raises RunError once no restart is left from there.
         """
         if self.revival is None:
             raise death
         if self.turns is not None:
             await self.turns.leave_to("score")  # new engines are there as soon as they are spawned
-        await self.revival.restart(death)
+        await self.revival.restart(death, step)
         await self.generators.forget()
         if self.policy is not None:
             await self.publish_base_again()

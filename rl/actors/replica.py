@@ -18,6 +18,7 @@ from rl.waiting import Signal
 
 T = TypeVar("T")
 _HEARTBEAT_SECONDS = 1.0
+_LASTING_SECONDS = 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -49,12 +50,16 @@ class Replica(Generic[M]):
         changed: Signal,
         host: Visitor | None = None,
     ):
-        """host: of its processes, where it may leave; nothing that happens there ends the run. None: it is
-        always there."""
+        """max_restarts: in a row; the count begins anew with processes that served for an hour.
+
+        host: of its processes, where it may leave; nothing that happens there ends the run. None: it is
+        always there.
+        """
         self.name = name
         self.state = State.STARTING
         self.load = 0  # work in flight
         self.num_restarts = 0
+        self._num_in_a_row = 0
         self.final_death: ProcessDied | None = None  # after which it was given up
         self._spawn = spawn
         self._max_restarts = max_restarts
@@ -63,6 +68,7 @@ class Replica(Generic[M]):
         self._failed_visit = 0  # the visit on which it died more often than allowed
         self.has_lived = False
         self._has_served = False
+        self._served_from: float | None = None  # the present processes, by the loop's clock
         self._early_deaths = EarlyDeaths()
         self._member: M | None = None
         self._lost: asyncio.Future[ProcessDied] | None = None  # of the present member
@@ -76,8 +82,9 @@ class Replica(Generic[M]):
                 self._enter(State.ABSENT)
                 await self._host.arrival(self._failed_visit)
             if self._host is not None and self._host.visit != visit:
-                visit, self.num_restarts = self._host.visit, 0
+                visit, self._num_in_a_row = self._host.visit, 0
             self._enter(State.STARTING)
+            self._served_from = None
             may_end_run = not self.has_lived and self._host is None
             try:
                 member = await self._spawn()
@@ -104,16 +111,20 @@ class Replica(Generic[M]):
                 continue
             if not self._has_served and self._host is None:
                 self._early_deaths.count(death)
-            if self.num_restarts == self._max_restarts:
-                _log.warning("%s; it was started %d times and is given up", death, self.num_restarts + 1)
+            if self._has_lasted:
+                self._num_in_a_row = 0
+            if self._num_in_a_row == self._max_restarts:
+                times = self._num_in_a_row + 1
+                _log.warning("%s; it was started %d times in a row and is given up", death, times)
                 self.final_death = death
                 if self._host is not None:
                     self._failed_visit = visit
                     continue
                 self._enter(State.DEAD)
                 return
+            self._num_in_a_row += 1
             self.num_restarts += 1
-            _log.warning("%s; it is started again (%d of %d)", death, self.num_restarts, self._max_restarts)
+            _log.warning("%s; it is started again (%d of %d)", death, self._num_in_a_row, self._max_restarts)
 
     async def ask(self, invoke: Callable[[M], Awaitable[T]], load: int = 1) -> T:
         """Only while SERVING. Raises ProcessDied if it dies or stops answering before the work is done."""
@@ -179,8 +190,17 @@ class Replica(Generic[M]):
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self._has_served |= state is State.SERVING
+        if state is State.SERVING:
+            self._has_served = True
+            if self._served_from is None:
+                self._served_from = asyncio.get_running_loop().time()
         self._changed.notify()
+
+    @property
+    def _has_lasted(self) -> bool:
+        """The present processes, or the last ones."""
+        since = self._served_from
+        return since is not None and asyncio.get_running_loop().time() - since >= _LASTING_SECONDS
 
 
 R = TypeVar("R", bound=Replica)

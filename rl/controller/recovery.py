@@ -18,6 +18,7 @@ from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
 from rl.interfaces import Tokenizer
+from rl.models.checkpoint_dir import newest_first
 from rl.observability.recorder import Recorder
 from rl.waiting import num_interrupts
 
@@ -49,7 +50,8 @@ async def train_and_export(
             if num_interrupts():  # a signal to a whole job ends processes, too
                 recorder.say(f"interrupted; {death}: the newest checkpoint is what is left")
                 raise asyncio.CancelledError from death
-            await actors.restart_engines(death)
+            written = newest_first(recorder.run_dir / "checkpoints")
+            await actors.restart_engines(death, step_of(str(written[0])) if written else 0)
             remove_unfinished(recorder.run_dir)
         except DamagedCheckpoint as damage:
             if is_named or not is_own(checkpoint, recorder.run_dir):

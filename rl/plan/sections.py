@@ -33,8 +33,8 @@ class TrainerConfig:
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of a packed micro-batch: memory against speed. At least a sequence, max_seq_len."""
     max_restarts: NonNegativeInt = 3
-    """How often trainer, critic and reference are started again, from the newest checkpoint, because a
-    process of theirs died."""
+    """How often trainer, critic and reference are started again from one checkpoint because a process of
+    theirs died."""
     share_prefixes: bool = True
     """Compute leading tokens that samples share once. Results are the same but for rounding."""
     lr: NonNegativeFloat = 1e-6
@@ -94,7 +94,8 @@ class GeneratorConfig:
     """New weights while samples are under way. in_flight: these go on with the new weights, which compute
     their tokens so far again. drain: they finish first; faster where answers are short."""
     max_restarts: NonNegativeInt = 3
-    """How often a generator, or judge, that dies or no longer answers is started again."""
+    """How often a generator, or judge, that dies or no longer answers is started again in a row; the count
+    begins anew with one that has served for an hour."""
     hosts: Hosts = ()
     """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
     chooses."""
@@ -109,7 +110,8 @@ class RewardConfig:
     limit_seconds: PositiveFloat = 5.0
     """Time for one call of the reward function; past it the sample is scored 0 and counted."""
     max_restarts: NonNegativeInt = 3
-    """How often a reward process that dies is started again."""
+    """How often a reward process that dies is started again in a row; the count begins anew with one that
+    has served for an hour."""
     hosts: Hosts = ()
     """Numbers of the hosts that its processes are spread over: from 0, in --hosts' order. None: the Plan
     chooses."""

@@ -133,6 +133,36 @@ def test_one_that_dies_over_and_over_is_given_up_and_at_last_the_run_hears_of_it
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("lives", "is_given_up"), [
+    ([3600] * 5, False), ([0, 0], True), ([3600, 0], True), ([0, 3600, 0], True), ([0, 3600, 3600, 3600], False),
+    ([3599, 3599], True), ([3600, "never serves"], True),
+])  # fmt: skip
+def test_restarts_are_counted_anew_with_processes_that_served_for_an_hour(lives, is_given_up):
+    """lives: for how many seconds each serves before it dies."""
+
+    async def main():
+        loop, skipped = asyncio.get_running_loop(), 0
+        now = loop.time
+        loop.time = lambda: now() + skipped
+        world = World(
+            1, max_restarts=1, fails_at_start=[i for i, life in enumerate(lives) if life == "never serves"]
+        )
+        (replica,) = world.pool.replicas
+        async with beside(world.pool.run()):
+            for number, seconds in enumerate(lives):
+                if number in world.fails_at_start:
+                    continue
+                await until(lambda n=number: len(world.processes) == n + 1 and replica.state is State.SERVING)
+                skipped += seconds
+                world.processes[number].dead = True
+            await until(lambda: replica.state is State.DEAD or len(world.processes) > len(lives))
+            assert (replica.state is State.DEAD) == is_given_up and replica.num_restarts == len(
+                lives
+            ) - is_given_up
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("max_deaths", [1, 2])
 def test_work_that_so_many_died_of_is_not_tried_again(max_deaths):
     async def main():

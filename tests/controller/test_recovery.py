@@ -115,6 +115,32 @@ def test_one_that_dies_over_and_over_is_given_up(tmp_path, monkeypatch):
         run(config(), tmp_path, max_restarts=2)
 
 
+def test_restarts_are_counted_anew_with_each_checkpoint(tmp_path, monkeypatch):
+    """A run of weeks is not ended by its fourth death if it has got further each time."""
+    settings = config(save_every=1)
+    with monkeypatch.context() as patch:
+        Mortal(patch, ())
+        *expected, updates, _ = run(settings, tmp_path / "whole")
+    save, learn, saved, died = FakeEngine.save_checkpoint, FakeEngine.forward_backward, [], []
+
+    async def save_and_note(engine, path, *arguments, **options):
+        await save(engine, path, *arguments, **options)
+        saved.append(Path(path).name)
+
+    async def learn_once_from_there(engine, *arguments, **options):
+        if saved and saved[-1] not in died:
+            died.append(saved[-1])
+            raise EngineDied(f"the process of the {engine.name} died in forward_backward")
+        return await learn(engine, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "save_checkpoint", save_and_note)
+        patch.setattr(FakeEngine, "forward_backward", learn_once_from_there)
+        *got, again, restarts = run(settings, tmp_path / "run", max_restarts=1)
+    assert died == ["step-1", "step-2", "step-3", "step-4"] and restarts == 4
+    assert (got, again) == (expected, updates)
+
+
 def test_a_run_that_began_at_another_run_s_checkpoint_evaluates_it_once(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         Mortal(patch, ())
