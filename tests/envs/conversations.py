@@ -1,16 +1,16 @@
 """What a policy says in each turn, as an OpenAI endpoint, and the data that word games read."""
 
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.json_server import JSONHandler, completion
 
-with contextlib.suppress(
-    ImportError
-):  # it keeps the sys.stderr of its import: a test's own is closed after it
-    import nltk.downloader  # noqa: F401
+# Of its import it keeps sys.stderr, and a test's own is closed after it.
+try:
+    import nltk.downloader
+except ImportError:
+    nltk = None
 
 
 class Policy(JSONHandler):
@@ -55,6 +55,8 @@ def write_words(home: Path, words: Sequence[str]) -> None:
     """
     lists = home / "nltk_data" / "corpora" / "words"
     lists.mkdir(parents=True, exist_ok=True)
+    if nltk is not None:  # of its import it keeps the home directory, too
+        nltk.data.path.insert(0, str(home / "nltk_data"))
     for name in ("en", "en-basic"):
         (lists / name).write_text("".join(f"{word}\n" for word in words))
     (lists / "README").write_text("")
