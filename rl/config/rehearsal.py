@@ -26,7 +26,7 @@ from rl.envs.remake import keys_elsewhere, some_problems
 from rl.envs.verifier import Verifier
 from rl.errors import ConfigError, RunError, one_line
 from rl.fields import shown
-from rl.interfaces import Tokenizer
+from rl.interfaces import Door, Episodes, Tokenizer
 from rl.observability.silence import break_silence
 from rl.types import Problem, Prompt, Rewards, Rollout, SamplingParams, Score
 from rl.waiting import within
@@ -44,10 +44,12 @@ class Rehearsal:
     """What keeps a run from starting, one line each."""
     notes: list[str] = field(default_factory=list)
     """What happened, for people."""
+    takes: "list[Take]" = field(default_factory=list)
+    """What was tried."""
 
 
 @dataclass(frozen=True)
-class _Take:
+class Take:
     """An answer of the canned policy, and what came of it."""
 
     texts: Sequence[str]
@@ -100,6 +102,7 @@ async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsa
             for problem in problems.values():
                 takes = [await stage.take(problem, texts) for texts in _answers(env, problem, tokenizer)]
                 _judge(config, takes, rehearsal)
+                rehearsal.takes += takes
                 if problem.task == taught.task:
                     rehearsal.problems += _begins_otherwise(config, problem, takes[0], tokenizer)
     finally:
@@ -107,7 +110,7 @@ async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsa
         stage.close()
 
 
-def _begins_otherwise(config: RunConfig, problem: Problem, take: _Take, tokenizer: Tokenizer) -> list[str]:
+def _begins_otherwise(config: RunConfig, problem: Problem, take: Take, tokenizer: Tokenizer) -> list[str]:
     """Whether an episode begins with the words that supervised learning puts before what it teaches."""
     env, begins = config.env, take.rollout.segments
     if not isinstance(env, ChatEnv) or isinstance(env, AgentEnv) or not begins:
@@ -143,33 +146,42 @@ class _Stage:
             if part is not None:
                 part.close()
 
-    async def take(self, problem: Problem, texts: Sequence[str]) -> _Take:
+    async def take(self, problem: Problem, texts: Sequence[str]) -> Take:
         """The policy says the texts, one a turn, the last again and again."""
-        env, tokenizer = self._config.env, self._tokenizer
-        end = (
-            chat_template(tokenizer, env.call_format).end_id
-            if isinstance(env, ChatEnv)
-            else env.end_id(problem, tokenizer)
+        config, tokenizer = self._config, self._tokenizer
+        rollout = await canned_rollout(
+            config.env, problem, texts, tokenizer, config.max_seq_len, self._host, self._door
         )
-        prompt = env.encode(problem, tokenizer)
-        if not isinstance(prompt, Prompt):
-            raise ConfigError(f"encode() returned {shown(prompt)}; return a Prompt")
-        params = SamplingParams(env.max_new_tokens, seed=derive_seed("rehearsal"))
-        context = RolloutContext(
-            CannedPolicy(tokenizer, texts, end),
-            tokenizer,
-            params,
-            self._config.max_seq_len,
-            self._host,
-            self._door,
-        )
-        num_rollouts = 2 if isinstance(env, ChatEnv) and env.rewards_groups else 1
-        rollout, *_ = await env.drive(prompt, num_rollouts, context)
         score = rollout.score
         if score is None:
             assert self._verifier is not None  # only a ChatEnv's episodes score themselves
             (score,) = await asyncio.to_thread(self._verifier.score, [rollout])
-        return _Take(texts, rollout, score)
+        return Take(texts, rollout, score)
+
+
+async def canned_rollout(
+    env: Env,
+    problem: Problem,
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    episodes: Episodes | None,
+    door: Door | None,
+) -> Rollout:
+    """The policy says the texts, one a turn, the last again and again. Of a ChatEnv it has its score."""
+    if isinstance(env, ChatEnv):
+        end = chat_template(tokenizer, env.call_format).end_id
+    else:
+        end = env.end_id(problem, tokenizer)
+    prompt = env.encode(problem, tokenizer)
+    if not isinstance(prompt, Prompt):
+        raise ConfigError(f"encode() returned {shown(prompt)}; return a Prompt")
+    policy = CannedPolicy(tokenizer, texts, end)
+    params = SamplingParams(env.max_new_tokens, seed=derive_seed("rehearsal"))
+    context = RolloutContext(policy, tokenizer, params, max_seq_len, episodes, door)
+    num_rollouts = 2 if isinstance(env, ChatEnv) and env.rewards_groups else 1
+    rollout, *_ = await env.drive(prompt, num_rollouts, context)
+    return rollout
 
 
 def _answers(env: Env, problem: Problem, tokenizer: Tokenizer) -> list[list[str]]:
@@ -219,7 +231,7 @@ def _value(shape: Any, word: str) -> Any:
     return by_type.get(str(kind), word)
 
 
-def _judge(config: RunConfig, takes: Sequence[_Take], rehearsal: Rehearsal) -> None:
+def _judge(config: RunConfig, takes: Sequence[Take], rehearsal: Rehearsal) -> None:
     """Add to the rehearsal what the takes of one problem show."""
     name = type(config.env).__name__
     asked = takes[0].rollout.problem

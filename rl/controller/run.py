@@ -14,7 +14,7 @@ from rl.cluster.launch import launch
 from rl.config.codec import to_json, write_config
 from rl.config.learning import learning_of
 from rl.config.recipe_modules import modules_of
-from rl.config.rehearsal import rehearse
+from rl.config.rehearsal import Take, rehearse
 from rl.config.replay_rules import what_a_replay_needs
 from rl.config.resume import (
     began_from,
@@ -33,6 +33,7 @@ from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.origin import drop_origin, keep_origin
 from rl.controller.plan import settled_otherwise
 from rl.controller.recovery import step_of, train_and_export
+from rl.controller.reward_hosts import try_reward_hosts
 from rl.envs.base import held_out
 from rl.errors import TOLD, ConfigError, RunError
 from rl.models.checkpoint_dir import latest
@@ -66,8 +67,9 @@ def run(
     if problems := validate(config, [*known, *missing], in_place=in_place):
         raise ConfigError("\n".join(problems))
     with modules_of(source):
-        if problems := rehearse(config, config.model.tokenizer()).problems:
-            raise ConfigError("\n".join(problems))
+        rehearsal = rehearse(config, config.model.tokenizer())
+        if rehearsal.problems:
+            raise ConfigError("\n".join(rehearsal.problems))
     try:
         run_dir = run_directory(config.run_dir, recipe)
         lock = lock_directory(run_dir, "run")
@@ -95,7 +97,7 @@ def run(
         ) from error
     try:
         with modules_of(source):
-            asyncio.run(_main(recipe, config, run_dir, in_place, is_named))
+            asyncio.run(_main(recipe, config, run_dir, in_place, is_named, rehearsal.takes))
         drop_origin(run_dir)
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
@@ -119,7 +121,9 @@ def _go_on(run_dir: Path) -> str:
     return f"; go on with --resume {newest}" if newest else ""
 
 
-async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool, is_named: bool) -> None:
+async def _main(
+    recipe: str, config: RunConfig, run_dir: Path, in_place: bool, is_named: bool, tried: Sequence[Take]
+) -> None:
     main = asyncio.current_task()
     assert main is not None
     came: list[tuple[int, float]] = []
@@ -140,17 +144,23 @@ async def _main(recipe: str, config: RunConfig, run_dir: Path, in_place: bool, i
 
     on_interrupt(interrupt)
     try:
-        await run_recipe(recipe, config, run_dir, in_place, is_named)
+        await run_recipe(recipe, config, run_dir, in_place, is_named, tried)
     except asyncio.CancelledError:
         raise KeyboardInterrupt(*(number for number, _ in came[:1])) from None
 
 
 async def run_recipe(
-    recipe: str, config: RunConfig, run_dir: Path, in_place: bool = False, is_named: bool = False
+    recipe: str,
+    config: RunConfig,
+    run_dir: Path,
+    in_place: bool = False,
+    is_named: bool = False,
+    tried: Sequence[Take] = (),
 ) -> None:
     """From the first process to the last file.
 
     in_place: the directory holds the run's earlier steps. is_named: `config.resume` is what the user named.
+    tried: how the environment did here, which it has to do on each host that rewards.
     """
     give_way_often()
     plan = settle(config)
@@ -188,6 +198,7 @@ async def run_recipe(
             await recorder.rewind(step_of(checkpoint) if is_own(checkpoint, run_dir) else -1)
         processes = launch(plan, models, run_dir, learning.env, timeline, engines_without=fallback)
         async with beside(recorder.break_silence()), processes as actors:
+            await try_reward_hosts(tried, learning, plan, actors, tokenizer)
             goes_on = in_place and (not checkpoint or is_own(checkpoint, run_dir))  # else it begins anew
             await train_and_export(learning, checkpoint, actors, tokenizer, recorder, goes_on, is_named)
         curve = recorder.draw_curve(title)

@@ -44,6 +44,7 @@ OTHERS = {
     "controller/evaluate.py": "tests/controller/test_evaluate.py, tests/integration",
     "controller/replay.py": "tests/integration/test_replay.py",
     "config/rehearsal.py": "before a run: tests/controller/test_check.py",
+    "controller/reward_hosts.py": "before the first step: tests/controller/test_reward_hosts.py",
     "controller/run.py": "tests/test_processes.py, tests/controller/test_bad_days.py",
     "gpu_stack_checks.py": "is no run",
     "observability/files.py": "tests/observability",

@@ -282,6 +282,46 @@ def test_hosts_that_cannot_be_used_are_told_in_one_line_each(directory):
         )
 
 
+TABLE = """
+from dataclasses import dataclass, replace
+from pathlib import Path
+from rl.envs.sort_letters import SortLetters
+from tests.recipes import mortal
+
+
+@dataclass(frozen=True)
+class Looking(SortLetters):
+    num_eval: int = 8
+
+    def reward(self, problem, response, stop):
+        return float(response == Path("/srv/table").read_text())
+
+
+def looking():
+    return replace(mortal(), env=Looking())
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_lacks_what_the_environment_needs_is_told_before_the_first_step(directory):
+    """A reward that fails is 0, and would be learned from."""
+    recipe, run_dir = directory / "mine.py", directory / "run"
+    recipe.write_text(TABLE)
+    flags = ("--reward.num_procs", 2, "--reward.hosts", 0, 1, "--run_dir", run_dir)
+    with two_hosts(directory, unshared=[Path("/srv")]) as made:
+        made[0].output("sh", "-c", "echo 7 > /srv/table")
+        process = start(made, f"{recipe}:looking", *flags)
+        output, _ = process.communicate(timeout=120)
+        assert [left_on(host) for host in made] == [[], []]
+    (line,) = [line for line in output.splitlines() if line.startswith("rl: error:")]
+    assert (
+        process.returncode == 1
+        and f"on host 1 ({made[1].worker_address}) fails where the policy answers" in line
+    )
+    assert "FileNotFoundError" in line and "leave it out of --reward.hosts" in line
+    assert not numbers(run_dir)
+
+
 AGENT = """
 from dataclasses import dataclass, replace
 from configs.calculator import calculator
