@@ -41,7 +41,8 @@ class Refusal(Exception):
 
 
 MARK = ".hosts"
-"""A file in the directory of a run on several hosts, with the run's id: who reads it shares the directory."""
+"""A file in the directory of a run on several hosts, while it runs: who reads there what the controller wrote
+shares the directory."""
 
 
 def own_host() -> str:

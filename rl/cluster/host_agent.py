@@ -202,6 +202,8 @@ class HostAgent:
                     if not (text := await reader.readline()):
                         break
                 asked = json.loads(text)
+                if self._runs.get(name) is not run:  # another controller goes on with the run
+                    break
                 writer.write(line({**await run.answer(asked), "joined": self._joining()}))
                 async with within(SILENCE_SECONDS):
                     await writer.drain()

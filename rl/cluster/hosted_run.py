@@ -47,7 +47,7 @@ class HostedRun:
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
         mark = directory / MARK
         try:
-            self.sees_directory = mark.is_file() and mark.read_text() == request["run"]
+            self.sees_directory = mark.is_file() and mark.read_text() == request["mark"]
         except OSError as error:
             raise Refusal(
                 f"cannot read {directory} ({error.strerror}); let the user of its rl worker read and write "

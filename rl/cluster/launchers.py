@@ -1,6 +1,7 @@
 """Launchers: on which host meshes the processes of a plan's replicas are spawned."""
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -26,6 +27,8 @@ from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within
 
 _LOOPBACK = "127.0.0.1"
+_ID = ".id"
+"""A file in the run's directory that tells it from another at the same path."""
 _CLOSE_SECONDS = 10.0
 
 
@@ -118,7 +121,7 @@ class Hosts:
     """
 
     def __init__(self, plan: Plan):
-        self.address, self.run = "", uuid.uuid4().hex
+        self.address, self.run = "", ""
         self._plan, self._hosts, self._patience = plan, _as_needed(plan), plan.deadlines.start
         slots = {n: _slot(n, host, plan) for n, host in enumerate(self._hosts) if host.may_join}
         always_there = [host for host in self._hosts if not host.may_join]
@@ -129,11 +132,12 @@ class Hosts:
     @asynccontextmanager
     async def open(self, run_dir: Path, shared: Path, models: Mapping[str, Path]) -> AsyncIterator[None]:
         run_dir = run_dir.absolute()  # not resolved: on another host a link may lead elsewhere
+        self.run, self._mark = _name_of(run_dir), uuid.uuid4().hex
         self._of_run, self._models = (run_dir, shared, self._patience), models
         self._leases = [
             self._lease(host.address, number) for number, host in enumerate(self._hosts) if not host.may_join
         ]
-        (run_dir / MARK).write_text(self.run)
+        (run_dir / MARK).write_text(self._mark)
         try:
             async with beside(*(lease.run() for lease in self._leases)):  # each from its own start on
                 await together(lease.connect() for lease in self._leases)
@@ -157,7 +161,7 @@ class Hosts:
         planned = self._hosts[number]
         return Lease(
             address, self.run, *self._of_run, models, sharer, may_return,
-            lambda: check_as_planned(look_at(address), planned),
+            lambda: check_as_planned(look_at(address), planned), self._mark,
         )  # fmt: skip
 
     def _lease_of(self, host: int) -> Lease:
@@ -222,6 +226,17 @@ class Hosts:
         with suppress(TimeoutError):
             async with within(_CLOSE_SECONDS):
                 await together(lease.close() for lease in self._held)
+
+
+def _name_of(run_dir: Path) -> str:
+    """The run's name for its hosts: of each controller that has this directory, one after the other.
+
+    So a host ends what it has of a controller that is gone as soon as the next one asks for it.
+    """
+    file = run_dir / _ID
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    return hashlib.blake2b(f"{file.read_text()} {run_dir}".encode(), digest_size=16).hexdigest()
 
 
 def sharers(plan: Plan) -> dict[int, RoleName]:

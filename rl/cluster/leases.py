@@ -60,15 +60,17 @@ class Lease:
         sharer: str = "",
         may_return: bool = True,
         check: Callable[[], None] = lambda: None,
+        mark: str = "",
     ):
         """patience: seconds to wait for a host that does not answer. models: directories that its processes
         read. sharer: a role there that needs the run's directory, if one does. may_return: once lost, it may
         be leased again. check: called in a thread when it is; raises ConfigError where it is not as planned.
+        mark: of this controller, in the run's directory; empty: the run's name.
         """
         self.address = address
         self.own_address = ""  # of this process, as that host reaches it
         self._request = {
-            "do": "lease", "run": run, "run_dir": str(run_dir), "shared": str(shared),
+            "do": "lease", "run": run, "mark": mark or run, "run_dir": str(run_dir), "shared": str(shared),
             "python": sys.executable, "sharer": sharer,
         }  # fmt: skip
         self._logs, self._models = run_dir / "logs", models

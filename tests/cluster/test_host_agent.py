@@ -113,6 +113,10 @@ def all_of_the_run():
     return there
 
 
+def process_leases():
+    return [process.environ()[LEASE] for process in all_of_the_run()]
+
+
 def test_a_lease_knows_the_processes_of_its_run_and_nothing_is_left_of_them(tmp_path):
     async def main():
         async with a_run(tmp_path) as (agent, lease):
@@ -169,6 +173,31 @@ def test_a_controller_that_is_silent_leaves_nothing(tmp_path, monkeypatch):
             await a_lease(agent.address, tmp_path).connect()
             assert all_of_the_run()
             await until(lambda: not all_of_the_run())
+
+    asyncio.run(main())
+
+
+def test_the_next_controller_of_a_run_has_its_hosts_at_once(tmp_path):
+    """The one before lost its power: its connection is open, and says nothing. If it lives, it asks in vain."""
+
+    async def main():
+        async with an_agent() as agent:
+            gone, other, following = (
+                a_lease(agent.address, tmp_path, name, mark="run") for name in ("run", "another", "run")
+            )
+            for lease in (gone, other):
+                await lease.connect()
+            assert [process_leases().count(lease._id) for lease in (gone, other)] == [4, 4]
+            async with asyncio.timeout(10):  # and silence is 45 s
+                await following.connect()
+            assert gone._id not in process_leases() and process_leases().count(other._id) == 4
+            with pytest.raises(HostUnreachable):
+                await gone._ask({"do": "worker"})
+            for lease in (following, other):
+                await lease._ask({"do": "ping"})
+            assert [process_leases().count(lease._id) for lease in (following, other)] == [4, 4]
+            for lease in (following, other):
+                await lease.close()
 
     asyncio.run(main())
 

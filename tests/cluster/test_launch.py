@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import shutil
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +22,7 @@ from rl.cluster.launchers import Hosts, ThisHost
 from rl.cluster.leases import Lease
 from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, _prepare_process, join_group
 from rl.config.settle import settle
+from rl.host_protocol import MARK
 from rl.observability.timeline import Timeline
 from rl.plan.cluster import Cluster, Host
 from rl.processes import PARENT, allow_many_files
@@ -134,6 +136,39 @@ def test_a_host_that_is_ready_first_is_kept_until_the_slowest_is(tmp_path, monke
         launcher = Hosts(plan)
         async with launcher.open(tmp_path, tmp_path, {"model": tmp_path}):
             assert all(lease.is_held for lease in launcher._leases) and launcher.address == "10.0.0.9"
+
+    run_virtually(main())
+
+
+def test_hosts_know_a_run_by_its_directory_and_a_controller_by_its_mark(tmp_path, monkeypatch):
+    """A copy, or another directory at the same path, is another run: hosts end what they have of the same one."""
+
+    class Held(HeldLease):
+        async def connect(self):
+            self._id, self.own_address, self.heard = "a lease", "10.0.0.9", asyncio.get_running_loop().time()
+            asked.append((self._request["run"], self._request["mark"]))
+            assert self._request["mark"] == (Path(self._request["run_dir"]) / MARK).read_text()
+
+    monkeypatch.setattr("rl.cluster.launchers.Lease", Held)
+    monkeypatch.setattr(Hosts, "_use_network", lambda self: None)
+    plan, asked = settle(quickstart(), cluster=Cluster((Host(4, 64.0, address="10.0.0.1:7000"),))), []
+
+    async def named(directory):
+        directory.mkdir(exist_ok=True)
+        launcher = Hosts(plan)
+        async with launcher.open(directory, tmp_path, {"model": tmp_path}):
+            assert launcher.run == asked[-1][0]
+        assert not (directory / MARK).exists()
+        return launcher.run
+
+    async def main():
+        first, again = await named(tmp_path / "run"), await named(tmp_path / "run")
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        copy = await named(tmp_path / "copy")
+        shutil.rmtree(tmp_path / "run")
+        anew = await named(tmp_path / "run")
+        assert first == again and len({first, copy, anew}) == 3
+        assert len({mark for _, mark in asked}) == 4
 
     run_virtually(main())
 

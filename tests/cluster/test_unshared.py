@@ -65,6 +65,25 @@ def test_a_controller_that_is_gone_leaves_no_directory(tmp_path):
     asyncio.run(main())
 
 
+def test_the_next_controller_of_a_run_has_its_directory_at_once(tmp_path):
+    async def main():
+        async with an_agent() as agent:
+            gone, following, stranger = (
+                a_lease_of_its_own(agent.address, tmp_path, run=name) for name in ("run", "run", "another")
+            )
+            await gone.connect()
+            (tmp_path / "elsewhere" / "logs" / "generator-0.log").write_text("of before")
+            with pytest.raises(HostRefuses, match="is another run's"):
+                await stranger.connect()
+            async with asyncio.timeout(10):
+                await following.connect()
+            assert not (tmp_path / "elsewhere" / "logs" / "generator-0.log").exists()
+            await following.close()
+        assert not (tmp_path / "elsewhere").exists()
+
+    asyncio.run(main())
+
+
 def test_an_engine_needs_the_directory(tmp_path):
     async def main():
         async with an_agent() as agent:
