@@ -82,6 +82,14 @@ def address_of(host: str) -> str:
     return str(address)
 
 
+def own_address(address: str) -> str:
+    """Of this machine, on the way to that worker."""
+    host, port = parse_address(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, port))
+        return str(way.getsockname()[0])
+
+
 def greeting() -> tuple[str, bytes]:
     """A nonce, and the line with it that a worker begins with."""
     nonce = secrets.token_hex(16)

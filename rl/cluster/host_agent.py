@@ -33,7 +33,7 @@ from rl.host_protocol import (
     request_of,
     written,
 )
-from rl.host_tls import server_context
+from rl.host_tls import is_on, server_context
 from rl.owned_directory import remove_unowned
 from rl.processes import adopt_orphans, allow_many_files, on_interrupt, reap_orphans
 from rl.waiting import beside, within
@@ -46,6 +46,7 @@ _GREETING_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 5.0  # less than who connects waits: it is told
 _JOIN_SECONDS = 3.0
+_OPEN_SECONDS = 60.0  # a port that is tried
 _LOOK_SECONDS = 120.0  # at GPUs, whose driver may have to start
 
 
@@ -69,13 +70,8 @@ class HostAgent:
         """Until cancelled; then no process of a run is left."""
         code_at_start()
         await self._look_at_gpus(is_first=True)
-        tls: dict[str, Any] = {}
-        if context := server_context():
-            tls = {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
-        server = await asyncio.start_server(self._accept, self._host, self._port, limit=LONGEST_LINE, **tls)
-        port = server.sockets[0].getsockname()[1]
-        self.address = written(self._host, port)
-        print(f"rl worker: listening {'by TLS ' if tls else ''}on {self.address}", flush=True)
+        server, self.address = await self._listen(self._port)
+        print(f"rl worker: listening {'by TLS ' * is_on()}on {self.address}", flush=True)
         try:
             async with beside(*([self._ask_to_join()] if self._join else [])):
                 await reap_orphans()
@@ -124,6 +120,8 @@ class HostAgent:
             elif do == "join":
                 self._told[str(request["address"])] = time.monotonic()
                 writer.write(line({}))
+            elif do == "open":
+                await self._open_port(reader, writer)
             elif do == "noise":
                 await send_noise(int(request["count"]), writer)
             elif do == "measure":
@@ -148,6 +146,23 @@ class HostAgent:
                 async with within(_CLOSE_SECONDS):
                     await writer.wait_closed()
             writer.transport.abort()
+
+    async def _open_port(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Another, as processes of a run do, while who asked is connected."""
+        server, address = await self._listen(0)
+        try:
+            writer.write(line({"address": address}))
+            async with within(_OPEN_SECONDS):
+                await reader.read()
+        finally:
+            server.close()
+
+    async def _listen(self, port: int) -> tuple[asyncio.Server, str]:
+        tls: dict[str, Any] = {}
+        if context := server_context():
+            tls = {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
+        server = await asyncio.start_server(self._accept, self._host, port, limit=LONGEST_LINE, **tls)
+        return server, written(self._host, server.sockets[0].getsockname()[1])
 
     async def _ask_to_join(self) -> None:
         """Again and again: the run that it joins may be started later, or again."""

@@ -6,14 +6,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from rl.cluster.link_speed import noise_here
 from rl.cluster.machine import look_at_host, versions
 from rl.errors import ConfigError
-from rl.host_protocol import HostUnreachable, address_of, ask, parse_address, written
+from rl.host_protocol import HostUnreachable, address_of, ask, own_address, parse_address, written
+from rl.host_tls import is_on
 from rl.plan.cluster import GPU, Cluster, Host
 from rl.weight_sync.remote_files import STREAMS
 
 _SECONDS = 10.0
-_PROBE_BYTES, _PROBE_SECONDS = 2**27, 60.0
+_PROBE_BYTES, _PROBE_LEAST, _PROBE_SECONDS = 2**27, 2**10, 60.0
 _LINK_BYTES = 2**24
 """Of each link, before a run: a tenth of a second at a gigabit a second."""
 _CLOCK_SECONDS = 30.0
@@ -71,15 +73,16 @@ def look_at_hosts(text: str) -> Cluster:
 
 
 def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
-    """Each with what comes from the first; and a line for each that does not reach it."""
+    """Each with what comes from the first; and a line for each connection that a run needs and lacks."""
     linked, problems = [*hosts[:1]], list[str]()
     for host in hosts[1:]:
         rate = bandwidth(hosts[0].address, host.address, _LINK_BYTES, STREAMS)
-        if isinstance(rate, str):
-            ends = f"host {host.address} does not reach host {hosts[0].address}"
-            problems.append(f"{ends} ({rate}); let hosts connect to each other on any port")
-        else:
-            linked.append(replace(host, gb_per_s=rate))
+        back = bandwidth(host.address, hosts[0].address, _PROBE_LEAST)
+        problems += [problem for problem in (rate, back) if isinstance(problem, str)]
+        linked.append(replace(host, gb_per_s=rate) if isinstance(rate, float) else host)
+    for host in hosts if not is_on() else ():  # by TLS this process would need a certificate for its address
+        if problem := _why_not_here(host.address):
+            problems.append(problem)
     return linked, problems
 
 
@@ -176,13 +179,34 @@ def _problems(address: str, answer: dict[str, Any]) -> list[str]:
 
 
 def bandwidth(source: str, target: str, num_bytes: int = _PROBE_BYTES, streams: int = 1) -> float | str:
-    """GB/s over so many connections, as the target's worker measures it; or why there is none."""
+    """GB/s over so many connections, as the target's worker measures it; or why there is none.
+
+    They go to a port of the source that is any, as those of a run's processes are.
+    """
     try:
-        asked = {"do": "measure", "address": source, "count": num_bytes, "streams": streams}
-        answer, connection = ask(target, asked, _PROBE_SECONDS)
-        connection.close()
+        answer, connection = ask(source, {"do": "open"}, _SECONDS)
+        with connection:
+            return _measured(f"host {source}", answer["address"], target, num_bytes, streams)
     except HostUnreachable as error:
         return str(error)
+
+
+def _why_not_here(address: str) -> str:
+    """Why that host does not reach this process; empty where it does."""
+    try:
+        with noise_here(own_address(address)) as port:
+            rate = _measured("this host, where the run is started,", port, address, _PROBE_LEAST, 1)
+    except HostUnreachable as error:
+        return str(error)
+    return rate if isinstance(rate, str) else ""
+
+
+def _measured(name: str, port: str, target: str, num_bytes: int, streams: int) -> float | str:
+    asked = {"do": "measure", "address": port, "count": num_bytes, "streams": streams}
+    answer, connection = ask(target, asked, _PROBE_SECONDS)
+    connection.close()
     if "unreachable" in answer:
-        return f"from {target}: {answer['unreachable']}"
+        cause = str(answer["unreachable"]).partition(";")[0]
+        ends = f"host {target} does not reach {name} at the port of a new process"
+        return f"{ends} ({cause}); let hosts connect to each other on any port"
     return float(answer["size"] / answer["seconds"] / 1e9)

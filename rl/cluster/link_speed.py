@@ -2,13 +2,25 @@
 
 import asyncio
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from rl.host_protocol import HostUnreachable, ask, line, unreachable
+from rl.host_protocol import (
+    HostUnreachable,
+    ask,
+    greeting,
+    line,
+    listen,
+    read_line,
+    request_of,
+    unreachable,
+    written,
+)
 
 _CONNECT_SECONDS = 10.0
 _CHUNK = 2**20
@@ -23,6 +35,34 @@ async def send_noise(count: int, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(min(left, _CHUNK)))
         left -= _CHUNK
         await writer.drain()
+
+
+@contextmanager
+def noise_here(address: str) -> Iterator[str]:
+    """A port of this process, of which other hosts' workers can measure a little. Without TLS."""
+    listener = listen(address)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # it is over
+                return
+            with connection, suppress(OSError, ValueError, KeyError):
+                connection.settimeout(_CONNECT_SECONDS)
+                nonce, first = greeting()
+                connection.sendall(first)
+                size = min(int(request_of(read_line(connection), nonce)["count"]), _CHUNK)
+                connection.sendall(line({"size": size}) + bytes(size))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield written(address, listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)  # else `accept` waits for another
+        listener.close()
+        thread.join()
 
 
 def measure(address: str, count: int, streams: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ or serves with all of them as --hosts, the others wait until it has ended.
 import errno
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 from rl.cluster.group import PATIENCE, Group
 from rl.errors import ConfigError, RunError, exit_code
-from rl.host_protocol import address_of, listen, written
+from rl.host_protocol import address_of, listen, own_address, written
 from rl.processes import INTERRUPTS, end_with_parent
 
 _START_SECONDS = 300.0  # of an `rl worker`
@@ -162,9 +161,7 @@ def _own_address(group: Group, store: Any) -> str:
         store.set(_FIRST, first)
     elif ip_address(first).is_loopback:  # as others name it, who may be on other hosts
         return _told_address(store, group)
-    with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((first, group.port))
-        return str(way.getsockname()[0])
+    return own_address(written(first, group.port))
 
 
 def _told_address(store: Any, group: Group) -> str:

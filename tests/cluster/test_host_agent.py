@@ -17,7 +17,7 @@ import pytest
 
 from rl.actors.births import Births
 from rl.actors.remote import ProcessDied
-from rl.cluster import host_agent, hosted_run
+from rl.cluster import host_agent, hosted_run, hosts
 from rl.cluster.host_agent import HostAgent
 from rl.cluster.hosts import look_at
 from rl.cluster.leases import Lease
@@ -720,11 +720,46 @@ def test_the_doctor_measures_between_hosts_and_names_what_keeps_a_run_away(capsy
     (here,) = [line for line in lines if line.startswith("versions here: python 3.")]
     assert ", torchmonarch 0." in here
     assert sum(line.startswith(one) and line.endswith("shared memory, no GPU") for line in lines) == 1
+    listening = HostAgent._listen
+
+    async def behind_a_firewall(agent, port):
+        server, address = await listening(agent, port)
+        if agent.address:  # but for the worker's own
+            server.close()
+        return server, address
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostAgent, "_listen", behind_a_firewall)
+        code, one, other = asyncio.run(main())
+    problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert code == 1 and [line.startswith(f"problem: host {b} does not reach host {a} at the port of a new process")
+                          for line, (a, b) in zip(problems, [(one, other), (other, one)], strict=True)] == [True, True]  # fmt: skip
+    assert all(line.endswith("; let hosts connect to each other on any port") for line in problems)
     monkeypatch.setattr("rl.cluster.machine.machine_name", lambda: "one")
     code, one, other = asyncio.run(main())
     problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
     assert code == 1 and [f"hosts {one} and {other} are one machine" in line for line in problems] == [True]
     look_at_hosts.cache_clear()
+
+
+def test_a_port_is_open_while_who_asked_is_connected_and_hosts_reach_the_controller():
+    async def main():
+        async with an_agent() as agent:
+            answer, connection = await asyncio.to_thread(ask, agent.address, {"do": "open"}, 5.0)
+            port = answer["address"]
+            assert port != agent.address and port.startswith("127.0.0.1:")
+            (await asyncio.to_thread(ask, port, {"do": "noise", "count": 8}, 5.0))[1].close()
+            assert await asyncio.to_thread(hosts._why_not_here, agent.address) == ""
+            connection.close()
+            for _ in range(100):
+                try:
+                    (await asyncio.to_thread(ask, port, {"do": "noise", "count": 8}, 5.0))[1].close()
+                except HostUnreachable:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("it is still open")
+
+    asyncio.run(main())
 
 
 def test_a_driver_that_comes_after_the_worker_is_seen(monkeypatch):

@@ -1,5 +1,6 @@
 """What the hosts of a run say of themselves before anything starts, and which of them are refused."""
 
+import contextlib
 import re
 import socket
 import time
@@ -21,9 +22,10 @@ from rl.weight_sync.remote_files import STREAMS
 GPU = {"name": "H100", "gib": 79.6, "capability": [9, 0], "visible": "GPU-77"}
 GOOD = {"num_cores": 8, "free_gib": 60.0, "shared_gib": 30.0, "gpus": [], "bfloat16": True}
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
+A_IP, B_IP = "10.0.0.1", "10.0.0.2"
 
 
-class Nothing:
+class Nothing(contextlib.nullcontext):
     def close(self):
         pass
 
@@ -36,10 +38,17 @@ def answers(monkeypatch):
 
     def ask(address, request, seconds):
         assert seconds <= 60
+        if request["do"] == "open":
+            return {"address": address.replace(":7000", ":43217")}, Nothing()
         if request["do"] == "measure":
-            assert request["address"] == A and address == B and request["count"] < 2**25
-            assert request["streams"] == STREAMS  # as weights come
-            return made.get("link", {"size": 1e7, "seconds": 0.1}), Nothing()
+            source, port = request["address"].split(":")
+            assert port != "7000" and request["count"] < 2**25
+            links = {(A_IP, B): "link", (B_IP, A): "back"}
+            if source == A_IP:
+                assert request["streams"] == STREAMS  # as weights come
+            return made.get(
+                links.get((source, address), f"to {address}"), {"size": 1e7, "seconds": 0.1}
+            ), Nothing()
         assert request == {"do": "look"}
         answer = made[address]
         if isinstance(answer, Exception):
@@ -157,10 +166,24 @@ def test_a_host_that_cannot_be_used_is_one_line_with_its_name_and_the_remedy(cas
     assert "\n" not in str(error.value)
 
 
-def test_a_host_that_does_not_reach_the_first_is_named(answers):
-    answers |= {A: {}, B: {}, "link": {"unreachable": f"host {A} does not answer (timed out)"}}
-    words = f"host {B} does not reach host {A} .*timed out.*; let hosts connect to each other on any port"
-    with pytest.raises(ConfigError, match=words):
+LINKS = {
+    "link": f"host {B} does not reach host {A} at",
+    "back": f"host {A} does not reach host {B} at",
+    f"to {A}": f"host {A} does not reach this host, where the run is started, at",
+    f"to {B}": f"host {B} does not reach this host, where the run is started, at",
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_port_that_is_closed_between_hosts_is_told_before_the_run(link, answers):
+    """Their workers' ports are open, and a firewall closes those of a run's processes."""
+    answers |= {
+        A: {},
+        B: {},
+        link: {"unreachable": "host x:43217 does not answer (timed out); start there: rl"},
+    }
+    words = r" the port of a new process \(host x:43217 does not answer \(timed out\)\); let hosts connect to each other on any port"
+    with pytest.raises(ConfigError, match=f"^{LINKS[link]}{words}$"):
         look_at_hosts(f"{A},{B}")
 
 
