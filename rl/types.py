@@ -144,6 +144,9 @@ class Rollout:
     score: "Score | None" = None  # where the episode has scored itself; else Env.reward does
     counts: Mapping[str, float] = field(default_factory=dict)  # metric -> its number: turns, tool calls, ...
     seconds: float = 0.0  # of an episode, from its start to its verdict
+    turn_order: tuple[int, ...] = ()
+    """Of each sampled segment, in the order in which they were sampled: which of those of `branches` it is.
+    Empty where that is their order there."""
 
     @property
     def branches(self) -> tuple[tuple[Segment, ...], ...]:

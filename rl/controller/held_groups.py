@@ -58,8 +58,9 @@ def read_prompts(own_checkpoint: str, prompts: Mapping[str, Any], scored_by: str
             raise ValueError("it was generated or scored under other settings, or other code of the env")
         held = pickle.loads(content)
         # A pickle of other code may lack fields, which only reading them shows.
-        for score in (score for finished in held for score in finished.group.scores):
-            dataclasses.replace(score)
+        for group in (finished.group for finished in held):
+            for part in (*group.scores, *group.rollouts):
+                dataclasses.replace(part)
         state.held.extend(held)
     except Exception as error:  # a pickle of other code may raise anything
         _log.warning("%s cannot be used (%s); what it has is generated again", path, error)

@@ -33,28 +33,51 @@ class Member:
         """[M] of a loss input."""
         return np.concatenate([s.loss_inputs[name][s.target_mask] for s in self.samples])
 
+    def by_time(self, values: np.ndarray) -> np.ndarray:
+        """[M] of the target tokens, branch after branch -> in the order in which they were sampled."""
+        return values[_places(self.rollout)] if self.rollout.turn_order else values
+
     def split(self, values: float | np.ndarray) -> Sequence[float | np.ndarray]:
-        """[M], or one for all, for each sample."""
+        """[M] in the order in which they were sampled, or one for all, for each sample."""
         if len(self.samples) == 1 or not np.ndim(values):
             return [values] * len(self.samples)
-        return np.split(values, np.cumsum([s.num_targets for s in self.samples])[:-1])
+        of_branches = _by_branch(self.rollout, np.asarray(values))
+        return np.split(of_branches, np.cumsum([s.num_targets for s in self.samples])[:-1])
 
 
 def scatter_reward(rollout: Rollout, score: Score, bonus: float = 0.0) -> np.ndarray:
     """[M] float64: the reward at the last token, or each turn's at its end, or each token's.
 
     `bonus` is added at the last token. A turn without a token is rewarded at the token before it, or else at
-    the first.
+    the first. Last, and before, are in the order of sampling, in which turns and tokens have their rewards.
     """
-    rewards = np.zeros(sum(rollout.turn_lengths))
+    lengths = rollout.turn_lengths
+    rewards = np.zeros(sum(lengths))
     if not len(rewards):
         return rewards
     if score.parts.tokens:
         rewards += score.parts.tokens
     elif score.parts.turns:
-        for end, reward in zip(np.cumsum(rollout.turn_lengths), score.parts.turns, strict=True):
+        ends = np.cumsum([lengths[i] for i in rollout.turn_order] if rollout.turn_order else lengths)
+        for end, reward in zip(ends, score.parts.turns, strict=True):
             rewards[max(end - 1, 0)] += reward
     else:
         rewards[-1] = score.reward
     rewards[-1] += bonus
-    return rewards
+    return _by_branch(rollout, rewards)
+
+
+def _by_branch(rollout: Rollout, values: np.ndarray) -> np.ndarray:
+    """[M] in the order in which tokens were sampled -> branch after branch."""
+    if not rollout.turn_order:
+        return values
+    ordered = np.empty_like(values)
+    ordered[_places(rollout)] = values
+    return ordered
+
+
+def _places(rollout: Rollout) -> np.ndarray:
+    """[M] of each token in the order of sampling: its place among those of the branches."""
+    ends = np.cumsum(rollout.turn_lengths)
+    turns = np.split(np.arange(ends[-1]), ends[:-1])
+    return np.concatenate([turns[i] for i in rollout.turn_order])

@@ -241,9 +241,11 @@ def estimate_advantages(groups: _Groups, algorithm: Algorithm) -> _Groups:
 
 
 def _trajectory(member: Member, with_values: bool) -> Trajectory:
+    rewards = member.by_time(member.rewards)
     if not with_values:
-        return Trajectory(member.rewards, member.reward)
-    return Trajectory(member.rewards, member.reward, member.of_targets("values").astype(np.float64))
+        return Trajectory(rewards, member.reward)
+    values = member.by_time(member.of_targets("values").astype(np.float64))
+    return Trajectory(rewards, member.reward, values)
 
 
 def _with_gradient(groups: _Groups, algorithm: Algorithm) -> _Groups:

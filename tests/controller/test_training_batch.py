@@ -1,14 +1,15 @@
 # holds: exact
 
-# holds: exact
-
 import asyncio
+import itertools
 import threading
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from configs.quickstart import quickstart
+from rl.config import CriticConfig
 from rl.config.learning import learning_of
 from rl.controller.member import scatter_reward
 from rl.controller.rollouts import check_rewards
@@ -17,6 +18,7 @@ from rl.controller.update import denominator
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
 from rl.errors import RunError
+from rl.loss.advantages.gae import GAE
 from rl.loss.advantages.group_mean import GroupMean
 from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.shaping import Shaping
@@ -178,6 +180,57 @@ def test_a_branched_rollout_weighs_as_one_sequence_and_its_turns_have_their_own_
     assert weights == pytest.approx([0.5, 0.5])  # 3 of 6 tokens each
     rollout, score = forked(1.0, Rewards(turns=(0.25, 0.5, 0.25)))
     assert scatter_reward(rollout, score).tolist() == [0, 0.25, 0.5, 0, 0, 0.25]
+
+
+def of_turns(lengths, order=(), branches=1):
+    """Sampled tokens numbered in the order of sampling. order: turn_order; turns lie in two branches alternately."""
+    starts = np.cumsum([0, *lengths])
+    turns = [Segment(list(range(a, b)), True, [-1.0] * (b - a)) for a, b in itertools.pairwise(starts)]
+    prompt = Segment([90], False, [0.0])
+    parts = [(prompt, *turns[i::branches]) for i in range(branches)]
+    rollout = Rollout(
+        Problem("1", "q", "a"), parts[0], "", StopReason.STOP, VersionRange(0, 0), forks=tuple(parts[1:])
+    )
+    return replace(rollout, turn_order=order)
+
+
+@pytest.mark.parametrize(
+    "parts", [Rewards(turns=(0.0, 1.0, -2.0, 4.0)), Rewards(), Rewards(tokens=tuple(range(9)))]
+)
+@pytest.mark.parametrize("estimator", [ReinforcePP(discount=0.5), GAE(discount=0.9, lam=0.5), GroupMean()])
+def test_two_conversations_by_turns_are_learned_from_in_the_order_of_their_turns(estimator, parts):
+    """An agent and the one that it asks, a turn each: what a turn is followed by is the other's turn."""
+    if isinstance(estimator, GroupMean) and parts != Rewards():
+        return
+    lengths, score = (2, 3, 1, 3), Score(3.0, parts=parts)
+    one, two = of_turns(lengths), of_turns(lengths, (0, 2, 1, 3), branches=2)
+    assert two.turn_tokens == [[0, 1], [5], [2, 3, 4], [6, 7, 8]]
+
+    async def values(samples):
+        return [np.sqrt(sample.tokens) for sample in samples]
+
+    scorers = {"values": values} if isinstance(estimator, GAE) else {}
+    algorithm = replace(
+        quickstart(), advantages=estimator, critic=CriticConfig() if scorers else None
+    ).algorithm
+    learned = []
+    for rollout in (one, two):
+        other = of_turns((2,))
+        batch = asyncio.run(
+            build_training_batch([Group(0, (rollout, other), (score, Score(0.5)))], algorithm, scorers)
+        )
+        samples = batch.groups[0].samples[: len(rollout.branches)]
+        learned.append({})
+        for sample in samples:
+            advantages = sample.advantages[sample.target_mask].tolist()
+            returns = sample.loss_inputs["returns"][sample.target_mask].tolist() if scorers else advantages
+            tokens = sample.tokens[sample.target_mask].tolist()
+            learned[-1] |= {token: of for token, *of in zip(tokens, advantages, returns, strict=True)}
+    assert learned[0].keys() == learned[1].keys() and len(learned[0]) == 9
+    for token, expected in learned[0].items():
+        assert learned[1][token] == pytest.approx(expected, rel=1e-6), token
+    if not isinstance(estimator, GroupMean):
+        assert len({advantage for advantage, _ in learned[0].values()}) > 4
 
 
 def test_rewards_of_turns_that_the_advantages_do_not_read_end_the_step():

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 from rl.causes import is_policys
@@ -181,7 +180,6 @@ class _Walk:
         branches = session.branches or ((Segment.unsampled([]),),)
         turns = session.turns
         score = check_parts(score, [len(turn.completion.tokens) for turn in turns])
-        score = _in_order(score, turns, session.turns_of_branches)
         if not turns and is_policys(score.cause):
             score = replace(score, cause="start")
         return Rollout(
@@ -191,6 +189,7 @@ class _Walk:
             stop=self._stop,
             versions=session.versions,
             forks=branches[1:],
+            turn_order=session.turn_order,
             messages=tuple(self._messages),
             score=score,
             counts={"turns": len(turns), "tool_calls": 0, **self._counts},
@@ -228,21 +227,6 @@ class _AgentWalk(_Walk):
         except EpisodeFailed as failure:
             # A reward that misses what an agent that gave up did not leave fails for the agent's reason.
             raise (gave_up if gave_up and is_policys(failure.cause) else failure) from None
-
-
-def _in_order(score: Score, turns: Sequence[Turn], ordered: Sequence[Turn]) -> Score:
-    """Rewards of turns, or of their tokens, for the turns in another order. They are for `turns`."""
-    if turns == ordered or score.error is not None:
-        return score
-    place = {id(turn): i for i, turn in enumerate(turns)}
-    order = [place[id(turn)] for turn in ordered]
-    ends = list(accumulate((len(turn.completion.tokens) for turn in turns), initial=0))
-    rewards, tokens, named = score.parts.turns, score.parts.tokens, score.turn_components
-    parts = Rewards(
-        tuple(rewards[i] for i in order) if rewards else (),
-        tuple(reward for i in order for reward in tokens[ends[i] : ends[i + 1]]),
-    )
-    return replace(score, parts=parts, turn_components=tuple(named[i] for i in order) if named else ())
 
 
 def _tokens(turns: Sequence[Turn]) -> list[list[int]]:

@@ -156,9 +156,12 @@ class ChatSession:
         return tuple(lay_out(_segments(turn, trained)) for turn in self._leaves)
 
     @property
-    def turns_of_branches(self) -> list[Turn]:
-        """All turns, in the order in which `branches` have them sampled."""
-        return list({id(step): step for turn in self._leaves for step in turn.path}.values())
+    def turn_order(self) -> tuple[int, ...]:
+        """See Rollout."""
+        of_branches = dict.fromkeys(id(step) for turn in self._leaves for step in turn.path)
+        places = {turn: place for place, turn in enumerate(of_branches)}
+        order = tuple(places[id(turn)] for turn in self.turns)
+        return () if order == tuple(range(len(order))) else order
 
     @property
     def _leaves(self) -> list[Turn]:

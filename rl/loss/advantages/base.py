@@ -20,7 +20,8 @@ class Trajectory:
     """A rollout as estimators see it."""
 
     rewards: np.ndarray
-    """[M] float64: the verdict on the last token, a turn's on its last, penalties on their own tokens."""
+    """[M] float64, as they were sampled: the verdict on the last token, a turn's on its last, penalties on
+    their own tokens."""
 
     reward: float
     """The whole of it: their sum, or what a rollout without a token was rewarded with."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rl.batching import segments_sample
 from rl.controller.member import scatter_reward
-from rl.envs.chat.loop import _in_order
 from rl.envs.chat.session import ChatSession, TooLong, Turn
 from rl.envs.chat.template import ChatTemplate
 from rl.envs.chat.tool_calls import ParsedTurn
@@ -148,7 +147,10 @@ def test_a_rewritten_history_forks_and_shared_turns_are_learned_once():
         and first.tokens == samples[1].tokens.tolist()[: len(first.tokens)]
     )
     in_branches = [s.tokens.tolist() for branch in session.branches for s in branch if s.sampled]
-    assert [turn.completion.tokens.tolist() for turn in session.turns_of_branches] == in_branches
+    assert (
+        session.turn_order == ()
+        and [turn.completion.tokens.tolist() for turn in session.turns] == in_branches
+    )
     rewritten = [{"role": "user", "content": "summary"}, {"role": "user", "content": "d"}]
     writer.texts.append("four")
     asyncio.run(session.complete(rewritten, ()))
@@ -164,19 +166,31 @@ def test_each_turn_gets_its_own_reward_though_branches_have_them_in_another_orde
     asyncio.run(session.complete([*messages, first.message, {"role": "user", "content": "b"}], ()))
     lengths = [len(turn.completion.tokens) for turn in session.turns]
     by_tokens = Rewards(tokens=tuple(float(i) for i, length in enumerate(lengths) for _ in range(length)))
-    names = ({"x": 0.0}, {"x": 1.0}, {"x": 2.0})
-    for score in (
-        Score(3.0, parts=Rewards(turns=(0.0, 1.0, 2.0)), turn_components=names),
-        Score(3.0, parts=by_tokens),
-    ):
-        ordered = _in_order(score, session.turns, session.turns_of_branches)
-        branches = session.branches
-        rollout = Rollout(Problem("1"), branches[0], "", StopReason.STOP, None, forks=branches[1:])
-        ends = np.cumsum(rollout.turn_lengths)
-        rewards = [part.max() for part in np.split(scatter_reward(rollout, ordered), ends[:-1])]
-        texts = [turn.text for turn in session.turns_of_branches]
-        assert dict(zip(texts, rewards, strict=True)) == {"agent 1": 0, "sub-agent, longer": 1, "agent 2": 2}
-        assert [named["x"] for named in ordered.turn_components] in ([], rewards)
+    branches = session.branches
+    rollout = Rollout(
+        Problem("1"),
+        branches[0],
+        "",
+        StopReason.STOP,
+        None,
+        forks=branches[1:],
+        turn_order=session.turn_order,
+    )
+    assert rollout.turn_order == (1, 0, 2) and by_branches(session) == [
+        "sub-agent, longer",
+        "agent 1",
+        "agent 2",
+    ]
+    for parts in (Rewards(turns=(0.0, 1.0, 2.0)), by_tokens):
+        rewards = scatter_reward(rollout, Score(3.0, parts=parts))
+        of_turns = [part.max() for part in np.split(rewards, np.cumsum(rollout.turn_lengths)[:-1])]
+        assert of_turns == [1.0, 0.0, 2.0]
+
+
+def by_branches(session):
+    """The texts of all turns, in the order in which branches have them."""
+    order = session.turn_order or range(len(session.turns))
+    return [session.turns[i].text for i in np.argsort(order)]
 
 
 def test_a_prompt_that_siblings_share_is_tokenised_once(monkeypatch):
