@@ -41,6 +41,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._returned)
         return future
 
+    async def shutdown_default_executor(self, *timeout: Any) -> None:
+        self._clock.num_threads += 1  # it joins them in one of its own
+        await super().shutdown_default_executor(*timeout)
+
     def _returned(self, _: asyncio.Future) -> None:
         self._clock.num_threads -= 1
 

@@ -15,6 +15,7 @@ from rl.processes import OTHER_HOSTS
 from rl.waiting import Signal
 
 _LOOK_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +78,7 @@ class Joining:
         self._make_lease = make_lease
         self._made: list[Lease] = []
         self._refused: dict[str, str] = {}  # address -> why, without numbers
+        self._pauses: dict[str, tuple[float, float]] = {}  # address -> seconds, and when they are over
 
     async def run(self, leases: Sequence[Lease]) -> None:
         """Until cancelled. leases: of the hosts that are always there, which are asked who would join."""
@@ -88,7 +90,7 @@ class Joining:
                 taken |= {slot.host.address for slot in self.slots.values() if not slot.is_free}
                 for address in dict.fromkeys(address for lease in leases for address in lease.joined):
                     free = next((n for n, slot in self.slots.items() if slot.is_free), None)
-                    if address not in taken and free is not None:
+                    if address not in taken and free is not None and not self._pauses_for(address):
                         await self._admit(address, free, tasks)
                 await asyncio.sleep(_LOOK_SECONDS)
 
@@ -112,11 +114,22 @@ class Joining:
             if self._refused.get(address) != reason:
                 _log.warning("%s", error)
             self._refused[address] = reason
+            self._pause(address)
             await lease.close()
             return
         self._refused.pop(address, None)
+        self._pauses.pop(address, None)
         slot.take(lease, host)
         tasks.create_task(slot.keep())
+
+    def _pause(self, address: str) -> None:
+        """Each time twice as long: what fails late, as where a disk fills up, has moved gigabytes."""
+        seconds = min(2 * self._pauses.get(address, (_LOOK_SECONDS / 2, 0.0))[0], _LONGEST_PAUSE_SECONDS)
+        self._pauses[address] = seconds, asyncio.get_running_loop().time() + seconds
+
+    def _pauses_for(self, address: str) -> bool:
+        _, until = self._pauses.get(address, (0.0, 0.0))
+        return asyncio.get_running_loop().time() < until
 
     @property
     def leases(self) -> list[Lease]:

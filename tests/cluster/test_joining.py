@@ -27,6 +27,7 @@ from tests.cluster.test_host_agent import (
     until,
     without_monarch,  # noqa: F401
 )
+from tests.virtual_time import run_virtually
 
 PLANNED = Host(1, 0.0, may_join=True)
 
@@ -137,6 +138,53 @@ def test_a_host_that_is_smaller_than_planned_is_refused_once_by_name(case, tmp_p
     (message,) = [line for line in caplog.messages if "does not answer" not in line]  # as it ends
     assert message.startswith(f"host {address} cannot be used: ") and "takes one as it was planned" in message
     assert re.search(words, message)
+
+
+def test_a_host_that_fails_again_and_again_is_admitted_less_and_less_often(monkeypatch):
+    """It fails once its models are there, say; one that was right in between begins anew."""
+    monkeypatch.undo()
+    attempts, fails = [], True
+
+    class Joins:
+        is_held = True
+        address = "10.0.0.1:7000"
+        joined = ("10.0.0.2:7000",)
+
+        async def connect(self):
+            pass
+
+        async def send_models(self):
+            if fails:
+                attempts.append(asyncio.get_running_loop().time())
+                raise HostUnreachable("host 10.0.0.2:7000 has no room for model.safetensors; make room there")
+
+        async def run_until_lost(self):
+            await asyncio.sleep(10.0)
+
+        async def close(self):
+            pass
+
+    monkeypatch.setattr(
+        "rl.cluster.joining.look_at", lambda address: dataclasses.replace(PLANNED, address=address)
+    )
+
+    async def main():
+        nonlocal fails
+        slots = {1: Slot(PLANNED, 0.0, "generator-0")}
+        joining = asyncio.create_task(Joining(slots, [], lambda address, number: Joins()).run([Joins()]))
+        await asyncio.sleep(600)
+        pauses = [round(b - a) for a, b in itertools.pairwise(attempts)]
+        assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+        fails = False
+        await asyncio.sleep(65)
+        assert slots[1]._num_visits > 1  # it joins, and leaves after ten seconds
+        fails, attempts[:] = True, []
+        await asyncio.sleep(30)
+        assert [round(b - a) for a, b in itertools.pairwise(attempts)][:3] == [1, 2, 4]
+        joining.cancel()
+        OTHER_HOSTS.clear()
+
+    run_virtually(main())
 
 
 @pytest.mark.parametrize("where", ["first", "joined"])
