@@ -47,7 +47,8 @@ class KubernetesJob:
     secret: str = ""
     """A Secret whose keys become variables of the processes, as HF_TOKEN."""
     restarts: NonNegativeInt = 10
-    """How often the job is started again after a pod was lost; it goes on from the newest checkpoint."""
+    """How often the job is started again, from the newest checkpoint, after a pod was lost or the run failed.
+    That a setting is wrong is such a failure: `--dry_run` shows it without a pod."""
     signal_seconds: PositiveInt = 120
     """So long a pod that is told to end may take to save a checkpoint."""
 
