@@ -64,7 +64,7 @@ class Column:
 class Rows:
     """The micro-batches of one data-parallel rank, each made when it is asked for.
 
-    A row takes three times the memory of its samples; so it exists only where and while it is computed.
+    A row takes up to four times the memory of its samples; so it exists only where and while it is computed.
     """
 
     samples: Mapping[int, Sample]  # of these rows, by their index among the samples that were packed

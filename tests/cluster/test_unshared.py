@@ -160,6 +160,15 @@ def test_a_directory_that_is_not_seen_at_first_is_looked_at(tmp_path, monkeypatc
     assert (tmp_path / "own" / "checkpoints").is_dir()
 
 
+def test_of_a_long_log_a_part_comes_at_a_time(tmp_path):
+    own = OwnDirectory(tmp_path / "own", "a run")
+    text = bytes(range(256)) * 1200
+    (tmp_path / "own" / "logs" / "generator-0.log").write_bytes(text)
+    parts = [base64.b64decode(part) for _ in range(3) for _, part in own.news()]
+    assert list(map(len, parts)) == [2**18, 300 * 2**10 - 2**18] and b"".join(parts) == text
+    own.remove()
+
+
 def test_many_logs_come_in_answers_that_are_no_longer_than_a_line_may_be(tmp_path):
     own = OwnDirectory(tmp_path / "own", "a run")
     texts = {f"reward-{i}.log": bytes([i]) * 2**18 for i in range(80)}
