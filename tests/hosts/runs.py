@@ -89,18 +89,22 @@ def steps_of(run_dir: Path) -> int:
         return 0
 
 
-def _last_words(run_dir: Path) -> list[str]:
+def _last_words(run_dir: Path, more: Sequence[Path]) -> list[str]:
     """What a run that did not come so far says: of its steps, and of a job."""
-    logs = [run_dir / "progress.log", *run_dir.glob("slurm-*.log"), *run_dir.glob("logs/host-*.log")]
+    logs = [run_dir / "progress.log", *run_dir.glob("slurm-*.log"), *run_dir.glob("logs/host-*.log"), *more]
     return [f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in logs if path.exists()]
 
 
 def wait_for(
-    holds: Callable[[], bool], run_dir: Path, process: subprocess.Popen | None = None, seconds: float = 400
+    holds: Callable[[], bool],
+    run_dir: Path,
+    process: subprocess.Popen | None = None,
+    seconds: float = 400,
+    logs: Sequence[Path] = (),
 ) -> None:
-    """process: the run's, which must not end before."""
+    """process: the run's, which must not end before. logs: more of them, shown where it does not hold."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, _last_words(run_dir)
+        assert time.monotonic() < end, _last_words(run_dir, logs)
         assert process is None or process.poll() is None, process.communicate()[0][-4000:]
         time.sleep(0.5)

@@ -176,9 +176,16 @@ def test_a_job_of_slurms_that_is_told_to_end_goes_on_when_its_turn_comes_again(
     subprocess.run(["scancel", "--signal=TERM", "1"], env=environment, check=True)
     wait_for(lambda: "Restarts=1" in state(), directory / "run")
     assert "TERM@" in (directory / "run" / "slurm.sh").read_text()
-    # Slurm holds a job that was queued again for two minutes; an operator would wait.
-    subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], env=environment, check=False)
-    wait_for(lambda: "JobState=COMPLETED" in state(), directory / "run")
+
+    def has_ended():
+        """Slurm holds a job that was queued again for two minutes; an operator would wait."""
+        (directory / "job").write_text(state())
+        if "JobState=PENDING" in state():
+            subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], env=environment, check=False)
+        return "JobState=COMPLETED" in state()
+
+    logs = [directory / "job", Path(environment["SLURM_CONF"]).with_name("slurmctld.log")]
+    wait_for(has_ended, directory / "run", logs=logs)
     output = (directory / "run" / "slurm-1.log").read_text()
     assert "interrupted: saving a checkpoint of step " in output
     assert output.count("warm-up 1/20") == 1  # it went on from there
