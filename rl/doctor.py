@@ -13,6 +13,7 @@ from typing import Any
 
 from rl.cluster.machine import free_memory, has_bfloat16, num_cores, total_memory
 from rl.errors import one_line
+from rl.host_protocol import own_address
 
 _REQUIRED = (
     "torch",
@@ -66,7 +67,7 @@ def doctor_of_hosts(text: str) -> int:
 
     text: as the setting `hosts`. Raises ConfigError where it cannot be read.
     """
-    from rl.cluster.hosts import bandwidth, host_addresses, look_at_all
+    from rl.cluster.hosts import bandwidth, host_addresses, look_at_all, why_not_reached
     from rl.cluster.machine import versions
 
     addresses = host_addresses(text)
@@ -83,6 +84,8 @@ def doctor_of_hosts(text: str) -> int:
             print(f"{source} to {target}: {rate:.2f} GB/s over one connection")
         else:
             problems.append(rate)
+    if hosts:
+        problems += why_not_reached(own_address(hosts[0].address), [host.address for host in hosts])
     for problem in problems:
         print(f"problem: {problem}")
     print("a run can use all of them" if not problems else "a run cannot use all of them")
@@ -90,12 +93,13 @@ def doctor_of_hosts(text: str) -> int:
 
 
 def _pairs(addresses: Sequence[str]) -> list[tuple[str, str]]:
-    """Each two, both ways; of many hosts each with the next: all would take hours."""
+    """Each two, both ways; of many hosts each with the next and the first: all would take hours."""
     if len(addresses) <= _FEW_HOSTS:
         return [*itertools.permutations(addresses, 2)]
-    print(f"each host and the next, of {len(addresses)}:")
-    nexts = [*zip(addresses, [*addresses[1:], addresses[0]], strict=True)]
-    return [pair for one, other in nexts for pair in ((one, other), (other, one))]
+    print(f"each host and the next, and each and the first, of {len(addresses)}:")
+    first, *others = addresses
+    pairs = [*itertools.pairwise(addresses), *((first, other) for other in others[1:])]
+    return [pair for one, other in pairs for pair in ((one, other), (other, one))]
 
 
 def _version(name: str) -> str | None:

@@ -184,6 +184,11 @@ class Replica(Generic[M]):
         """It serves, and is not known to be lost: its state follows a turn of the loop later."""
         return self.state is State.SERVING and self._lost is not None and not self._lost.done()
 
+    @property
+    def starts_again(self) -> bool:
+        """Where it died, and not for the first time on a host that has just come."""
+        return self.state is State.STARTING and self._num_in_a_row > 0
+
     def _report(self, lost: asyncio.Future[ProcessDied], death: ProcessDied) -> None:
         if not lost.done():
             lost.set_result(death)
@@ -248,7 +253,7 @@ class Pool(Generic[R]):
             chosen = self._choose(takes, prefer)
             if chosen is None:
                 self.check_alive()
-                if any(r.num_restarts and r.state is State.STARTING for r in self.replicas):
+                if any(r.starts_again for r in self.replicas):
                     note_outage(f"no {self._name} serves: its processes start again")
                 await self.changed.wait()
                 continue

@@ -108,7 +108,7 @@ class HostAgent:
             do = request.get("do")
             if do == "look":
                 await self._look_at_gpus()
-                writer.write(line(self._look()))
+                writer.write(line({**host_facts(), "gpus": self._gpus, "address": self.address}))
             elif do == "file":
                 await self._send_file(request, writer)
             elif do == "put":
@@ -158,10 +158,11 @@ class HostAgent:
             server.close()
 
     async def _listen(self, port: int) -> tuple[asyncio.Server, str]:
-        tls: dict[str, Any] = {}
-        if context := server_context():
-            tls = {"ssl": context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
-        server = await asyncio.start_server(self._accept, self._host, port, limit=LONGEST_LINE, **tls)
+        tls = server_context()
+        seconds = _HANDSHAKE_SECONDS if tls else None
+        server = await asyncio.start_server(
+            self._accept, self._host, port, limit=LONGEST_LINE, ssl=tls, ssl_handshake_timeout=seconds
+        )
         return server, written(self._host, server.sockets[0].getsockname()[1])
 
     async def _ask_to_join(self) -> None:
@@ -184,9 +185,6 @@ class HostAgent:
         now = time.monotonic()
         return [address for address, seconds in self._told.items() if now - seconds < 3 * _JOIN_SECONDS]
 
-    def _look(self) -> dict[str, Any]:
-        return {**host_facts(), "gpus": self._gpus, "address": self.address}
-
     async def _send_file(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """Of a run's shared memory."""
         run = self._runs.get(request["run"])
@@ -208,6 +206,7 @@ class HostAgent:
         try:
             async with one_at_a_time:  # directories go before they are made again
                 if before := self._runs.get(name):
+                    before.check_next(request)
                     await before.end()
                 run = self._runs[name] = await asyncio.to_thread(HostedRun, request, self._host, self.address)
                 await run.start_worker()

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class HostedRun:
         self.shared, directory = Path(request["shared"]), Path(request["run_dir"])
         self._logs = directory / "logs"
         self.worker_address = ""
-        self._host, self._lease = host, str(request["lease"])
+        self._host, self._lease, self.mark = host, str(request["lease"]), str(request["mark"])
         self._kept, self._removing = ExitStack(), threading.Lock()
         self._worker: asyncio.subprocess.Process | None = None
         self._meshes: dict[tuple[int, float], str] = {}  # (pid, time of birth) -> mesh
@@ -70,7 +70,7 @@ class HostedRun:
             if not is_owned(self.shared):  # two workers of one host share it
                 self._kept.enter_context(owned_directory(base, request["run_dir"], self.shared.name))
             temporary = self._kept.enter_context(owned_directory(temporary_base(), "temporary files"))
-            self._own = None if self.sees_directory else OwnDirectory(directory, request["run"])
+            self._own = None if self.sees_directory else OwnDirectory(directory, self.mark)
         except ConfigError as error:
             self._kept.close()
             raise Refusal(f"cannot be used: {error}") from None
@@ -90,6 +90,11 @@ class HostedRun:
             LEASE: self._lease,
         }
         self._name = address.replace(":", "-").strip("[]")
+
+    def check_next(self, request: Mapping[str, Any]) -> None:
+        """Raises Refusal where a controller comes back that another has followed."""
+        if request["again"] and request["mark"] != self.mark:
+            raise Refusal("is another controller's of this run by now; end one of the two")
 
     async def start_worker(self) -> None:
         """Raises Refusal."""

@@ -10,8 +10,9 @@ from typing import Any
 from rl.cluster.link_speed import noise_here
 from rl.cluster.machine import look_at_host, versions
 from rl.errors import ConfigError
-from rl.host_protocol import HostUnreachable, address_of, ask, own_address, parse_address, written
+from rl.host_protocol import HostUnreachable, address_of, ask, parse_address, written
 from rl.host_tls import is_on
+from rl.observability.silence import break_silence
 from rl.plan.cluster import GPU, Cluster, Host
 from rl.weight_sync.remote_files import STREAMS
 
@@ -60,9 +61,10 @@ def cluster_at(addresses: str) -> Cluster:
 def look_at_hosts(text: str) -> Cluster:
     """As they were when first asked. Raises ConfigError with a line for each host that cannot be used."""
     addresses = host_addresses(text)
-    hosts, problems = look_at_all(addresses)
-    if not problems:
-        hosts, problems = _with_links(hosts)
+    with break_silence("asking the hosts of the run"):
+        hosts, problems = look_at_all(addresses)
+        if not problems:
+            hosts, problems = _with_links(hosts)
     if problems:
         raise ConfigError("\n".join(problems))
     return Cluster(tuple(hosts))
@@ -85,15 +87,17 @@ def look_at_all(addresses: Sequence[str]) -> tuple[list[Host], list[str]]:
 
 def _with_links(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
     """Each with what comes from the first; and a line for each connection that a run needs and lacks."""
-    linked, problems = [*hosts[:1]], list[str]()
-    for host in hosts[1:]:
+    ends = [pair for host in hosts[1:] for pair in ((hosts[0], host), (host, hosts[0]))]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        probes = threads.map(lambda pair: bandwidth(pair[0].address, pair[1].address, _PROBE_LEAST), ends)
+        problems = [probe for probe in probes if isinstance(probe, str)]
+    linked = [*hosts[:1]]
+    for host in hosts[1:] if not problems else ():
         rate = bandwidth(hosts[0].address, host.address, _LINK_BYTES, STREAMS)
-        back = bandwidth(host.address, hosts[0].address, _PROBE_LEAST)
-        problems += [problem for problem in (rate, back) if isinstance(problem, str)]
-        linked.append(replace(host, gb_per_s=rate) if isinstance(rate, float) else host)
-    for host in hosts if not is_on() else ():  # by TLS this process would need a certificate for its address
-        if problem := _why_not_here(host.address):
-            problems.append(problem)
+        if isinstance(rate, str):
+            problems.append(rate)
+        else:
+            linked.append(replace(host, gb_per_s=rate))
     return linked, problems
 
 
@@ -202,14 +206,23 @@ def bandwidth(source: str, target: str, num_bytes: int = _PROBE_BYTES, streams: 
         return str(error)
 
 
-def _why_not_here(address: str) -> str:
-    """Why that host does not reach this process; empty where it does."""
-    try:
-        with noise_here(own_address(address)) as port:
+def why_not_reached(own_address: str, addresses: Sequence[str]) -> list[str]:
+    """A line for each host that does not reach this process at this address.
+
+    By TLS nothing is tried: it takes a certificate for the address.
+    """
+
+    def why(address: str) -> str:
+        try:
             rate = _measured("this host, where the run is started,", port, address, _PROBE_LEAST, 1)
-    except HostUnreachable as error:
-        return str(error)
-    return rate if isinstance(rate, str) else ""
+        except HostUnreachable as error:
+            return str(error)
+        return rate if isinstance(rate, str) else ""
+
+    if is_on():
+        return []
+    with noise_here(own_address) as port, ThreadPoolExecutor(_AT_ONCE) as threads:
+        return [problem for problem in threads.map(why, addresses) if problem]
 
 
 def _measured(name: str, port: str, target: str, num_bytes: int, streams: int) -> float | str:

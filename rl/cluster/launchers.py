@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from rl.actors.member import Visitor
 from rl.actors.remote import ProcessDied
 from rl.cluster.ends import kill_those_that_log_to
-from rl.cluster.hosts import check_as_planned, look_at
+from rl.cluster.hosts import check_as_planned, look_at, why_not_reached
 from rl.cluster.joining import Joining, Slot
 from rl.cluster.leases import Lease
 from rl.cluster.monarch_worker import TIMEOUTS
-from rl.errors import one_line
+from rl.errors import RunError, one_line
 from rl.host_protocol import MARK, written
 from rl.host_tls import transport
 from rl.plan.cluster import Cluster, Host
@@ -142,6 +142,7 @@ class Hosts:
             async with beside(*(lease.run() for lease in self._leases)):  # each from its own start on
                 await together(lease.connect() for lease in self._leases)
                 self.address = self._leases[0].own_address
+                await self._check_reached()
                 self._use_network()
                 OTHER_HOSTS.update({lease.address: lease for lease in self._leases})
                 async with beside(self._joining.run(self._leases)):
@@ -192,6 +193,12 @@ class Hosts:
     def visitor(self, number: int) -> Visitor | None:
         return self._joining.slots.get(number)
 
+    async def _check_reached(self) -> None:
+        """Raises RunError where a host does not reach this process."""
+        addresses = [lease.address for lease in self._leases]
+        if problems := await asyncio.to_thread(why_not_reached, self.address, addresses):
+            raise RunError("\n".join(problems))
+
     def _use_network(self) -> None:
         """Before Monarch does anything else."""
         from monarch.actor import enable_transport
@@ -231,12 +238,14 @@ class Hosts:
 def _name_of(run_dir: Path) -> str:
     """The run's name for its hosts: of each controller that has this directory, one after the other.
 
-    So a host ends what it has of a controller that is gone as soon as the next one asks for it.
+    So a host ends what it has of a controller that is gone as soon as the next one asks for it. A copy of the
+    directory has another number of a file, also at the same path of another machine.
     """
     file = run_dir / _ID
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
-    return hashlib.blake2b(f"{file.read_text()} {run_dir}".encode(), digest_size=16).hexdigest()
+    what = f"{file.read_text()} {file.stat().st_ino} {run_dir}"
+    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
 
 def sharers(plan: Plan) -> dict[int, RoleName]:

@@ -106,7 +106,8 @@ class Lease:
                     reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE, ssl=tls)
                     opened.callback(writer.close)
                     first = await reader.readline()
-                writer.write(signed({**self._request, "lease": lease}, first))
+                asked = {**self._request, "lease": lease, "again": self._was_held}
+                writer.write(signed(asked, first))
                 async with within(_START_SECONDS):
                     answer = checked(self.address, await reader.readline())
             except (OSError, ValueError, TimeoutError, KeyError) as error:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from rl.actors.actors import Actors
 from rl.actors.remote import ProcessDied
@@ -21,6 +21,9 @@ from rl.plan.types import Plan
 from rl.types import Problem, Rollout, Score
 from rl.waiting import together
 
+_PAUSES = (2.0, 10.0)
+"""Seconds before an answer that failed is tried again."""
+
 
 class _OneWorker:
     """A worker of a pool, for what is asked of that one alone. See interfaces.Episodes."""
@@ -30,15 +33,13 @@ class _OneWorker:
         self._replica = replica
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """As RewardWorker.score. Raises ProcessDied once it is dead for good."""
-        while True:
-            await self._serving()
-            with suppress(ProcessDied):
-                return await self._replica.ask(lambda process: process.score(rollouts))
+        """As RewardWorker.score. Raises ProcessDied where it has died."""
+        await self._serving()
+        return await self._replica.ask(lambda process: process.score(rollouts))
 
     @asynccontextmanager
     async def open(self, problem: Problem, seed: int) -> AsyncIterator[RemoteEpisode]:
-        """Raises ProcessDied once it is dead for good."""
+        """Raises ProcessDied where it has died."""
         await self._serving()
         episode = RemoteEpisode(self._replica, problem, seed)
         try:
@@ -48,9 +49,11 @@ class _OneWorker:
 
     async def _serving(self) -> None:
         replica = self._replica
-        await self._pool.changed.wait_for(lambda: replica.takes_work or replica.state is State.DEAD)
+        await self._pool.changed.wait_for(
+            lambda: replica.takes_work or replica.num_restarts > 0 or replica.state is State.DEAD
+        )
         if not replica.takes_work:
-            raise replica.final_death or ProcessDied(f"{replica.name} is dead for good")
+            raise ProcessDied(f"{replica.name} has died")
 
 
 async def try_reward_hosts(
@@ -58,12 +61,12 @@ async def try_reward_hosts(
 ) -> None:
     """One worker of each host rewards the answers that were rewarded without an error before the start.
 
-    Raises RunError where one fails there: the host lacks a file, a package or a service, and each of its
-    rewards would be 0.
+    Raises RunError where one fails there, again and again: the host lacks a file, a package or a service, and
+    each of its rewards would be 0. A worker that dies meanwhile is not asked: others may have its work.
     """
     worked = [take for take in takes if not take.score.error]
     by_host = {r.processes[0].host: r.name for r in reversed(plan.of("reward"))}
-    if len(plan.cluster.hosts) < 2 or not worked:
+    if not any(host.address for host in plan.cluster.hosts) or not worked:
         return
     is_agent = isinstance(learning.env, AgentEnv)
     door = AgentEndpoint(tokenizer, actors.address) if is_agent else None
@@ -73,9 +76,9 @@ async def try_reward_hosts(
         worker = _OneWorker(actors.rewards, workers[name])
         for take in worked:
             try:
-                score = await _score(take, learning, worker, door, tokenizer)
+                score = await _score_at_last(take, learning, worker, door, tokenizer)
             except ProcessDied:
-                return  # it is started again, or others take its work
+                return
             if score.error:
                 where = host_name(host, plan.cluster)
                 raise RunError(
@@ -91,10 +94,25 @@ async def try_reward_hosts(
             await door.close()
 
 
+async def _score_at_last(
+    take: Take, learning: Learning, worker: _OneWorker, door: Door | None, tokenizer: Tokenizer
+) -> Score:
+    """Of a service that is away for some seconds, or a first call that is slow, the later one. Raises
+    ProcessDied."""
+    for seconds in (*_PAUSES, 0.0):
+        score = await _score(take, learning, worker, door, tokenizer)
+        if score.cause == "lost":
+            raise ProcessDied(str(score.error))
+        if not score.error:
+            break
+        await asyncio.sleep(seconds)
+    return score
+
+
 async def _score(
     take: Take, learning: Learning, worker: _OneWorker, door: Door | None, tokenizer: Tokenizer
 ) -> Score:
-    """Raises ProcessDied where the worker is gone for good."""
+    """Raises ProcessDied where the worker has died."""
     env, problem = learning.env, take.rollout.problem
     if not isinstance(env, ChatEnv):
         return (await worker.score([take.rollout]))[0]

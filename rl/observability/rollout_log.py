@@ -133,6 +133,8 @@ def _whole_line(record: Mapping[str, Any], row: Row) -> Iterator[str]:
     """As json.dumps would write it with all tokens, in pieces: other threads run between two of them."""
     rollout = row.rollout
     start = {**record, "seconds": rollout.seconds, "counts": plain(rollout.counts)}
+    if rollout.turn_order:
+        start["turn_order"] = rollout.turn_order
     yield json.dumps(start)[:-1] + ', "branches": '
     yield from _pieces([_branch(branch, row.samples) for branch in rollout.branches])
     yield "}\n"

@@ -443,6 +443,37 @@ def test_hosts_that_come_one_right_after_the_other_cost_no_restarts():
     asyncio.run(main())
 
 
+def test_a_first_start_on_a_host_that_has_come_is_no_outage(monkeypatch):
+    """Else what fails meanwhile would be laid to the generators."""
+    states, enter = [], Replica._enter
+
+    def noting(replica, state):
+        enter(replica, state)
+        if replica.name == "r1" and state is State.STARTING:
+            states.append(replica.starts_again)
+
+    monkeypatch.setattr(Replica, "_enter", noting)
+
+    async def main():
+        guest = Guest()
+        world = World(2, max_restarts=3, visitor=guest)
+        async with beside(world.pool.run()):
+            guest.come()
+            await world.serving(2)
+            assert states == [False]
+            world.processes[-1].dead = True
+            await world.serving(1)
+            await world.serving(2)
+            assert states[1:] == [False, True]  # it ends, and starts again
+            guest.come()
+            world.processes[-1].dead = True
+            await world.serving(1)
+            await world.serving(2)
+            assert states[-1] is False
+
+    asyncio.run(main())
+
+
 def test_a_pool_whose_visitor_is_given_up_has_started():
     async def main():
         guest = Guest()

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -183,16 +184,25 @@ def test_the_next_controller_of_a_run_has_its_hosts_at_once(tmp_path):
     async def main():
         async with an_agent() as agent:
             gone, other, following = (
-                a_lease(agent.address, tmp_path, name, mark="run") for name in ("run", "another", "run")
+                a_lease(agent.address, tmp_path, name, mark=mark)
+                for name, mark in (("run", "first"), ("another", "other"), ("run", "next"))
             )
-            for lease in (gone, other):
+
+            async def connect(lease):
+                (tmp_path / MARK).write_text(lease._request["mark"])
                 await lease.connect()
+
+            for lease in (gone, other):
+                await connect(lease)
             assert [process_leases().count(lease._id) for lease in (gone, other)] == [4, 4]
             async with asyncio.timeout(10):  # and silence is 45 s
-                await following.connect()
+                await connect(following)
             assert gone._id not in process_leases() and process_leases().count(other._id) == 4
             with pytest.raises(HostUnreachable):
                 await gone._ask({"do": "worker"})
+            with pytest.raises(HostRefuses, match="is another controller's of this run by now"):
+                await gone.connect()
+            assert process_leases().count(following._id) == 4  # which that has not touched
             for lease in (following, other):
                 await lease._ask({"do": "ping"})
             assert [process_leases().count(lease._id) for lease in (following, other)] == [4, 4]
@@ -426,7 +436,7 @@ def test_who_asks_may_be_cancelled_and_the_lease_holds(tmp_path):
 
 REFUSED = {
     "the directory is not shared": (
-        dict(run="another", sharer="trainer"),
+        dict(mark="another", sharer="trainer"),
         "does not see .*; put the run's directory on a file system",
     ),
     "python is elsewhere": (
@@ -749,7 +759,7 @@ def test_a_port_is_open_while_who_asked_is_connected_and_hosts_reach_the_control
             port = answer["address"]
             assert port != agent.address and port.startswith("127.0.0.1:")
             (await asyncio.to_thread(ask, port, {"do": "noise", "count": 8}, 5.0))[1].close()
-            assert await asyncio.to_thread(hosts._why_not_here, agent.address) == ""
+            assert await asyncio.to_thread(hosts.why_not_reached, "127.0.0.1", [agent.address]) == []
             connection.close()
             for _ in range(100):
                 try:
@@ -760,6 +770,36 @@ def test_a_port_is_open_while_who_asked_is_connected_and_hosts_reach_the_control
             raise AssertionError("it is still open")
 
     asyncio.run(main())
+
+
+def test_hosts_that_do_not_reach_the_controller_are_named(monkeypatch):
+    """Each, and who reaches it is not. By TLS it would take a certificate for the address."""
+
+    def measure(address, count, streams):
+        assert count <= 2**20 and streams == 1
+        reaches = measured.append(address) or len(measured) == 1
+        return (
+            {"size": count, "seconds": 0.1}
+            if reaches
+            else {"unreachable": f"host {address} does not answer (timed out); start"}
+        )
+
+    monkeypatch.setattr(host_agent, "measure", measure)
+    measured = []
+
+    async def main():
+        async with an_agent() as one, an_agent() as other:
+            return await asyncio.to_thread(hosts.why_not_reached, "127.0.0.1", [one.address, other.address])
+
+    (problem,) = asyncio.run(main())
+    assert re.fullmatch(
+        r"host 127.0.0.1:\d+ does not reach this host, where the run is started, at the port of a new process "
+        r"\(host 127.0.0.1:\d+ does not answer \(timed out\)\); let hosts connect to each other on any port",
+        problem,
+    )
+    assert measured[0] == measured[1]  # the one port of this process
+    monkeypatch.setattr(hosts, "is_on", lambda: True)
+    assert asyncio.run(main()) == []
 
 
 def test_a_driver_that_comes_after_the_worker_is_seen(monkeypatch):

@@ -22,6 +22,7 @@ from rl.cluster.launchers import Hosts, ThisHost
 from rl.cluster.leases import Lease
 from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, _prepare_process, join_group
 from rl.config.settle import settle
+from rl.errors import RunError
 from rl.host_protocol import MARK
 from rl.observability.timeline import Timeline
 from rl.plan.cluster import Cluster, Host
@@ -129,6 +130,7 @@ class HeldLease(Lease):
 def test_a_host_that_is_ready_first_is_kept_until_the_slowest_is(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.cluster.launchers.Lease", HeldLease)
     monkeypatch.setattr(Hosts, "_use_network", lambda self: None)
+    monkeypatch.setattr("rl.cluster.launchers.why_not_reached", lambda address, hosts: [])
     hosts = Cluster(tuple(Host(4, 64.0, address=f"10.0.0.{number}:7000") for number in (1, 2)))
     plan = settle(quickstart(), cluster=hosts)
 
@@ -151,6 +153,7 @@ def test_hosts_know_a_run_by_its_directory_and_a_controller_by_its_mark(tmp_path
 
     monkeypatch.setattr("rl.cluster.launchers.Lease", Held)
     monkeypatch.setattr(Hosts, "_use_network", lambda self: None)
+    monkeypatch.setattr("rl.cluster.launchers.why_not_reached", lambda address, hosts: [])
     plan, asked = settle(quickstart(), cluster=Cluster((Host(4, 64.0, address="10.0.0.1:7000"),))), []
 
     async def named(directory):
@@ -166,11 +169,42 @@ def test_hosts_know_a_run_by_its_directory_and_a_controller_by_its_mark(tmp_path
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         copy = await named(tmp_path / "copy")
         shutil.rmtree(tmp_path / "run")
+        moved = await named(
+            (tmp_path / "copy").rename(tmp_path / "run")
+        )  # as at the same path of another machine
+        shutil.rmtree(tmp_path / "run")
         anew = await named(tmp_path / "run")
-        assert first == again and len({first, copy, anew}) == 3
-        assert len({mark for _, mark in asked}) == 4
+        assert first == again and len({first, copy, moved, anew}) == 4
+        assert len({mark for _, mark in asked}) == 5
 
     run_virtually(main())
+
+
+def test_a_host_that_does_not_reach_the_controller_ends_the_start_and_is_let_go(tmp_path, monkeypatch):
+    closed = []
+
+    class Held(HeldLease):
+        slow = ""
+
+        async def close(self):
+            closed.append(self.address)
+
+    def why(address, hosts):
+        assert address == "10.0.0.9"
+        return [f"host {host} does not reach this host" for host in hosts[1:]]
+
+    monkeypatch.setattr("rl.cluster.launchers.Lease", Held)
+    monkeypatch.setattr("rl.cluster.launchers.why_not_reached", why)
+    hosts = Cluster(tuple(Host(4, 64.0, address=f"10.0.0.{number}:7000") for number in (1, 2)))
+    plan = settle(quickstart(), cluster=hosts)
+
+    async def main():
+        async with Hosts(plan).open(tmp_path, tmp_path, {"model": tmp_path}):
+            raise AssertionError("it is open")
+
+    with pytest.raises(RunError, match="^host 10.0.0.2:7000 does not reach this host$"):
+        run_virtually(main())
+    assert closed == ["10.0.0.1:7000", "10.0.0.2:7000"]
 
 
 def test_directories_are_absolute_wherever_processes_are_started(tmp_path, monkeypatch):

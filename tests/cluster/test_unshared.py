@@ -160,6 +160,21 @@ def test_a_directory_that_is_not_seen_at_first_is_looked_at(tmp_path, monkeypatc
     assert (tmp_path / "own" / "checkpoints").is_dir()
 
 
+def test_a_worker_that_was_killed_and_has_another_name_now_takes_its_directory(tmp_path):
+    """As in a container that was started again: the run is the same, its controller another."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / ".sent").write_text("before another-name\n")
+
+    async def main():
+        async with an_agent() as agent:
+            lease = a_lease_of_its_own(agent.address, tmp_path, mark="now")
+            await lease.connect()
+            assert (tmp_path / "elsewhere" / ".sent").read_text() == f"now {HOST}\n"
+            await lease.close()
+
+    asyncio.run(main())
+
+
 def test_of_a_long_log_a_part_comes_at_a_time(tmp_path):
     own = OwnDirectory(tmp_path / "own", "a run")
     text = bytes(range(256)) * 1200

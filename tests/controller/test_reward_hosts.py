@@ -1,6 +1,7 @@
 """An environment that works where a run is started and not on a host that rewards: said before the first step."""
 
 import asyncio
+import contextlib
 import functools
 import re
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from rl.config import RewardConfig, WarmupConfig
 from rl.config.learning import learning_of
 from rl.config.rehearsal import rehearse
 from rl.config.settle import settle
+from rl.controller import reward_hosts
 from rl.controller.reward_hosts import try_reward_hosts
 from rl.envs.calculator import Calculator
 from rl.envs.chat.agent import AgentEnv
@@ -127,13 +129,15 @@ def tried(tmp_path_factory):
     return of
 
 
-def try_out(config, takes, tables, dying=()):
+def try_out(config, takes, tables, dying=(), here=False):
     """tables: what each host has for the environment's; as many hosts. dying: which of all processes die as they
-    are asked. Returns (host, process) of those that were started, in order."""
+    are asked. here: on this host, without an address. Returns (host, process) of those that were started, in order."""
     hosts = tuple(
         Host(num_cores=64, free_gib=1000.0, shared_gib=64.0, address=f"10.0.0.{n}:7000")
         for n in range(1, len(tables) + 1)
     )
+    if here:
+        hosts = (replace(hosts[0], address=""),)
     config = replace(config, reward=replace(config.reward, hosts=tuple(range(len(hosts)))))
     envs, tokenizer = [replace(config.env, table=table) for table in tables], config.model.tokenizer()
     plan, started, changed = settle(config, cluster=Cluster(hosts)), [], Signal()
@@ -160,9 +164,10 @@ def try_out(config, takes, tables, dying=()):
 
 
 @pytest.mark.parametrize("kind", ["a reward", "an agent"])
-def test_a_host_that_lacks_a_file_is_named(kind, tried):
+def test_a_host_that_lacks_a_file_is_named(kind, tried, monkeypatch):
     config, takes = tried(kind)
     table = config.env.table
+    monkeypatch.setattr(reward_hosts, "_PAUSES", (0.01,))
     with pytest.raises(RunError) as error:
         try_out(config, takes, [table, f"{table}.none"])
     assert re.match(
@@ -178,7 +183,7 @@ def test_one_worker_of_each_host_is_asked_and_on_one_host_none_again(tried):
     config = replace(config, reward=replace(config.reward, num_procs=4))
     asked = [host for host, worker in try_out(config, takes, [config.env.table] * 2) if worker.num_asked]
     assert sorted(asked) == [0, 1]
-    assert not any(worker.num_asked for _, worker in try_out(config, takes, [config.env.table]))
+    assert not any(worker.num_asked for _, worker in try_out(config, takes, [config.env.table], here=True))
 
 
 def test_what_failed_here_too_is_not_asked_elsewhere(tried):
@@ -188,14 +193,35 @@ def test_what_failed_here_too_is_not_asked_elsewhere(tried):
     assert len(started) == 2 and not any(worker.num_asked for _, worker in started)
 
 
+def test_a_run_on_one_named_host_that_is_not_this_one_is_tried_there(tried, monkeypatch):
+    monkeypatch.setattr(reward_hosts, "_PAUSES", ())
+    config, takes = tried("a reward")
+    with pytest.raises(RunError, match="FileNotFoundError"):
+        try_out(config, takes, ["none"])
+
+
+@pytest.mark.parametrize(("num_failures", "is_refused"), [(1, False), (2, False), (3, True)])
+def test_a_service_that_is_away_for_a_moment_is_asked_again(num_failures, is_refused, tried, monkeypatch):
+    config, takes = tried("a reward")
+    left, score = [num_failures], Worker._score
+
+    def fails(worker, rollout):
+        if worker.env.table.endswith("weak") and left[0]:
+            left[0] -= 1
+            return Score(0.0, error="503", cause="server")
+        return score(replace_env(worker), rollout)
+
+    def replace_env(worker):
+        return SimpleNamespace(env=replace(worker.env, table=config.env.table))
+
+    monkeypatch.setattr(Worker, "_score", fails)
+    monkeypatch.setattr(reward_hosts, "_PAUSES", (0.01, 0.02))
+    with pytest.raises(RunError, match="503") if is_refused else contextlib.nullcontext():
+        try_out(config, takes, [config.env.table, "weak"])
+
+
 @pytest.mark.parametrize("kind", ["a reward", "tools"])
-def test_a_worker_that_is_killed_meanwhile_is_asked_again(kind, tried):
+def test_the_work_of_a_worker_that_is_killed_meanwhile_is_left_to_others(kind, tried):
     config, takes = tried(kind)
     started = try_out(config, takes, [config.env.table] * 2, dying=(0,))
-    assert [host for host, worker in started if worker.num_asked] == [0, 1, 0]
-
-
-def test_one_that_is_gone_for_good_leaves_its_work_to_others(tried):
-    config, takes = tried("a reward")
-    started = try_out(config, takes, [config.env.table] * 2, dying=(0, 2))
-    assert [host for host, worker in started if worker.num_asked] == [0, 1, 0]
+    assert [host for host, worker in started if worker.num_asked] == [0, 1]

@@ -77,13 +77,17 @@ def test_in_pieces_it_is_the_json_of_the_whole(monkeypatch, num_tokens, num_fork
     logprobs = [-1.5, math.nan, -math.inf, 0.1 + 0.2, 1e-30, 1.0, 2.0, 3.0, 4.0][:num_tokens]
     logprobs = np.array(logprobs, np.float32).tolist()
     segments = (Segment([1, 2], False, [0.0, 0.0]), Segment(list(range(num_tokens)), True, logprobs))
-    rollout = replace(row.rollout, segments=segments, forks=(segments,) * num_forks, counts={"turns": 2})
+    order = (1, 0, 2)[: num_forks and 3]
+    rollout = replace(
+        row.rollout, segments=segments, forks=(segments,) * num_forks, counts={"turns": 2}, turn_order=order
+    )
     record = {"step": 1, "note": {"nested": ["x", {"a": 1}]}}
     branch = [
         {"sampled": False, "tokens": [1, 2]},
         {"sampled": True, "tokens": list(range(num_tokens)), "logprobs": logprobs, "advantages": None},
     ]
-    whole = {**record, "seconds": 0.0, "counts": {"turns": 2}, "branches": [branch] * (1 + num_forks)}
+    whole = {**record, "seconds": 0.0, "counts": {"turns": 2}, **({"turn_order": order} if order else {})}
+    whole |= {"branches": [branch] * (1 + num_forks)}
     pieces = list(rollout_log._whole_line(record, replace(row, rollout=rollout)))
     assert "".join(pieces) == json.dumps(whole) + "\n"
     assert max(piece.count(", ") for piece in pieces[1:]) <= 4
