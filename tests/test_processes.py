@@ -156,7 +156,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def train(monkeypatch, probe):
     monkeypatch.setattr(run, "run_recipe", lambda *_: probe())
-    asyncio.run(run._main("quickstart", quickstart(), Path(), False, False))
+    asyncio.run(run._main("quickstart", quickstart(), Path(), False, False, ()))
 
 
 def start_server(monkeypatch, probe):

@@ -136,7 +136,7 @@ async def restart(world):
             engine.is_there = True
             await world.arrive(engine.name)
 
-    revival = type("Revival", (), {"restart": staticmethod(lambda death: start())})
+    revival = type("Revival", (), {"restart": staticmethod(lambda death, step: start())})
     actors = Actors(None, world.pool, None, world.store, Deadlines(), revival=revival, turns=world.turns)
     await actors.restart_engines(EngineDied("one died"))
 

@@ -49,7 +49,7 @@ def test_a_run_that_lost_its_first_life_before_a_checkpoint_begins_where_it_bega
     monkeypatch.chdir(tmp_path)
     started = []
 
-    async def life(recipe, config, run_dir, in_place, is_named):
+    async def life(recipe, config, run_dir, in_place, is_named, tried):
         started.append((config.resume, in_place))
 
     monkeypatch.setattr(running, "run_recipe", life)

@@ -42,7 +42,7 @@ from tests.controller.test_training_batch import group
 def test_a_full_disk_under_the_records(tmp_path, monkeypatch, name):
     """The disk fills at the first record; a checkpoint of an earlier step is there."""
 
-    async def records(recipe, config, run_dir, in_place, is_named):
+    async def records(recipe, config, run_dir, in_place, is_named, tried):
         (run_dir / name).symlink_to("/dev/full")
         async with Recorder(run_dir, 2, Timeline(), Sinks({})) as recorder:
             recorder.evaluation(0, {"eval/accuracy": 0.5, "eval/standard_error": 0.1}, [group(1)])
@@ -142,7 +142,7 @@ def test_a_process_that_the_kernel_kills_for_memory_is_named_with_where_to_look(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_of_a_scheduler_ends_with_its_own_code_and_says_how_to_go_on(tmp_path, monkeypatch, number):
-    async def killed(recipe, config, run_dir, in_place, is_named):
+    async def killed(recipe, config, run_dir, in_place, is_named, tried):
         os.kill(os.getpid(), number)
         await asyncio.sleep(30)
 
@@ -163,7 +163,7 @@ def test_a_second_signal_ends_what_the_first_one_waits_for(tmp_path, monkeypatch
     """A third ends nothing more: what is left is the end of processes."""
     waited_for = []
 
-    async def slow_to_end(recipe, config, run_dir, in_place, is_named):
+    async def slow_to_end(recipe, config, run_dir, in_place, is_named, tried):
         for part in ("the step", "its checkpoint", "the processes"):
             waited_for.append(part)
             asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
@@ -235,7 +235,7 @@ def test_a_log_disk_that_fills_costs_the_logs_and_nothing_else(tmp_path):
 
 
 def test_an_error_that_names_a_log_comes_with_its_end(tmp_path, monkeypatch, capsys):
-    async def dies(recipe, config, run_dir, in_place, is_named):
+    async def dies(recipe, config, run_dir, in_place, is_named, tried):
         (run_dir / "logs").mkdir()
         (run_dir / "logs" / "reward-0.log").write_text("Traceback ...\nMemoryError\n")
         raise RunError("reward-0 died; see logs/reward-0.log of the run")

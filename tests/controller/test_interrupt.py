@@ -85,7 +85,7 @@ def test_slurm_tells_a_job_that_it_preempts_twice_to_end(told, count, monkeypatc
                 cancelled.append(1)
 
     monkeypatch.setattr(running, "run_recipe", run_recipe)
-    asyncio.run(running._main("quickstart", config(), Path("run"), False, False))
+    asyncio.run(running._main("quickstart", config(), Path("run"), False, False, ()))
     assert len(cancelled) == count
 
 
