@@ -128,7 +128,7 @@ def test_icepop_keeps_the_ratio_within_its_bounds_and_our_masks_alone_keep_1():
     assert weights_left(icepop, gaps, ids) == pytest.approx(recorded)
     alone = Correction(old_logprobs="trainer", mask_low=0.5, mask_high=3.0)
     assert weights_left(alone, gaps, ids) == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-    documented("IcePop's weight g inside is `tis_clip=mask_high`")
+    documented("IcePop weighs those that are kept by g: set `tis_clip` to `mask_high`")
 
 
 # DPO with a supervised term

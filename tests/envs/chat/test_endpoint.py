@@ -489,7 +489,7 @@ def test_a_conversation_goes_on_after_the_turn_that_was_received(tokenizer):
     (session,) = sessions
     first, second = session.turns
     assert second.before is first and [turn.text for turn in session.turns] == ["yes", "done"]
-    assert session.turns_of_branches == session.turns and len(session.branches) == 1
+    assert session.turn_order == () and len(session.branches) == 1
 
 
 def test_an_agent_reaches_the_policy_without_the_machines_proxy(tokenizer, monkeypatch):
