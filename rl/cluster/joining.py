@@ -90,7 +90,7 @@ class Joining:
                 taken |= {slot.host.address for slot in self.slots.values() if not slot.is_free}
                 for address in dict.fromkeys(address for lease in leases for address in lease.joined):
                     free = next((n for n, slot in self.slots.items() if slot.is_free), None)
-                    if address not in taken and free is not None and not self._pauses_for(address):
+                    if address not in taken and free is not None and not self._is_pausing(address):
                         await self._admit(address, free, tasks)
                 await asyncio.sleep(_LOOK_SECONDS)
 
@@ -127,7 +127,7 @@ class Joining:
         seconds = min(2 * self._pauses.get(address, (_LOOK_SECONDS / 2, 0.0))[0], _LONGEST_PAUSE_SECONDS)
         self._pauses[address] = seconds, asyncio.get_running_loop().time() + seconds
 
-    def _pauses_for(self, address: str) -> bool:
+    def _is_pausing(self, address: str) -> bool:
         _, until = self._pauses.get(address, (0.0, 0.0))
         return asyncio.get_running_loop().time() < until
 

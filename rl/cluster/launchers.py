@@ -244,8 +244,8 @@ def _name_of(run_dir: Path) -> str:
     file = run_dir / _ID
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
-    what = f"{file.read_text()} {file.stat().st_ino} {run_dir}"
-    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+    identity = f"{file.read_text()} {file.stat().st_ino} {run_dir}"
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 def sharers(plan: Plan) -> dict[int, RoleName]:
