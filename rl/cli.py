@@ -19,7 +19,7 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --dry_run                     the plan alone, as rl plan prints it
   rl train RECIPE --launcher slurm [...]        on hosts of Slurm's, or kubernetes' (docs/hosts.md)
-  rl train RECIPE --help                        every setting of the recipe
+  rl train RECIPE --help                        every setting of the recipe; beside --launcher L those of L
   rl train --help                               the recipes
   rl check RECIPE [--section.field value ...]   its settings, and its environment at work, without a model
   rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems

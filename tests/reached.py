@@ -35,9 +35,9 @@ def noting(path: str, source: str) -> str:
     tree = ast.parse(source)
     for node, field in list(_blocks(tree)):
         block = getattr(node, field)
-        noted = [line for statement in block for line in (_note(path, statement), statement)]
         first = _texts_and_future(block) if isinstance(node, _WITH_TEXT) else 0
-        setattr(node, field, [*block[:first], *noted[2 * first :]])
+        noted = [line for statement in block[first:] for line in _with_note(path, statement)]
+        setattr(node, field, [*block[:first], *noted])
     first = _texts_and_future(tree.body)
     tree.body.insert(first, ast.parse(f"from tests.reached import reached as {_NAME}").body[0])
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -122,16 +122,25 @@ def _blocks(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 yield node, field
 
 
-def _note(path: str, statement: ast.stmt) -> ast.stmt:
-    return ast.parse(f"{_NAME}.add({(path, statement.lineno)!r})").body[0]
+def _with_note(path: str, statement: ast.stmt) -> list[ast.stmt]:
+    """A text stays without one: a field's docstring has to follow the field."""
+    if _is_text(statement):
+        return [statement]
+    return [ast.parse(f"{_NAME}.add({(path, statement.lineno)!r})").body[0], statement]
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _texts_and_future(block: list[ast.stmt]) -> int:
     """How many statements stand first whatever else does: a docstring, and what comes from __future__."""
     first = 0
     for statement in block:
-        is_text = not first and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if not is_text and not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
+        is_docstring = not first and _is_text(statement)
+        if not is_docstring and not (
+            isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        ):
             break
         first += 1
     return first

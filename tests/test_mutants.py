@@ -1,5 +1,6 @@
 """Which small mistakes are made, none that nothing could tell from the code by its kind; by which tests they are judged."""
 
+import ast
 import json
 import os
 import subprocess
@@ -92,3 +93,10 @@ def test_the_statement_of_a_mutant_is_the_innermost():
     lines = {f"{m.line} {m.kind} {m.before}": m.statement for m in mutants_of("code.py", CODE.encode())}
     assert lines["8 condition of"] == 8 and lines["9 return return len(of)"] == 9
     assert lines["10 comparison of is None"] == 10
+
+
+def test_a_fields_docstring_still_follows_the_field():
+    source = 'class A:\n    """What it is."""\n    x: int = 0\n    """What x is."""\n    y: int = 1\n'
+    body = ast.parse(reached.noting("code.py", source)).body[-1].body
+    texts = [i for i, statement in enumerate(body) if ast.unparse(statement) == "'What x is.'"]
+    assert len(body) == 6 and [ast.unparse(body[i - 1]) for i in texts] == ["x: int = 0"]

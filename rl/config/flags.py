@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import tyro
 
@@ -79,8 +79,8 @@ def override(config: RunConfig, arguments: Sequence[str], prog: str) -> tuple[Ru
     Prints and exits for --help. Raises ConfigError, with all the lines, where there is no such default.
     """
     config, wrong = check_fields(config)
-    if {"-h", "--help"} & set(arguments):
-        _show_help(config, prog)
+    if asks_for_help(arguments):
+        show_help(config, prog)
     with postpone_refusals():  # a flag alone may conflict with one that follows
         changed, misread = settings_of(config, arguments)
         changed = expand_paths(_without_what_was_switched_off(config, changed))
@@ -215,9 +215,17 @@ def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
     return f"{where} belongs to no setting; settings are written --section.field VALUE"
 
 
-def _show_help(config: RunConfig, prog: str) -> None:
-    """And exit."""
-    tyro.cli(RunConfig, default=config, args=["--help"], prog=prog, use_underscores=True, config=_TYRO)
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    return bool({"-h", "--help"} & {*arguments})
+
+
+def show_help(config: Any, prog: str, description: str | None = None) -> NoReturn:
+    """Every setting of a config. Exits. description: in the place of the config's docstring."""
+    tyro.cli(
+        type(config), default=config, args=["--help"], prog=prog, description=description,
+        use_underscores=True, config=_TYRO,
+    )  # fmt: skip
+    raise SystemExit(0)
 
 
 def _words(flag: str, *values: str) -> list[str]:

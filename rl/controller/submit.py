@@ -1,13 +1,15 @@
 """`rl train RECIPE --launcher slurm | kubernetes`: hand the run to a scheduler, on hosts that it chooses."""
 
 from collections.abc import Sequence
+from dataclasses import make_dataclass
+from typing import NoReturn
 
 from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.kubernetes_job import KubernetesJob
 from rl.cluster.machine import look_at_host
 from rl.cluster.slurm_job import SlurmJob
 from rl.command_flags import flag_name, is_flag, take_switch, take_value
-from rl.config.flags import override, settings_of
+from rl.config.flags import asks_for_help, override, settings_of, show_help
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe
@@ -32,10 +34,12 @@ def is_submitted(arguments: Sequence[str]) -> bool:
 def submit(recipe_name: str, arguments: Sequence[str]) -> int:
     """Write the script or manifest, and submit it.
 
-    With --dry_run it is written, with plan.json, and nothing is started. Raises ConfigError with every
-    problem, RunError where the scheduler refuses.
+    With --dry_run it is written, with plan.json, and nothing is started. Prints and exits for --help. Raises
+    ConfigError with every problem, RunError where the scheduler refuses.
     """
     launcher, of_job, cluster, is_dry, rest = _split(arguments)
+    if asks_for_help(rest):
+        _show_help(recipe_name, launcher)
     whole_name = from_anywhere(recipe_name)  # before its code runs, which may change the directory
     recipe, config = load_recipe(recipe_name)
     config, problems = override(config, rest, prog=f"rl train {recipe_name}")
@@ -109,6 +113,18 @@ def _split(arguments: Sequence[str]) -> tuple[str, list[str], str, bool, list[st
     of_job = [word for group in groups if group[0].startswith(_OF_JOBS) for word in group]
     rest = [word for group in groups if not group[0].startswith(_OF_JOBS) for word in group]
     return launcher, of_job, cluster, is_dry, rest
+
+
+def _show_help(recipe_name: str, launcher: str) -> NoReturn:
+    """The job's settings, by the names that the command line has for them."""
+    job = getattr(JobConfig(), launcher)
+    kind = make_dataclass(JobConfig.__name__, [(launcher, type(job), job)], frozen=True)
+    train = f"rl train {recipe_name}"
+    show_help(
+        kind(),
+        f"{train} --launcher {launcher}",
+        f"--dry_run writes what would be submitted. The recipe's settings: {train} --help.",
+    )
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import yaml
 from configs.quickstart import quickstart
 from rl import hub
 from rl.cli import _dispatch
+from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.kubernetes_job import KubernetesJob
 from rl.cluster.slurm_job import seconds_of
 from rl.config.codec import write_config
@@ -373,6 +374,20 @@ def test_each_run_has_a_job_name_of_its_own(tmp_path):
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,53}[a-z0-9])?", job["metadata"]["name"])
         made.add(job["metadata"]["name"])
     assert len(made) == 2 * len(names)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("words", [["--help"], ["--dry_run", "-h"]])
+def test_help_lists_the_settings_of_the_launcher_alone(launcher, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        submit(tmp_path, "--launcher", launcher, *words)
+    shown = capsys.readouterr().out
+    settings = {f"--{launcher}.{field.name}" for field in fields(getattr(JobConfig(), launcher))}
+    assert not exit.value.code and not (tmp_path / "run").exists()
+    assert settings == {
+        word for word in shown.split() if word.startswith(tuple(f"--{name}." for name in LAUNCHERS))
+    }
+    assert "The recipe's settings: rl train quickstart --help." in " ".join(shown.split())
 
 
 def test_which_words_are_a_jobs():

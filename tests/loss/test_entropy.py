@@ -64,6 +64,20 @@ def test_the_coefficient_rises_under_the_target_and_acts_only_there():
     assert again.coef == control.coef == pytest.approx(0.03)
 
 
+def test_a_resumed_run_with_another_bonus_begins_its_control_anew():
+    before = EntropyControl(EntropyBonus(coef=0.2, target=0.3, adapt=0.01))
+    before.observe(0.1)
+    assert EntropyControl(EntropyBonus(coef=0.2, target=0.3, adapt=0.01), before.state).coef == pytest.approx(
+        0.21
+    )
+    other = EntropyControl(EntropyBonus(coef=0.1, target=0.3, adapt=0.01), before.state)
+    assert other.coef == 0.0  # no step has had less entropy than its target
+    other.observe(0.1)
+    assert other.coef == pytest.approx(0.11)
+    without_bonus = {"coef": 0.4, "entropy": 0.1}  # of an earlier version
+    assert EntropyControl(EntropyBonus(target=0.3), without_bonus).coef == 0.4
+
+
 def test_a_policy_that_is_rewarded_for_one_token_keeps_its_entropy():
     """A bandit of four arms: without the bonus it ends at the best arm alone, with it near the target."""
 

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from rl.loss.logprobs import logprobs_and_entropy
+from rl.loss.logprobs import _CACHED_ELEMENTS, logprobs_and_entropy
 
 
 def test_logprobs_and_entropy_are_fp32_whatever_the_logits():
@@ -71,3 +71,12 @@ def test_the_entropys_gradient_alone_and_with_that_of_the_logprobs():
         loss.backward()
         expected.backward()
         assert torch.allclose(ours.grad.double(), exact.grad, atol=1e-5)
+
+
+def test_a_vocabulary_of_which_not_even_one_row_stays_in_a_cache():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, _CACHED_ELEMENTS + 1), torch.tensor([0, _CACHED_ELEMENTS])
+    logprobs, entropy = logprobs_and_entropy(logits, targets)
+    exact = logits.double().log_softmax(-1)
+    assert torch.allclose(logprobs.double(), exact[torch.arange(2), targets], atol=1e-5)
+    assert torch.allclose(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-5)

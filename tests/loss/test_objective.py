@@ -81,16 +81,18 @@ def test_correction_weights_masks_and_ratios():
             got, metrics = correction(logprobs, inputs)
             old = inputs.loss_inputs["old_logprobs"].tolist()
             generator, ids = inputs.generator_logprobs.tolist(), inputs.sample_ids.tolist()
-            expected, num_clipped, num_masked = [], 0, 0
+            expected, num_clipped, num_masked, importance = [], 0, 0, 0.0
             for t in range(len(old)):
                 tokens = [t] if level == "token" else [s for s in range(len(old)) if ids[s] == ids[t]]
                 gap = math.exp(max(-20, min(20, sum(old[s] - generator[s] for s in tokens))))
                 masked = not 0.3 <= gap <= 4.0
                 expected.append(0.0 if masked else min(gap, 1.5) * inputs.weights[t].item())
                 num_masked += masked
+                importance += min(gap, 1.5)
                 num_clipped += gap > 1.5
             assert got.weights.tolist() == pytest.approx(expected, rel=1e-9)
             assert int(metrics["gap_masked:sum"]) == num_masked
+            assert metrics["tis/weight:sum"].item() == pytest.approx(importance)
             assert int(metrics["tis/clipped:sum"]) == num_clipped
             assert got.old_logprobs is inputs.loss_inputs["old_logprobs"] and not got.weights.requires_grad
 
@@ -155,7 +157,16 @@ def test_shaping_worked_by_hand():
 
 @pytest.mark.parametrize(
     "name",
-    ["loss:sum", "tokens:max", "entropy:sum", "kl:sum", "grad_norm:max", "step:max", "eval/accuracy:sum"],
+    [
+        "loss:sum",
+        "tokens:max",
+        "entropy:sum",
+        "kl:sum",
+        "grad_norm:max",
+        "step:max",
+        "eval/accuracy:sum",
+        "tis/weight:sum",
+    ],
 )
 def test_a_losss_own_metrics_have_names_of_their_own(name):
     logprobs, inputs = random_inputs(np.random.default_rng(0))
@@ -163,5 +174,8 @@ def test_a_losss_own_metrics_have_names_of_their_own(name):
     def loss(logprobs, inputs):
         return LossOutput(logprobs.sum(), {"margin:sum": 1.0, "preferred:max": 2.0, name: 3.0})
 
+    correction = Correction(old_logprobs="trainer", tis_clip=2.0)
     with pytest.raises(RunError, match=f"the loss's metric '{name}' has the name of another"):
-        Objective(loss)(logprobs, inputs)
+        Objective(loss, correction)(logprobs, inputs)
+    if name == "tis/weight:sum":
+        assert Objective(loss)(logprobs, inputs).metrics[name] == 3.0  # nothing else has the name then

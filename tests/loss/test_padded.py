@@ -180,6 +180,20 @@ def test_metrics_that_are_sums_become_means_of_a_token_and_others_stay():
     assert done.metrics == {"a": 2.0, "b": 7.0, "c": -7.0, "d": 5.0}
 
 
+def test_the_entropy_bonus_is_of_the_tokens_that_count():
+    (logprobs, _, _), mask = rows(0, [3, 1], 4)
+    advantages = torch.zeros(2, dtype=torch.float64)
+    entropy = torch.full((2, 4), math.nan, dtype=torch.float64)
+    entropy[mask] = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
+    entropy.requires_grad_()
+    done = padded_loss(Objective(Clip(), entropy_coef=0.1), logprobs, mask, advantages, entropy=entropy)
+    assert done.loss.item() == pytest.approx(-0.1 * 3.0)
+    done.loss.backward()
+    assert entropy.grad[mask].tolist() == pytest.approx([-0.1 / 4] * 4)
+    with pytest.raises(RunError, match=r"entropy has the shape \[2, 3\], and logprobs \[2, 4\]"):
+        padded_loss(Clip(), logprobs, mask, advantages, entropy=torch.zeros(2, 3))
+
+
 def test_what_would_be_ignored_is_refused():
     (logprobs, old, _), mask = rows(0, [5, 3], 6)
     with pytest.raises(RunError, match=r"KL\(into='reward'\) is no part of a loss; take it off the rewards"):
