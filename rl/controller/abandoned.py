@@ -25,6 +25,8 @@ Checkpoints are the first to move, the newest first: whoever was killed half-way
 of its parts.
 """
 _OF_ALL_STEPS = ("config.json", "metrics.jsonl", "rollouts.jsonl")
+_HALF_DRAWN = r"model\.safetensors\.[0-9a-f]{32}\.partial"
+"""As random_weights names what it draws."""
 
 
 def abandon_after(run_dir: Path, step: int) -> str:
@@ -53,10 +55,11 @@ def abandon_after(run_dir: Path, step: int) -> str:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove checkpoints that the run's earlier life left half written, and a critic's without a policy's.
+    """Remove checkpoints that the run's earlier life left half written, a critic's without a policy's, and
+    weights that it had half drawn.
 
-    One that is complete but for its name gets the name. Each is known by its own record. Only the run that
-    has locked the directory may call it, while none of its engines writes.
+    A checkpoint that is complete but for its name gets the name. Each is known by its own record. Only the
+    run that has locked the directory may call it, while none of its engines writes.
     """
     for part in ("checkpoints", "critic_checkpoints"):
         for step, path in _own_partial(run_dir / part):
@@ -70,6 +73,9 @@ def remove_unfinished(run_dir: Path) -> None:
     for number, path in _steps(run_dir, "critic_checkpoints"):
         if number > max(policies, default=-1) and _is_own(path, str(number)):
             remove(path)
+    for path in (*run_dir.glob("model/*.partial"), *run_dir.glob("teacher/model/*.partial")):
+        if re.fullmatch(_HALF_DRAWN, path.name):
+            path.unlink()
 
 
 def _own_partial(directory: Path) -> list[tuple[str, Path]]:

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import uuid
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -306,8 +307,11 @@ def test_what_an_earlier_life_left_half_written_goes_and_a_stranger_s_stays(tmp_
     (tmp_path / "checkpoints/step-8.partial").mkdir()  # it was killed before it wrote a file
     put(tmp_path / "checkpoints/step-9.partial/record.json.partial", record[:5])
     put(tmp_path / "checkpoints/step-6/record.json", '{"state": {"step": 6}}')
-    theirs = ("checkpoints/step-1.partial/mine", "checkpoints/best.partial/record.json", "critic_checkpoints/step-8/mine",
-              "checkpoints/step-5.partial/record.json")  # fmt: skip
+    drawn = f"model.safetensors.{uuid.uuid4().hex}.partial"
+    put(tmp_path / "model" / drawn)
+    put(tmp_path / "teacher" / "model" / drawn)
+    theirs = ("model/model.safetensors", "model/mine.partial", "checkpoints/step-1.partial/mine",
+              "checkpoints/best.partial/record.json", "critic_checkpoints/step-8/mine", "checkpoints/step-5.partial/record.json")  # fmt: skip
     for name in theirs:
         put(tmp_path / name, record)
     remove_unfinished(tmp_path)
