@@ -12,6 +12,7 @@ from rl.config.run import RunConfig
 from rl.envs.base import Env, held_out
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.loop import chat_template
+from rl.envs.chat.template import for_template
 from rl.envs.mixture import Mixture
 from rl.envs.problems import checked
 from rl.envs.remake import has_own_held_out, some_problems
@@ -183,8 +184,10 @@ def _at_work(config: RunConfig) -> list[str]:
             )
     if any(problem.messages for problem in problems) and not (env.chat or isinstance(env, Mixture)):
         return [f"env {type(env).__name__}'s problems have messages, which need env.chat=True; set it"]
-    texts = [*(part.prompt_prefix for part in env.made_of), *(p.question + p.answer for p in problems)]
-    return without_token(config.model, "".join(texts))
+    contents = (for_template(message)["content"] for problem in problems for message in problem.messages)
+    asked = (problem.question + problem.answer for problem in problems)
+    prefixes = (part.prompt_prefix for part in env.made_of)
+    return without_token(config.model, "".join([*prefixes, *asked, *contents]))
 
 
 def without_token(model: ModelSource, text: str) -> list[str]:

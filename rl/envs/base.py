@@ -9,7 +9,7 @@ from types import MemberDescriptorType
 from typing import Any
 
 from rl.bounds import PositiveInt, Problems
-from rl.envs.chat.template import turn_end
+from rl.envs.chat.template import for_template, turn_end
 from rl.envs.problems import checked
 from rl.errors import ConfigError
 from rl.fields import shown
@@ -188,7 +188,7 @@ class Env:
             raise ConfigError(f"the problem {problem.id!r} has messages, which need env.chat=True; set it")
         if problem.messages:
             system = [{"role": "system", "content": self.prompt_prefix}] if self.prompt_prefix else []
-            text = tokenizer.render([*system, *problem.messages], (), True)
+            text = tokenizer.render([*system, *map(for_template, problem.messages)], (), True)
             return Prompt(problem, tuple(tokenizer.encode_plain(text)))
         if self.chat:
             return Prompt(problem, tuple(tokenizer.encode_chat(problem.question, self.prompt_prefix)))

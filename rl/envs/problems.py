@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rl.envs.chat.messages import wrong_with
 from rl.errors import ConfigError
 from rl.fields import kind, shown
 from rl.types import Problem
@@ -30,10 +31,8 @@ def checked(problem: object) -> Problem:
 def _why_not_sent(problem: Problem) -> str:
     """What keeps its messages or metadata from models, other processes or a fixed key; empty if nothing."""
     for message in problem.messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return (
-                f"the message {shown(message)}, which has no role; write {{'role': 'user', 'content': '...'}}"
-            )
+        if wrong := wrong_with(message):
+            return f"the message {shown(message)}: {wrong}"
     if not isinstance(problem.metadata, Mapping):
         return f"metadata that are {kind(problem.metadata)}; make them a dictionary"
     parts = [problem.id, problem.question, problem.answer, problem.task, problem.messages, problem.metadata]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from rl.bounds import FilePath
 from rl.envs.base import Env
+from rl.envs.chat.messages import wrong_with
 from rl.envs.numbers import NUMBER, last_number, value
 from rl.errors import ConfigError, one_line
 from rl.hub import data_file
@@ -189,10 +190,10 @@ def _wrong_messages(messages: object) -> str:
     if not isinstance(messages, list) or not messages:
         return f"has messages that are no list of messages ({messages!r:.40})"
     for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            return f"has a message without a role and a content ({message!r:.40})"
+        if wrong := wrong_with(message):
+            return f"has the message {message!r:.40}: {wrong}"
+        if message.get("content") is None:
+            return f"has a message without a content ({message!r:.40})"
     return "" if messages[-1]["role"] == "user" else "has messages that do not end with the user's"
 
 

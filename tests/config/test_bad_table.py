@@ -583,7 +583,9 @@ ENVS = [
     env("a reward of two parameters", "    def reward(self, problem, response): return 0.0\n$generate\n", "cannot be called with (problem, response, stop)"),
     env("an async reward", "    async def reward(self, problem, response, stop): return 0.0\n$generate\n", "is async, which nothing awaits"),
     env("other problems each time", "    def generate(self, seed): return Problem('', str(__import__('random').random()), '')\n$reward\n", "makes another problem each time from one seed"),
-    env("messages without a role", "    def generate(self, seed): return Problem(str(seed), messages=({'content': str(seed)},))\n$reward\n", "has no role"),
+    env("messages without a role", "    def generate(self, seed): return Problem(str(seed), messages=({'content': str(seed)},))\n$reward\n", "a message is an object with a role"),
+    env("an image in a message", "    def generate(self, seed): return Problem(str(seed), messages=({'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]},))\n$reward\n", "'image_url' is not offered: the policy reads text; leave it out", make="E(num_eval=2, max_new_tokens=8, chat=True)"),
+    env("unknown characters in a message", "    def generate(self, seed): return Problem(str(seed), messages=({'role': 'user', 'content': [{'type': 'text', 'text': f'{seed} \\u00e9'}]},))\n$reward\n", "model.alphabet lacks: '\u00e9'", make="E(num_eval=2, max_new_tokens=8, chat=True)"),
     env("half of a character", "    def generate(self, seed): return Problem(str(seed), str(seed) + chr(0xd800))\n$reward\n", "half of a character"),
     env("a set in metadata", "    def generate(self, seed): return Problem(str(seed), str(seed), metadata={'a': {1, 2}})\n$reward\n", "a set, whose order differs between processes"),
 ]

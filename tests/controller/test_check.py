@@ -70,7 +70,7 @@ BEFORE_PROCESSES = {
     "a reward that is a number": broken(f"{_GENERATE}\n    reward = 1.0\n", "E.reward is 1.0, which cannot be called"),
     "step without an episode": broken(f"{_SCORE_TWICE}\n    def step(self): return None\n", "E.step", "cannot be called with (episode)", base="ChatEnv"),
     "another problem each time": broken(f"    def generate(self, seed): return Problem(str(seed), str(random.random()), '7')\n{_REWARD}", "makes another problem each time from one seed", "random.Random(seed)"),
-    "messages without a role": broken(f"    def generate(self, seed): return Problem(str(seed), messages=({{'content': str(seed)}},))\n{_REWARD}", "has no role", "{'role': 'user', 'content': '...'}"),
+    "messages without a role": broken(f"    def generate(self, seed): return Problem(str(seed), messages=({{'content': str(seed)}},))\n{_REWARD}", "a message is an object with a role", "{'role': 'user', 'content': '...'}"),
     "messages without chat": broken(f"    def generate(self, seed): return Problem(str(seed), messages=({{'role': 'user', 'content': str(seed)}},))\n{_REWARD}", "have messages, which need env.chat=True; set it"),
     "half of a character": broken(f"    def generate(self, seed): return Problem(str(seed), f'{{seed}}\\ud800')\n{_REWARD}", "half of a character (a lone surrogate"),
     "a set in metadata": broken(f"    def generate(self, seed): return Problem(str(seed), str(seed), metadata={{'a': {{'b', 'c'}}}})\n{_REWARD}", "a set, whose order differs between processes; use a sorted list"),

@@ -61,6 +61,9 @@ def test_a_problem_may_have_messages_in_place_of_a_question(tokenizer):
     problem = checked(Problem("1", messages=messages, answer="ba"))
     prompt = Env(chat=True, prompt_prefix="xy").encode(problem, tokenizer)
     assert tokenizer.decode(prompt.tokens) == "xy>ab>"
+    parts = ({"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},)
+    in_parts = Env(chat=True).encode(checked(Problem("1", messages=parts)), tokenizer)
+    assert tokenizer.decode(in_parts.tokens) == "ab>"
     with pytest.raises(ConfigError, match="has messages, which need env.chat=True; set it"):
         Env(chat=False).encode(problem, tokenizer)
 
@@ -93,7 +96,7 @@ def test_no_text_of_a_problem_is_half_a_character(field):
 
 @pytest.mark.parametrize("message", ["hello", {}, {"content": "x"}, {"role": None}, None, 3])
 def test_each_message_has_a_role(message):
-    with pytest.raises(ConfigError, match="has no role"):
+    with pytest.raises(ConfigError, match="a message is an object with a role"):
         checked(Problem("1", messages=(message,)))
 
 
@@ -116,9 +119,13 @@ def test_a_file_may_have_rows_with_messages(tmp_path, tokenizer):
     [
         ([], "no list of messages"),
         ("ab", "no list of messages"),
-        (["ab"], "a message without a role and a content"),
-        ([{"content": "ab"}], "a message without a role and a content"),
-        ([{"role": "user"}], "a message without a role and a content"),
+        (["ab"], "a message is an object with a role"),
+        ([{"content": "ab"}], "a message is an object with a role"),
+        ([{"role": "user"}], "a message without a content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "the policy reads text",
+        ),
         ([{"role": "assistant", "content": "ab"}], "do not end with the user's"),
         ([{"role": "user", "content": "a\ud800"}], "half of a character"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 def wrong_with(message: object) -> str:
     """What is wrong with a message in the form of OpenAI's API; empty where nothing is."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return "a message is an object with a role"
+        return "a message is an object with a role, as {'role': 'user', 'content': '...'}"
     content = message.get("content")
     if not isinstance(content, str | list | None):
         return "the content of a message is a text, or a list of parts"

@@ -90,6 +90,15 @@ class BadDemonstration(Fine):
 
 
 @dataclass(frozen=True)
+class BadOpening(Fine):
+    def opening(self, problem):
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+    def chat_demonstration(self, problem, seed):
+        return [{"role": "assistant", "content": "x"}]
+
+
+@dataclass(frozen=True)
 class Library(VerifiersBase):
     """Reads `variables`, as the adapters of verifiers do."""
 
@@ -132,6 +141,7 @@ def test_the_recipe_is_fine():
         (Unmade(), "has no generate(self, seed)"),
         (Unrewarded(), "has no reward_episode(self, episode), or reward(self, problem, response, stop)"),
         (BadDemonstration(), "chat_demonstration() returned"),
+        (BadOpening(), "BadOpening.opening() returned"),
         (Calculator(max_turns=0), "env.max_turns"),
         (Calculator(turn_seconds=0.0), "env.turn_seconds"),
         (Calculator(call_format="xml"), "env.call_format"),

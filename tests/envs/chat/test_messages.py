@@ -48,4 +48,5 @@ def test_calls_have_a_name_and_arguments(calls, is_taken):
 
 @pytest.mark.parametrize("message", [None, "user", {}, {"content": "x"}, {"role": 1, "content": "x"}])
 def test_a_message_has_a_role(message):
-    assert wrong_with(message) == "a message is an object with a role"
+    wrong = "a message is an object with a role, as {'role': 'user', 'content': '...'}"
+    assert wrong_with(message) == wrong
